@@ -1,0 +1,35 @@
+"""Errors a user can meet. Each says what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class RematError(Exception):
+    """Base of all errors that remat raises on purpose."""
+
+
+class GraphError(RematError):
+    """The training graph is not well formed, or its file cannot be read."""
+
+
+class CaptureError(RematError):
+    """The model cannot be captured exactly as one static training graph."""
+
+
+class FactoryError(RematError):
+    """The file or factory that should build the model is missing or fails."""
+
+
+class ScheduleError(RematError):
+    """The schedule breaks a rule of the graph, or belongs to another graph."""
+
+
+class BudgetError(RematError):
+    """The budget cannot be read, or means nothing on this device."""
+
+
+class SolverError(RematError):
+    """The solver is unknown or was given options it cannot take."""
+
+
+class RewriteError(RematError):
+    """The schedule cannot be turned into a module, or the module is misused."""

@@ -1,0 +1,235 @@
+"""The training graph: plain, frozen, torch-free facts about one training step.
+
+Everything that plans, judges or draws a step reads this file's classes, and nothing
+here imports torch, so a plan can be studied on a machine that has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.errors import GraphError
+
+SCHEMA_VERSION = 1
+
+Phase = Literal["forward", "backward"]
+Kind = Literal[
+    "parameter", "buffer", "input", "constant", "activation", "rng_state", "tangent",
+    "gradient", "output",
+]  # fmt: skip
+
+
+class Value(msgspec.Struct, frozen=True):
+    """One storage: a tensor together with all views and aliases of it.
+
+    Attributes
+    ----------
+    name : name of the fx node that first returned the storage.
+    size_bytes : bytes of the storage, rounded as the device's allocator rounds.
+    producer : name of the op that creates it; empty for what is resident
+        (parameters, buffers, the batch, constants), which lives through the step.
+    kind : what the bytes are for.
+    dtype, shape : of the tensor that created the storage, for people to read.
+    """
+
+    name: str
+    size_bytes: int
+    producer: str = ""
+    kind: Kind = "activation"
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class Op(msgspec.Struct, frozen=True):
+    """One node that creates storage, draws randomness or mutates.
+
+    Attributes
+    ----------
+    name : name of the fx node. target : for example ``aten.mm.default``.
+    inputs, outputs : names of the values it reads and of the values it creates.
+    cost_us : time of one run. workspace_bytes : bytes taken while it runs beyond its
+        inputs and outputs.
+    pinned : why the op must not run twice; empty if it may.
+    module, source : module path and ``file:line`` of the user's code behind it.
+    """
+
+    name: str
+    target: str
+    phase: Phase
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cost_us: float = 0.0
+    workspace_bytes: int = 0
+    pinned: str = ""
+    module: str = ""
+    source: str = ""
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """Bytes that live through the whole step, by category."""
+
+    parameters_bytes: int = 0
+    buffers_bytes: int = 0
+    batch_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all categories."""
+        return (
+            self.parameters_bytes
+            + self.buffers_bytes
+            + self.batch_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+        )
+
+
+class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
+    """One training step as ops over values, in captured order.
+
+    Attributes
+    ----------
+    name : the model's class. ops : forward ops, then backward ops, each in an order
+        in which they can run. values : every storage, resident ones included.
+    forward_outputs : values that must be live when forward ends, in any schedule.
+    outputs : values that must be live when the step ends. A value in both is in the
+        caller's hands in between and cannot be freed.
+    resident : bytes that no schedule changes. inputs : signature of the batch.
+    device : for example ``cpu``. prices : how costs were obtained (``unpriced``,
+        ``measured``). versions : of what captured and priced it.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    forward_outputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    resident: Resident = Resident()
+    inputs: tuple[str, ...] = ()
+    device: str = "cpu"
+    prices: str = "unpriced"
+    versions: dict[str, str] = {}
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != SCHEMA_VERSION:
+            raise GraphError(
+                f"graph file has schema version {self.schema_version}, "
+                f"this release reads {SCHEMA_VERSION}: capture the model again"
+            )
+        _validate(self)
+
+    @functools.cached_property
+    def op_index(self) -> dict[str, int]:
+        """Position of each op by name."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @functools.cached_property
+    def value_by_name(self) -> dict[str, Value]:
+        """Each value by its name."""
+        return {value.name: value for value in self.values}
+
+    @functools.cached_property
+    def n_forward(self) -> int:
+        """Number of forward ops; they come first."""
+        return sum(op.phase == "forward" for op in self.ops)
+
+    @functools.cached_property
+    def time_us(self) -> float:
+        """Time of the step that computes every op once."""
+        return sum(op.cost_us for op in self.ops)
+
+    @functools.cached_property
+    def signatures(self) -> tuple[str, ...]:
+        """One line an op: what a plan made for this graph relies on."""
+        return tuple(self._signature(op) for op in self.ops)
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """SHA-256 over the structure: ops, values, sizes; not over prices."""
+        digest = hashlib.sha256()
+        for part in (*self.inputs, *self.signatures, *self.forward_outputs, *self.outputs):
+            digest.update(part.encode() + b"\n")
+        return digest.hexdigest()
+
+    def _signature(self, op: Op) -> str:
+        results = ", ".join(
+            f"{name}[{self.value_by_name[name].size_bytes} B]" for name in op.outputs
+        )
+        pin = " pinned" if op.pinned else ""
+        return f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal graph."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> TrainingGraph:
+        """Read a graph written by `to_json`.
+
+        Raises
+        ------
+        GraphError : the text is no graph, or of another schema version.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise GraphError(f"not a graph file of this release: {error}") from error
+        except msgspec.DecodeError as error:
+            raise GraphError(f"not a JSON graph file: {error}") from error
+
+    def __repr__(self) -> str:
+        backward = len(self.ops) - self.n_forward
+        return (
+            f"TrainingGraph({self.name}: {self.n_forward} forward and {backward} backward ops, "
+            f"{len(self.values)} values, {self.resident.total_bytes} bytes resident, "
+            f"{self.prices} for {self.device}, hash {self.hash[:12]})"
+        )
+
+
+def _validate(graph: TrainingGraph) -> None:
+    """Raise `GraphError` unless ops can run in their order on the values given."""
+    values = {value.name: value for value in graph.values}
+    if len(values) != len(graph.values):
+        raise GraphError("two values have the same name")
+    if len({op.name for op in graph.ops}) != len(graph.ops):
+        raise GraphError("two ops have the same name")
+    for value in graph.values:
+        if value.size_bytes < 0:
+            raise GraphError(f"value {value.name} has a negative size: {value.size_bytes} bytes")
+    present = {value.name for value in graph.values if not value.producer}
+    backward_seen = False
+    for op in graph.ops:
+        if op.phase == "forward" and backward_seen:
+            raise GraphError(f"forward op {op.name} comes after a backward op")
+        backward_seen = backward_seen or op.phase == "backward"
+        _validate_op(op, values, present)
+        present.update(op.outputs)
+    for name in (*graph.forward_outputs, *graph.outputs):
+        if name not in present:
+            raise GraphError(f"output {name} is produced by no op")
+
+
+def _validate_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
+    if not op.cost_us >= 0 or op.workspace_bytes < 0:
+        raise GraphError(
+            f"op {op.name} has a negative or undefined price: "
+            f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace"
+        )
+    for name in op.inputs:
+        if name not in values:
+            raise GraphError(f"op {op.name} reads {name}, which is no value of the graph")
+        if name not in present:
+            raise GraphError(
+                f"op {op.name} reads {name} before any op has produced it: "
+                "the order is not one in which the ops can run, or the graph has a cycle"
+            )
+    for name in op.outputs:
+        if name not in values or values[name].producer != op.name:
+            raise GraphError(f"op {op.name} lists output {name}, which does not name it as producer")

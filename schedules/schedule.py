@@ -1,0 +1,149 @@
+"""The schedule: an ordered list of four kinds of step over op and value names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import TrainingGraph
+
+SCHEMA_VERSION = 1
+
+
+class Compute(msgspec.Struct, frozen=True, array_like=True, tag="compute"):
+    """Run an op; all its outputs are live afterwards."""
+
+    op: str
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag="free"):
+    """Drop a value."""
+
+    value: str
+
+
+class Offload(msgspec.Struct, frozen=True, array_like=True, tag="offload"):
+    """Move a value to host memory; it leaves the device."""
+
+    value: str
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Bring an offloaded value back to the device."""
+
+    value: str
+
+
+Step = Compute | Free | Offload | Fetch
+Option = str | int | float | bool | None
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """A training step, op by op, and what it was made for.
+
+    Forward ends right after the first run of the last forward op; what is live there is
+    what the rewritten forward saves for backward.
+
+    Attributes
+    ----------
+    steps : what to do, in order. The same op may be computed any number of times.
+    graph_hash, inputs, signatures : of the graph it was made for.
+    budget_bytes : the budget it was solved for, 0 where there was none.
+    solver, options : who made it, and with which options.
+    """
+
+    steps: tuple[Step, ...]
+    graph_hash: str
+    inputs: tuple[str, ...] = ()
+    signatures: tuple[str, ...] = ()
+    budget_bytes: int = 0
+    solver: str = ""
+    options: dict[str, Option] = {}
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != SCHEMA_VERSION:
+            raise ScheduleError(
+                f"plan file has schema version {self.schema_version}, "
+                f"this release reads {SCHEMA_VERSION}: solve again"
+            )
+
+    @classmethod
+    def for_graph(
+        cls,
+        graph: TrainingGraph,
+        steps: Iterable[Step],
+        *,
+        budget_bytes: int = 0,
+        solver: str = "",
+        options: dict[str, Option] | None = None,
+    ) -> Schedule:
+        """A schedule of `steps` that carries the identity of `graph`."""
+        return cls(
+            steps=tuple(steps),
+            graph_hash=graph.hash,
+            inputs=graph.inputs,
+            signatures=graph.signatures,
+            budget_bytes=budget_bytes,
+            solver=solver,
+            options=options or {},
+        )
+
+    def computations(self) -> Counter[str]:
+        """How often each op is computed."""
+        return Counter(step.op for step in self.steps if isinstance(step, Compute))
+
+    def check_made_for(self, graph: TrainingGraph) -> None:
+        """Raise `ScheduleError`, naming the first difference, unless made for `graph`."""
+        if self.graph_hash == graph.hash:
+            return
+        raise ScheduleError(
+            f"this plan was made for another graph: {self._first_difference(graph)}. "
+            "Capture and solve again for the model and batch at hand"
+        )
+
+    def _first_difference(self, graph: TrainingGraph) -> str:
+        for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
+            if mine != theirs:
+                return f"input {i} was {mine}, is {theirs}"
+        if len(self.inputs) != len(graph.inputs):
+            return f"it took {len(self.inputs)} inputs, the model takes {len(graph.inputs)}"
+        for i, (mine, theirs) in enumerate(zip(self.signatures, graph.signatures, strict=False)):
+            if mine != theirs:
+                op = graph.ops[i]
+                place = ", ".join(part for part in (op.module, op.source) if part)
+                return f"op {i} was '{mine}', is '{theirs}'" + (f" ({place})" if place else "")
+        if len(self.signatures) != len(graph.signatures):
+            return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
+        return "the outputs of the step differ"
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal schedule."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Schedule:
+        """Read a schedule written by `to_json`.
+
+        Raises
+        ------
+        ScheduleError : the text is no plan, or of another schema version.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise ScheduleError(f"not a plan file of this release: {error}") from error
+        except msgspec.DecodeError as error:
+            raise ScheduleError(f"not a JSON plan file: {error}") from error
+
+    def __repr__(self) -> str:
+        counts = self.computations()
+        again = sum(counts.values()) - len(counts)
+        return (
+            f"Schedule({self.solver or 'by hand'}: {sum(counts.values())} computations, "
+            f"{again} of them again, budget {self.budget_bytes} bytes, "
+            f"graph {self.graph_hash[:12]})"
+        )

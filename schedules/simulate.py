@@ -1,0 +1,170 @@
+"""The only judge: what a schedule needs, step by step, in bytes and in time.
+
+Short, solver-free and slow enough to be obviously right. Every peak, time and
+overhead that the product prints comes from `simulate`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+
+
+class Simulation(msgspec.Struct, frozen=True):
+    """What `simulate` found.
+
+    Attributes
+    ----------
+    peak_bytes : the most bytes live at once, resident ones included.
+    peak_step : index of the step at which the peak is first reached.
+    time_us : sum of the costs of all computations.
+    overhead : `time_us` over the time of computing every op once, minus one.
+    live_bytes : one number a step: bytes live while it runs.
+    held_at_peak : values live at the peak, largest first, outputs of its op included.
+    workspace_at_peak_bytes : workspace of the op at the peak.
+    """
+
+    peak_bytes: int
+    peak_step: int
+    time_us: float
+    overhead: float
+    live_bytes: tuple[int, ...]
+    held_at_peak: tuple[str, ...]
+    workspace_at_peak_bytes: int
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation(peak {self.peak_bytes} bytes at step {self.peak_step}, "
+            f"{self.time_us:.0f} us, overhead {100 * self.overhead:.2f} %)"
+        )
+
+
+def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+    """Replay `schedule` over `graph` and check every rule.
+
+    While an op runs its inputs, its outputs, its workspace, everything retained and all
+    that is resident are live. Outputs that were live already keep their copy; the copy
+    that a recomputation makes of them counts only while it runs.
+
+    Raises
+    ------
+    ScheduleError : made for another graph, or a step that breaks a rule (an input that
+        is not live, a pinned op computed twice, an output of the step lost, ...); the
+        message names the step and the op.
+    """
+    schedule.check_made_for(graph)
+    return _Replay(graph).run(schedule.steps)
+
+
+class _Replay:
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.size = {v.name: v.size_bytes for v in graph.values if v.producer}
+        self.resident = {v.name for v in graph.values if not v.producer}
+        self.live: dict[str, None] = {}
+        self.offloaded: set[str] = set()
+        self.computed: set[str] = set()
+        self.bytes = graph.resident.total_bytes
+        self.time_us = 0.0
+        self.forward_left = graph.n_forward
+        self.held = set(graph.forward_outputs) & set(graph.outputs)
+
+    def run(self, steps: tuple[Step, ...]) -> Simulation:
+        curve: list[int] = []
+        peak_bytes, peak_step, at_peak, workspace = self.bytes, 0, tuple[str, ...](), 0
+        for i, step in enumerate(steps):
+            running = self._step(i, step)
+            curve.append(running)
+            if running > peak_bytes:
+                peak_bytes, peak_step = running, i
+                at_peak = tuple(self.live)
+                op = self._op_at(step)
+                workspace = op.workspace_bytes if op else 0
+        self._check_end(len(steps))
+        base_us = self.graph.time_us
+        return Simulation(
+            peak_bytes=peak_bytes,
+            peak_step=peak_step,
+            time_us=self.time_us,
+            overhead=self.time_us / base_us - 1 if base_us else 0.0,
+            live_bytes=tuple(curve),
+            held_at_peak=tuple(sorted(at_peak, key=lambda name: -self.size[name])),
+            workspace_at_peak_bytes=workspace,
+        )
+
+    def _step(self, i: int, step: Step) -> int:
+        """Carry out one step; return the bytes live while it ran."""
+        if isinstance(step, Compute):
+            return self._compute(i, step.op)
+        if isinstance(step, Fetch):
+            self._require(step.value in self.offloaded, i, f"{step.value} is not offloaded")
+            self.offloaded.discard(step.value)
+            self._add(step.value)
+            return self.bytes
+        before = self.bytes
+        self._drop(i, step)
+        return before
+
+    def _compute(self, i: int, name: str) -> int:
+        op = self._lookup(i, name)
+        again = name in self.computed
+        self._require(not (again and op.pinned), i, f"op {name} must not run twice: {op.pinned}")
+        for value in op.inputs:
+            present = value in self.live or value in self.resident
+            self._require(present, i, f"op {name} reads {value}, which is not live")
+        fresh = [value for value in op.outputs if value not in self.live]
+        self._require(not again or bool(fresh), i, f"op {name} makes nothing that is not live")
+        running = self.bytes + op.workspace_bytes + sum(self.size[v] for v in op.outputs)
+        for value in fresh:
+            self._require(value not in self.offloaded, i, f"{value} is offloaded: fetch it")
+            self._add(value)
+        self.time_us += op.cost_us
+        self.computed.add(name)
+        if not again and op.phase == "forward":
+            self.forward_left -= 1
+            if self.forward_left == 0:
+                self._check_live(self.graph.forward_outputs, i, "forward ends")
+        elif op.phase == "backward":
+            self._require(self.forward_left == 0, i, f"backward op {name} runs before forward ends")
+        return running
+
+    def _drop(self, i: int, step: Free | Offload) -> None:
+        name = step.value
+        self._require(name in self.live, i, f"{name} is not live, so it cannot be dropped")
+        handed_over = self.forward_left == 0 and name in self.held
+        self._require(not handed_over, i, f"{name} is in the caller's hands until the step ends")
+        del self.live[name]
+        self.bytes -= self.size[name]
+        if isinstance(step, Offload):
+            self.offloaded.add(name)
+
+    def _add(self, name: str) -> None:
+        self.live[name] = None
+        self.bytes += self.size[name]
+
+    def _check_end(self, n_steps: int) -> None:
+        for op in self.graph.ops:
+            self._require(op.name in self.computed, n_steps, f"op {op.name} is never computed")
+        self._check_live(self.graph.outputs, n_steps, "the step ends")
+
+    def _check_live(self, names: tuple[str, ...], i: int, when: str) -> None:
+        for name in names:
+            present = name in self.live or name in self.resident
+            self._require(present, i, f"{name} must be live when {when}")
+
+    def _lookup(self, i: int, name: str) -> Op:
+        index = self.graph.op_index.get(name)
+        self._require(index is not None, i, f"the graph has no op {name}")
+        assert index is not None
+        return self.graph.ops[index]
+
+    def _op_at(self, step: Step) -> Op | None:
+        return self._lookup(0, step.op) if isinstance(step, Compute) else None
+
+    @staticmethod
+    def _require(holds: bool, i: int, message: str) -> None:
+        if not holds:
+            raise ScheduleError(f"invalid schedule at step {i}: {message}")

@@ -1,0 +1,128 @@
+"""What every solver returns: a status, a schedule, its figures and a proven bound."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import Simulation, simulate
+
+Status = Literal["optimal", "feasible", "infeasible", "time limit"]
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """One entry of what holds the memory at a peak."""
+
+    name: str
+    size_bytes: int
+    module: str = ""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Outcome of one solve.
+
+    Attributes
+    ----------
+    status : ``optimal`` (proved), ``feasible``, ``infeasible``, or ``time limit`` (the
+        search was cut short; `schedule` is the best found, None if none was).
+    schedule : a schedule whose simulated peak is within the budget, or None.
+    peak_bytes, time_us, overhead : of `schedule`, from `simulate`; 0 where there is none.
+    lower_bound_us : no schedule of this budget, in the captured order of first
+        computations, takes less time.
+    solver, wall_s : who solved it, and how long that took.
+    least_feasible_bytes : where infeasible, the least budget known to be feasible.
+    held_at_peak : where infeasible, what holds the memory at that schedule's peak.
+    message : what to say to the user beyond the figures.
+    """
+
+    status: Status
+    solver: str
+    budget_bytes: int
+    schedule: Schedule | None = None
+    peak_bytes: int = 0
+    time_us: float = 0.0
+    overhead: float = 0.0
+    lower_bound_us: float = 0.0
+    wall_s: float = 0.0
+    least_feasible_bytes: int = 0
+    held_at_peak: tuple[Holding, ...] = ()
+    message: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far the schedule may be from the best: time over bound, minus one."""
+        if self.schedule is None or self.lower_bound_us <= 0:
+            return 0.0
+        return self.time_us / self.lower_bound_us - 1
+
+    def __repr__(self) -> str:
+        if self.schedule is None:
+            return f"Result({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"
+        return (
+            f"Result({self.status}, {self.solver}: peak {self.peak_bytes} of "
+            f"{self.budget_bytes} bytes, overhead {100 * self.overhead:.2f} %, "
+            f"gap {100 * self.gap:.2f} %, {self.wall_s:.1f} s)"
+        )
+
+
+def judged(
+    graph: TrainingGraph,
+    schedule: Schedule,
+    *,
+    budget_bytes: int,
+    lower_bound_us: float,
+    wall_s: float = 0.0,
+    cut_short: bool = False,
+    message: str = "",
+) -> Result:
+    """The Result of a schedule, with every figure taken from `simulate`.
+
+    Infeasible, with the schedule's peak as the least budget known, if it does not fit.
+    Optimal if its time equals the bound to one part in 10⁹.
+    """
+    simulation = simulate(graph, schedule)
+    if simulation.peak_bytes > budget_bytes:
+        return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
+    bound_us = max(lower_bound_us, graph.time_us)
+    proved = simulation.time_us <= bound_us * (1 + 1e-9)
+    return Result(
+        status="optimal" if proved else ("time limit" if cut_short else "feasible"),
+        solver=schedule.solver,
+        budget_bytes=budget_bytes,
+        schedule=schedule,
+        peak_bytes=simulation.peak_bytes,
+        time_us=simulation.time_us,
+        overhead=simulation.overhead,
+        lower_bound_us=min(bound_us, simulation.time_us) if proved else bound_us,
+        wall_s=wall_s,
+        message=message,
+    )
+
+
+def infeasible(
+    graph: TrainingGraph,
+    schedule: Schedule,
+    simulation: Simulation,
+    budget_bytes: int,
+    wall_s: float,
+    message: str = "",
+) -> Result:
+    """A Result that names the least budget known to be feasible and what holds it."""
+    module = {op.name: op.module for op in graph.ops}
+    held = [
+        Holding(name, value.size_bytes, module.get(value.producer, ""))
+        for name in simulation.held_at_peak
+        for value in (graph.value_by_name[name],)
+    ]
+    return Result(
+        status="infeasible",
+        solver=schedule.solver,
+        budget_bytes=budget_bytes,
+        wall_s=wall_s,
+        least_feasible_bytes=simulation.peak_bytes,
+        held_at_peak=tuple(held),
+        message=message,
+    )
