@@ -7,9 +7,9 @@ from a loop without remat: the module it returns shares the model's parameters.
 from __future__ import annotations
 
 import torch
+from gpt import factory
 
 import remat
-from gpt import factory
 
 STEPS = 10
 ACCUMULATE = 2

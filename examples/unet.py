@@ -7,6 +7,7 @@ change the sizes.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -36,7 +37,7 @@ class UNet(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(LEVELS + 1)]
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(itertools.pairwise(widths))
         self.stem = double_conv(3, width)
         self.pool = nn.MaxPool2d(2)
         self.down = nn.ModuleList(double_conv(above, below) for above, below in pairs)
