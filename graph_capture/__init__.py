@@ -1,0 +1,23 @@
+"""From a module and a batch to a `TrainingGraph`. Importing this package imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+
+if TYPE_CHECKING:
+    from remat.graph_capture.price import price
+    from remat.graph_capture.trace import Trace, capture, trace
+
+__all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "price", "trace"]
+
+_LAZY = {"price": "price", "capture": "trace", "trace": "trace", "Trace": "trace"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,97 @@
+"""Which module and which source line each traced op comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+
+
+class Provenance(TorchFunctionMode):
+    """Annotates each fx node made while it is active with module path and source line."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.path = {id(module): name for name, module in model.named_modules()}
+        self.stack: list[str] = [""]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` with the place that called it written on its nodes."""
+        place = {
+            MODULE_KEY: self.stack[-1],
+            SOURCE_KEY: source_of(sys._getframe(1)),
+            FUNCTION_KEY: getattr(func, "__name__", ""),
+        }
+        with fx_traceback.annotate(place):
+            return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def watching_modules(self) -> Iterator[Provenance]:
+        """Keep the stack of running modules while the model's forward runs."""
+        handles: list[RemovableHandle] = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def module(self) -> str:
+        """Path of the module that runs now, or was running when forward failed."""
+        return self.stack[-1]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.path.get(id(module), self.stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if len(self.stack) > 1:
+            self.stack.pop()
+
+
+def source_of(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((_TORCH, _OWN, "<")):
+            return f"{_shown(filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def source_of_error(traceback: TracebackType | None) -> str:
+    """``file:line`` of the innermost user frame of a traceback."""
+    found = ""
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith((_TORCH, _OWN, "<")):
+            found = f"{_shown(filename)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def _shown(filename: str) -> str:
+    relative = os.path.relpath(filename)
+    return filename if relative.startswith("..") else relative

@@ -1,0 +1,92 @@
+"""What cannot be captured exactly is refused here, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.provenance import source_of_error
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+_DATA_DEPENDENT = (
+    "DataDependentOutputException",
+    "GuardOnDataDependentSymNode",
+    "DynamicOutputShapeException",
+    "UnsupportedOperatorException",
+)
+
+
+def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """``(path, module, attribute)`` of every hook dictionary of every submodule."""
+    for path, module in model.named_modules():
+        if path:
+            for attribute in _HOOKS:
+                yield path, module, attribute
+
+
+def refuse_module(model: nn.Module) -> None:
+    """Raise `CaptureError` for a module whose training step cannot be captured exactly."""
+    for path, module, attribute in hook_dictionaries(model):
+        if getattr(module, attribute):
+            raise CaptureError(hook_message(path, module, attribute))
+    if not model.training:
+        raise CaptureError(
+            f"{type(model).__name__} is in eval mode, and a plan is for training: "
+            "call model.train() first"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise CaptureError(
+            f"no parameter of {type(model).__name__} requires grad, so there is no backward "
+            "to plan. Unfreeze what is to be trained first"
+        )
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"parameter {path} is not initialised: run the lazy module once on a batch first"
+            )
+        if parameter.is_meta:
+            raise CaptureError(
+                f"parameter {path} is on the meta device: build the model with storage first"
+            )
+
+
+def hook_message(path: str, module: nn.Module, attribute: str) -> str:
+    """What to tell about a hook on a submodule."""
+    kind = attribute.strip("_").removesuffix("s").replace("_", " ")
+    return (
+        f"{kind} on submodule {path} ({type(module).__name__}): the rewritten step runs ops, not "
+        "submodules, so the hook would never be called. Remove it (handle.remove()), move its "
+        "work into forward, or register it on the whole model"
+    )
+
+
+def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
+    """A `CaptureError` for whatever the trace raised, with its place and a way out."""
+    source = source_of_error(error.__traceback__)
+    place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
+    kind = type(error).__name__
+    if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
+        return CaptureError(
+            f"control flow or a shape depends on tensor data ({place}): one static graph cannot "
+            "hold both branches. Replace the `if`, `.item()` or index by tensor ops such as "
+            "torch.where or masking, or plan the parts before and after it separately. "
+            f"torch said: {_first_line(error)}"
+        )
+    if "mkldnn_rnn" in str(error):
+        return CaptureError(
+            f"nn.LSTM on CPU cannot be traced ({place}): trace it under "
+            "torch.backends.mkldnn.flags(enabled=False), or unroll nn.LSTMCell over time"
+        )
+    return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

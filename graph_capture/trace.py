@@ -1,0 +1,199 @@
+"""Capture: one joint forward and backward graph of a module and a batch.
+
+The way in is AOTAutograd's `aot_export_joint_with_descriptors` with no decompositions,
+so that the ops are those that eager runs; `docs/architecture.md` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import (
+    JointWithDescriptors,
+    aot_export_joint_with_descriptors,
+)
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.joint import Joint, build_joint
+from remat.graph_capture.node_facts import is_tangent
+from remat.graph_capture.provenance import Provenance
+from remat.graph_capture.refuse import refusal, refuse_module
+from remat.graph_capture.resident import Optimizer, resident_bytes
+from remat.graph_capture.signature import Signature, check_batch
+from remat.graph_capture.step import LossFunction, Step
+from remat.graph_capture.untouched import untouched
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that is needed to trace a model again; holds no tensor and no module."""
+
+    name: str
+    signature: Signature
+    loss_fn: LossFunction | None
+    resident: Resident
+    autocast: tuple[Any, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into every graph built from this recipe."""
+        return {"inputs": self.signature.lines(), "versions": {"torch": torch.__version__}}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One trace of a training step.
+
+    Attributes
+    ----------
+    graph : the unpriced training graph. joint : the fx nodes behind it.
+    recipe : how to trace again. descriptors : AOTAutograd's own record, which can be
+        compiled once.
+    """
+
+    joint: Joint
+    recipe: Recipe
+    descriptors: JointWithDescriptors
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The unpriced training graph."""
+        return self.joint.graph
+
+
+_recipes: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+) -> Trace:
+    """Trace one training step of `model` on a batch, without running or changing anything.
+
+    Parameters
+    ----------
+    model : in training mode. args, kwargs : one batch, as forward takes it.
+    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
+        part of the step, and the rewritten module returns its result.
+    optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
+
+    Raises
+    ------
+    CaptureError : the step cannot be one static graph; names module, line and way out.
+    """
+    refuse_module(model)
+    batch = (tuple(args), dict(kwargs or {}), target)
+    check_batch(batch)
+    recipe = Recipe(
+        name=type(model).__name__,
+        signature=Signature(batch),
+        loss_fn=loss_fn,
+        resident=resident_bytes(model, batch, optimizer=optimizer, accumulate=accumulate),
+        autocast=autocast_state(),
+    )
+    done = trace_recipe(model, recipe)
+    _recipes.setdefault(model, {})[done.graph.hash] = recipe
+    return done
+
+
+def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
+    """Trace `model` on fake tensors with the recipe's signature."""
+    step = Step(model, recipe.loss_fn)
+    provenance = Provenance(step)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        stack.enter_context(_as_if_compiling())
+        stack.enter_context(provenance.watching_modules())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(provenance)
+        try:
+            descriptors = aot_export_joint_with_descriptors(
+                stack, step, recipe.signature.example(), {}, decompositions={}
+            )
+        except Exception as error:
+            raise refusal(error, model, provenance.module.removeprefix("model.")) from error
+    _refuse_no_backward(model, descriptors)
+    joint = build_joint(
+        descriptors.graph_module,
+        num_forward_outputs(descriptors),
+        recipe.name,
+        recipe.resident,
+        **recipe.facts(),
+    )
+    return Trace(joint, recipe, descriptors)
+
+
+def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
+    """The recipe of a capture of this very model made in this process, if there was one."""
+    return _recipes.get(model, {}).get(graph_hash)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> TrainingGraph:
+    """Trace one training step and price its ops: see `trace` and `price`."""
+    from remat.graph_capture.price import price
+
+    if device != "cpu":
+        raise CaptureError(f"device {device!r} cannot be planned for yet: this release plans 'cpu'")
+    traced = trace(
+        model, args, kwargs,
+        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
+    )  # fmt: skip
+    return price(traced, progress=progress)
+
+
+def num_forward_outputs(descriptors: JointWithDescriptors) -> int:
+    """How many of the joint graph's outputs the forward returns."""
+    return descriptors._aot_state.fw_metadata.num_forward
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Autocast as it stands: enabled and dtype, by device type."""
+    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    )
+
+
+@contextlib.contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    """Set the two flags by which model code skips its data-dependent checks."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> None:
+    nodes = descriptors.graph_module.graph.find_nodes(op="placeholder")
+    if not any(is_tangent(node) for node in nodes):
+        raise CaptureError(
+            f"no output of {type(model).__name__} depends on a parameter that requires grad, so "
+            "there is no backward to plan. Check for detach() or no_grad in forward or the loss"
+        )

@@ -1,0 +1,54 @@
+"""AOTAutograd's runtime around our two graphs: views, mutation, hooks, version checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+
+from remat.graph_capture.joint import build_joint
+from remat.graph_capture.trace import Trace
+from remat.rewriter.boxed import compile_boxed
+from remat.rewriter.emit import emit
+from remat.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A callable step and the two GraphModules that it runs."""
+
+    call: Callable[..., Any]
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
+    """Carry out `schedule` on a fresh trace; a trace can be compiled once.
+
+    Raises
+    ------
+    ScheduleError : the schedule was made for another graph.
+    """
+    schedule.check_made_for(trace.graph)
+    emitted: list[fx.GraphModule] = []
+
+    def partition(
+        gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        recipe = trace.recipe
+        joint = build_joint(gm, num_fwd_outputs, recipe.name, recipe.resident, **recipe.facts())
+        schedule.check_made_for(joint.graph)
+        emitted.extend(emit(joint, schedule))
+        return emitted[0], emitted[1]
+
+    call = aot_compile_joint_with_descriptors(
+        trace.descriptors,
+        partition_fn=partition,
+        fw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
+        bw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
+    )
+    return CompiledStep(torch.compiler.disable(call), emitted[0], emitted[1])

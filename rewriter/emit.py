@@ -1,0 +1,267 @@
+"""Schedule → two fx graphs: the forward and the backward that carry it out step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import Op
+from remat.graph_capture.joint import SAVE_RNG, STATISTICS, TANGENTS, Joint
+from remat.graph_capture.node_facts import (
+    BATCH_NORM,
+    BATCH_NORM_AGAIN,
+    N_BATCH_NORM_RESULTS,
+    draws_randomness,
+    is_alias_of_input,
+    is_getitem,
+    is_tangent,
+)
+from remat.rewriter.rng import run_with_rng_state, save_rng_state
+from remat.schedules.schedule import Compute, Free, Schedule, Step
+
+Demand = Callable[[str, fx.Node | None], fx.Node]
+
+
+class PhaseEmitter:
+    """Emits one of the two graphs.
+
+    Parameters
+    ----------
+    joint : what names stand for. demand : called with a value's name and its base node
+        (None for a saved RNG state) when the value is not in this graph yet; returns
+        the placeholder that brings it.
+    again : names of ops that have run before; updated as ops are emitted.
+    """
+
+    def __init__(self, joint: Joint, demand: Demand, again: set[str], repeated: set[str]) -> None:
+        self.joint = joint
+        self.graph = fx.Graph()
+        self.demand = demand
+        self.again = again
+        self.repeated = repeated
+        self.copies: dict[str, dict[fx.Node, fx.Node]] = {}
+        self.tuples: dict[fx.Node, fx.Node] = {}
+        self.states: dict[str, fx.Node] = {}
+
+    def put(self, node: fx.Node, copy: fx.Node) -> None:
+        """Let `copy` stand for `node` as long as its value lives."""
+        self.copies.setdefault(self.joint.value_of_node.get(node, ""), {})[node] = copy
+
+    def step(self, step: Step) -> None:
+        """Emit one step of the schedule."""
+        if isinstance(step, Compute):
+            self._compute(self.joint.graph.ops[self.joint.graph.op_index[step.op]])
+        elif isinstance(step, Free):
+            self.copies.pop(step.value, None)
+            self.states.pop(step.value, None)
+        else:
+            raise RewriteError(
+                f"the schedule moves {step.value} to the host, which this release cannot rewrite: "
+                "solve without offloading"
+            )
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The emitted node that stands for `node`; views are replayed where needed."""
+        value = self.joint.value_of_node.get(node, "")
+        known = self.copies.get(value, {}).get(node)
+        if known is not None:
+            return known
+        if is_alias_of_input(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            copy = self.resolve(source)
+        elif node.op == "get_attr":
+            copy = self.graph.node_copy(node)
+        elif node.op == "placeholder" or self.joint.base_of_value.get(value) is node:
+            copy = self.demand(value, node)
+        elif node.name in self.joint.node_of_op:
+            raise RewriteError(f"the schedule reads {node.name} where it is not live")
+        else:
+            copy = self._copy(node, node.name)
+        self.put(node, copy)
+        return copy
+
+    def results(self, results: list[Any]) -> list[Any]:
+        """Emitted nodes of some of the joint graph's results."""
+        return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
+
+    def _copy(self, node: fx.Node, name: str) -> fx.Node:
+        args, kwargs = self._arguments(node)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def resolved(leaf: Any) -> Any:
+            return self.resolve(leaf) if isinstance(leaf, fx.Node) else leaf
+
+        return pytree.tree_map(resolved, (tuple(node.args), dict(node.kwargs)))
+
+    def _compute(self, op: Op) -> None:
+        again = op.name in self.again
+        self.again.add(op.name)
+        if op.target == TANGENTS:
+            return
+        if op.target == SAVE_RNG:
+            self._save_rng_state(op)
+        elif op.target == STATISTICS:
+            batch_norm = self.joint.node_of_op[op.name.removesuffix("_statistics")]
+            self._pick_results(batch_norm, op)
+        else:
+            self._run(op, self.joint.node_of_op[op.name], again)
+
+    def _save_rng_state(self, op: Op) -> None:
+        """Save the state only if the op that draws from it will draw again."""
+        if op.name.removeprefix("rng_state_") in self.repeated:
+            state = self.graph.create_node("call_function", save_rng_state, (), {}, op.name)
+            state.meta["val"] = torch.get_rng_state()
+            self.states[op.outputs[0]] = state
+
+    def _run(self, op: Op, node: fx.Node, again: bool) -> None:
+        if again and draws_randomness(node):
+            copy = self._draw_again(op, node)
+        elif again and node.target is BATCH_NORM:
+            copy = self._normalise_again(node)
+        else:
+            copy = self._copy(node, f"{node.name}_again" if again else node.name)
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            self.tuples[node] = copy
+            self._pick_results(node, op)
+        else:
+            self.put(node, copy)
+
+    def _draw_again(self, op: Op, node: fx.Node) -> fx.Node:
+        name = f"rng_state_{op.name}"
+        state = self.states.get(name)
+        if state is None:
+            state = self.states[name] = self.demand(name, None)
+        args, kwargs = self._arguments(node)
+        copy = self.graph.create_node(
+            "call_function",
+            run_with_rng_state,
+            (state, node.target, *args),
+            kwargs,
+            f"{node.name}_again",
+        )
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _normalise_again(self, node: fx.Node) -> fx.Node:
+        """Batch norm without its running statistics, which were updated the first time."""
+        (x, weight, bias, _, _, training, momentum, eps), _ = self._arguments_of_batch_norm(node)
+        copy = self.graph.create_node(
+            "call_function",
+            BATCH_NORM_AGAIN,
+            (x, weight, bias, training, momentum, eps),
+            {},
+            f"{node.name}_again",
+        )
+        copy.meta = dict(node.meta)
+        copy.meta["val"] = node.meta["val"][:N_BATCH_NORM_RESULTS]
+        return copy
+
+    def _arguments_of_batch_norm(self, node: fx.Node) -> tuple[tuple[Any, ...], None]:
+        """As `_arguments`, but without asking for the running statistics."""
+        taken = [
+            self.resolve(a) if isinstance(a, fx.Node) and i < N_BATCH_NORM_RESULTS else a
+            for i, a in enumerate(node.args)
+        ]
+        return tuple(taken), None
+
+    def _pick_results(self, node: fx.Node, op: Op) -> None:
+        """Take those results of a multi-output op that are not live already."""
+        for name in op.outputs:
+            picked = self.joint.base_of_value.get(name)
+            if picked is None or not is_getitem(picked) or picked in self.copies.get(name, {}):
+                continue
+            copy = self.graph.create_node(
+                "call_function", picked.target, (self.tuples[node], picked.args[1]), {}, picked.name
+            )
+            copy.meta = dict(picked.meta)
+            self.put(picked, copy)
+
+
+def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward GraphModules that carry out `schedule`.
+
+    The pair obeys AOTAutograd's contract: the forward returns its own results, then the
+    tensors saved for backward; the backward takes those, then the tangents, and returns
+    the gradients.
+    """
+    end = _end_of_forward(joint, schedule)
+    repeated = {name for name, count in schedule.computations().items() if count > 1}
+    again: set[str] = set()
+    forward = _start_forward(joint, again, repeated)
+    for step in schedule.steps[:end]:
+        forward.step(step)
+    results = joint.module.graph.find_nodes(op="output")[0].args[0]
+    assert isinstance(results, (tuple, list))
+    given = forward.results(list(results[: joint.num_forward_outputs]))
+    saved: list[fx.Node] = []
+    backward = _start_backward(joint, again, repeated, forward, saved)
+    for step in schedule.steps[end:]:
+        backward.step(step)
+    gradients = backward.results(list(results[joint.num_forward_outputs :]))
+    forward.graph.output(tuple(given) + tuple(saved))
+    backward.graph.output(tuple(gradients))
+    return _module(joint, forward.graph), _module(joint, backward.graph)
+
+
+def _end_of_forward(joint: Joint, schedule: Schedule) -> int:
+    """Index after the step that first computes the last forward op."""
+    left = {op.name for op in joint.graph.ops if op.phase == "forward"}
+    for i, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            left.discard(step.op)
+        if not left:
+            return i + 1
+    raise RewriteError(f"the schedule never computes {min(left)}")
+
+
+def _start_forward(joint: Joint, again: set[str], repeated: set[str]) -> PhaseEmitter:
+    def lost(value: str, node: fx.Node | None) -> fx.Node:
+        raise RewriteError(f"the schedule reads {value} in forward where it is not live")
+
+    forward = PhaseEmitter(joint, lost, again, repeated)
+    for node in joint.module.graph.find_nodes(op="placeholder"):
+        if not is_tangent(node):
+            forward.put(node, _placeholder(forward.graph, node.name, node))
+    return forward
+
+
+def _start_backward(
+    joint: Joint,
+    again: set[str],
+    repeated: set[str],
+    forward: PhaseEmitter,
+    saved: list[fx.Node],
+) -> PhaseEmitter:
+    """An emitter whose demands are met by saving from forward."""
+
+    def save(value: str, node: fx.Node | None) -> fx.Node:
+        saved.append(forward.states[value] if node is None else forward.resolve(node))
+        with backward.graph.inserting_before(first_tangent):
+            return _placeholder(backward.graph, value if node is None else node.name, saved[-1])
+
+    backward = PhaseEmitter(joint, save, again, repeated)
+    tangents = [n for n in joint.module.graph.find_nodes(op="placeholder") if is_tangent(n)]
+    for node in tangents:
+        backward.put(node, _placeholder(backward.graph, node.name, node))
+    first_tangent = next(iter(backward.graph.nodes))
+    return backward
+
+
+def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta = dict(like.meta)
+    return node
+
+
+def _module(joint: Joint, graph: fx.Graph) -> fx.GraphModule:
+    graph.lint()
+    return fx.GraphModule(joint.module, graph)
