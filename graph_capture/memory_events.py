@@ -1,0 +1,64 @@
+"""What a CPU run really allocates: the profiler's allocation events, in time order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "remat::region::"
+
+
+@dataclass(frozen=True)
+class RegionMemory:
+    """Allocations during one region: highest and final live bytes above its start."""
+
+    peak_bytes: int
+    final_bytes: int
+
+
+def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
+    """Run each callable once under one profiler and account its allocations apart.
+
+    What a callable returns is kept until its region has ended, so `final_bytes` counts
+    it; what the iterable allocates between two callables counts for neither. CPU only:
+    kineto's ``[memory]`` events are summed in the order of their time.
+    """
+    count = 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for i, region in enumerate(regions):
+            with record_function(f"{_MARK}{i}"):
+                kept = region()
+            del kept, region
+            count = i + 1
+    events = profiler.profiler.kineto_results.events()  # pyright: ignore
+    spans: dict[int, tuple[int, int]] = {}
+    deltas: list[tuple[int, int]] = []
+    for event in events:
+        name = event.name()
+        if name == "[memory]":
+            deltas.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(_MARK):
+            start = event.start_ns()
+            spans[int(name.removeprefix(_MARK))] = (start, start + event.duration_ns())
+    deltas.sort(key=lambda delta: delta[0])
+    times = [time for time, _ in deltas]
+    return [_account(deltas, times, *spans[i]) for i in range(count)]
+
+
+def _account(
+    deltas: list[tuple[int, int]], times: list[int], start_ns: int, end_ns: int
+) -> RegionMemory:
+    live = peak = 0
+    for _, size in deltas[bisect_left(times, start_ns) : bisect_left(times, end_ns)]:
+        live += size
+        peak = max(peak, live)
+    return RegionMemory(peak, live)
+
+
+def measure_peak(run: Callable[[], Any]) -> int:
+    """Highest bytes that `run` has live above what was live when it began."""
+    return measure_regions([run])[0].peak_bytes

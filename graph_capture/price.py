@@ -1,0 +1,120 @@
+"""Prices: time and workspace of every op, measured once per distinct op and layout."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.joint import SAVE_RNG, Joint
+from remat.graph_capture.memory_events import RegionMemory, measure_regions
+from remat.graph_capture.node_facts import storage_key, tensors_of
+from remat.graph_capture.price_cache import Price, PriceCache
+from remat.graph_capture.sample_inputs import price_key, sample_arguments
+from remat.graph_capture.trace import Progress, Trace
+
+MIN_RUNS, MAX_RUNS = 3, 25
+ENOUGH_S = 0.05
+SAVE_RNG_KEY = "remat.save_rng_state()"
+
+
+def price(trace: Trace, *, progress: Progress | None = None) -> TrainingGraph:
+    """The trace's graph with measured costs and workspaces.
+
+    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data: once to warm
+    up, then 3 to 25 times, of which the median counts; and once under the profiler, whose
+    allocation events give the workspace. Prices are kept on disk.
+
+    Parameters
+    ----------
+    progress : called with (distinct ops priced, distinct ops to price).
+    """
+    joint = trace.joint
+    keys = {name: price_key(node) for name, node in joint.node_of_op.items()}
+    example = {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
+    cache = PriceCache()
+    missing = {key: node for key, node in example.items() if key not in cache.prices}
+    if missing or SAVE_RNG_KEY not in cache.prices:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            cache.prices.update(_measured(joint, missing, progress or _silent))
+        cache.save()
+    keys.update({op.name: SAVE_RNG_KEY for op in joint.graph.ops if op.target == SAVE_RNG})
+    ops = tuple(_priced(op, cache.prices.get(keys.get(op.name, ""))) for op in joint.graph.ops)
+    return msgspec.structs.replace(
+        joint.graph,
+        ops=ops,
+        prices="measured",
+        versions={**joint.graph.versions, "priced_on": cache.device},
+    )
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+def _priced(op: Op, price: Price | None) -> Op:
+    if price is None:
+        return op
+    return msgspec.structs.replace(
+        op, cost_us=price.cost_us, workspace_bytes=price.workspace_bytes
+    )
+
+
+def _measured(joint: Joint, missing: dict[str, fx.Node], progress: Progress) -> dict[str, Price]:
+    costs: dict[str, float] = {SAVE_RNG_KEY: _median_us(torch.get_rng_state)}
+    for i, (key, node) in enumerate(missing.items()):
+        costs[key] = _median_us(_runner(joint, node))
+        progress(i + 1, len(missing))
+    memory = measure_regions(_runner(joint, node) for node in missing.values())
+    prices = {SAVE_RNG_KEY: Price(costs[SAVE_RNG_KEY], 0)}
+    for (key, node), found in zip(missing.items(), memory, strict=True):
+        prices[key] = Price(costs[key], _workspace_bytes(node, found))
+    return prices
+
+
+def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:
+    args, kwargs = sample_arguments(node, joint.module)
+    target = node.target
+    assert callable(target)
+
+    def run() -> Any:
+        return target(*args, **kwargs)
+
+    return run
+
+
+def _median_us(run: Callable[[], Any]) -> float:
+    run()
+    times: list[float] = []
+    while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < ENOUGH_S):
+        start = time.perf_counter()
+        result = run()
+        times.append(time.perf_counter() - start)
+        del result
+    return 1e6 * statistics.median(times)
+
+
+def _workspace_bytes(node: fx.Node, found: RegionMemory) -> int:
+    expected = sum(_fresh_storages(node))
+    if found.final_bytes > expected:
+        raise CaptureError(
+            f"{node.target} keeps {found.final_bytes} bytes where its trace says {expected}: "
+            "its memory cannot be predicted on this device. Please report this model"
+        )
+    return max(0, found.peak_bytes - expected)
+
+
+def _fresh_storages(node: fx.Node) -> Iterator[int]:
+    """Sizes of the storages that the node's results have and its inputs have not."""
+    seen = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
+    for tensor in tensors_of(node):
+        if tensor is not None and storage_key(tensor) not in seen:
+            seen.add(storage_key(tensor))
+            yield tensor.untyped_storage().nbytes()

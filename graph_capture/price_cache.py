@@ -1,0 +1,84 @@
+"""Prices on disk: one JSON file a device, torch version and thread count."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+
+import msgspec
+import torch
+
+SCHEMA_VERSION = 1
+
+
+class Price(msgspec.Struct, frozen=True, array_like=True):
+    """What one run of an op takes: time, and bytes beyond its inputs and outputs."""
+
+    cost_us: float
+    workspace_bytes: int
+
+
+class _File(msgspec.Struct):
+    schema_version: int
+    device: str
+    prices: dict[str, Price]
+
+
+def cache_folder() -> Path:
+    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder."""
+    own = os.environ.get("REMAT_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "remat"
+
+
+def device_name() -> str:
+    """Processor model and thread count, by which prices differ."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+class PriceCache:
+    """Known prices of this device and torch version; `save` merges new ones into the file."""
+
+    def __init__(self) -> None:
+        self.device = device_name()
+        slug = "".join(c if c.isalnum() else "-" for c in f"{self.device}-torch-{torch.__version__}")
+        self.path = cache_folder() / f"prices-{slug}.json"
+        self.prices = self._read()
+
+    def _read(self) -> dict[str, Price]:
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            warnings.warn(f"price cache {self.path} cannot be read: {error}", stacklevel=3)
+            return {}
+        try:
+            file = msgspec.json.decode(data, type=_File)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            warnings.warn(f"price cache {self.path} is ignored: {error}", stacklevel=3)
+            return {}
+        return file.prices if file.schema_version == SCHEMA_VERSION else {}
+
+    def save(self) -> None:
+        """Write the file atomically; a folder that cannot be written is warned about."""
+        file = _File(SCHEMA_VERSION, self.device, {**self._read(), **self.prices})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".prices-")
+            with os.fdopen(handle, "wb") as out:
+                out.write(msgspec.json.encode(file))
+            os.replace(name, self.path)
+        except OSError as error:
+            warnings.warn(f"prices are not kept: {self.path.parent}: {error}", stacklevel=3)
