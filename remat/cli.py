@@ -1,0 +1,26 @@
+"""The command line: verbs of the names of the functions behind them.
+
+Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from remat.cli_doctor import doctor
+from remat.cli_plan import capture, inspect, rewrite, solve
+from remat.cli_run import check, run
+
+app = typer.Typer(
+    help="The fastest PyTorch training step that fits a memory budget, exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in (run, capture, solve, inspect, rewrite, check, doctor):
+    app.command()(verb)
+
+
+def main() -> None:
+    """Entry point of the `remat` command."""
+    app()

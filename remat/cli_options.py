@@ -1,0 +1,44 @@
+"""The options that several verbs share, each typed and explained once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class OptimizerName(StrEnum):
+    """Optimizers whose state can be counted as resident."""
+
+    none = "none"
+    sgd = "sgd"
+    momentum = "momentum"
+    adamw = "adamw"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="path/to/file.py:factory or package.module:factory",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    str,
+    typer.Option(help="8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) or min"),
+]
+Solver = Annotated[str, typer.Option(help="auto picks; others are named in the documentation")]
+TimeLimit = Annotated[float, typer.Option(min=0.0, help="seconds to search for a plan")]
+Optimizer = Annotated[OptimizerName, typer.Option(help="count this optimizer's state")]
+Accumulate = Annotated[
+    bool, typer.Option("--accumulate", help="count accumulated gradients as resident")
+]
+Workers = Annotated[int, typer.Option(min=0, help="threads of the solver; 0 for its default")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run or solve -o")]
+PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run or solve -o")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]

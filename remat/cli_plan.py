@@ -1,0 +1,159 @@
+"""The verbs that plan: `capture`, `solve`, `inspect` and `rewrite`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from remat import cli_options as options
+from remat import pipeline
+from remat.api import infeasible_text
+from remat.budget import parse_budget
+from remat.cli_run import conclude, load_shown, solver_options
+from remat.cli_session import INFEASIBLE, Session
+from remat.formats import bytes_text, time_text
+from remat.graph_capture.graph import TrainingGraph
+from remat.op_table import OpRow, rows_of_graph, rows_of_plan
+from remat.schedules.schedule import Schedule
+from remat.screen import plain_table, show_ops, show_result
+
+GraphOrModel = Annotated[
+    str, typer.Argument(metavar="MODEL|GRAPH", help="a model, or a graph kept by capture -o")
+]
+Anything = Annotated[
+    str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help="a model, or a kept graph or plan")
+]
+Top = Annotated[int, typer.Option(min=1, help="how many ops to show")]
+
+
+def capture(
+    model: options.Model,
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    output: options.Output = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Trace one training step of MODEL, and measure what each op costs."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        loaded = load_shown(model, session)
+        graph = pipeline.capture_loaded(loaded, session.stages, optimizer.value, accumulate)
+        session.save(output, graph.to_json(), "graph")
+        if as_json:
+            session.emit(msgspec.to_builtins(graph))
+        else:
+            _show_graph(session, graph)
+
+
+def solve(
+    source: GraphOrModel,
+    budget: options.Budget = "auto",
+    solver: options.Solver = "auto",
+    time_limit: options.TimeLimit = 60.0,
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    workers: options.Workers = 0,
+    output: options.Output = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Find the fastest schedule that fits the budget."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        parse_budget(budget)
+        graph = _graph_of(source, session, optimizer.value, accumulate)
+        request = pipeline.Request(
+            budget, solver, time_limit, optimizer.value, accumulate, solver_options(workers)
+        )
+        result = pipeline.solve_request(graph, request, session.stages)
+        if result.schedule:
+            session.save(output, result.schedule.to_json(), "plan")
+        if as_json:
+            said = msgspec.to_builtins(result) | {"bound": pipeline.bound_json(graph, result)}
+            session.emit(said | (_nothing if result.schedule else pipeline.infeasible_json(result)))
+        elif result.schedule:
+            show_result(session.out, result)
+        conclude(session, INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
+
+
+_nothing: dict[str, Any] = {}
+
+
+def inspect(
+    source: Anything,
+    plan: options.PlanOption = None,
+    top: Top = 20,
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show the ops: sizes, prices, places, and how often a plan runs each."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        rows = _rows_of(source, plan, session, optimizer.value, accumulate)
+        if as_json:
+            session.emit({"ops": [asdict(row) for row in rows]})
+        else:
+            show_ops(session.out, rows, top)
+
+
+def rewrite(
+    model: options.Model,
+    plan: options.Plan,
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Print the forward and backward graphs of MODEL rewritten to a kept plan."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        schedule = Schedule.from_json(plan.read_bytes())
+        loaded = load_shown(model, session)
+        with session.stages.stage("rewrite", "rewriting"):
+            from remat.rewriter.rewrite import rewrite as rewritten
+
+            traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate)
+            module = rewritten(loaded.model, schedule, trace=traced)
+        text = str(module)
+        if as_json:
+            session.emit({"code": text})
+        else:
+            session.out.print(text, markup=False, soft_wrap=True)
+
+
+def _rows_of(
+    source: str, plan: Path | None, session: Session, optimizer: Any, accumulate: bool
+) -> list[OpRow]:
+    if source.endswith(".json"):
+        data = Path(source).read_bytes()
+        if b'"steps":' in data:
+            return rows_of_plan(Schedule.from_json(data))
+    schedule = Schedule.from_json(plan.read_bytes()) if plan else None
+    return rows_of_graph(_graph_of(source, session, optimizer, accumulate), schedule)
+
+
+def _graph_of(source: str, session: Session, optimizer: Any, accumulate: bool) -> TrainingGraph:
+    """The graph in a file that `capture -o` kept, or of a model."""
+    if source.endswith(".json"):
+        return TrainingGraph.from_json(Path(source).read_bytes())
+    loaded = load_shown(source, session)
+    return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate)
+
+
+def _show_graph(session: Session, graph: TrainingGraph) -> None:
+    backward = len(graph.ops) - graph.n_forward
+    session.out.print(
+        f"[bold]{graph.name}[/], {graph.n_forward} forward and {backward} backward ops, "
+        f"{time_text(graph.time_us)}, {graph.prices} on {graph.device}\n"
+    )
+    table = plain_table("resident", "bytes")
+    for name, size_bytes in msgspec.to_builtins(graph.resident).items():
+        table.add_row(name.removesuffix("_bytes"), bytes_text(size_bytes))
+    session.out.print(table)

@@ -1,0 +1,50 @@
+"""How figures look to a person. Files and `--json` carry plain bytes and microseconds."""
+
+from __future__ import annotations
+
+MIB = 2**20
+GIB = 2**30
+
+
+def bytes_text(size_bytes: float) -> str:
+    """``329.1 MiB``, or ``8.25 GiB`` from one GiB on."""
+    number, unit = _scaled(size_bytes, size_bytes)
+    return f"{number} {unit}"
+
+
+def bytes_pair(predicted: int, measured: int | None) -> str:
+    """``predicted | measured`` in one unit."""
+    largest = max(predicted, measured or 0)
+    left, unit = _scaled(predicted, largest)
+    right = "-" if measured is None else _scaled(measured, largest)[0]
+    return f"{left} | {right} {unit}"
+
+
+def _scaled(size_bytes: float, largest: float) -> tuple[str, str]:
+    if abs(largest) >= GIB:
+        return f"{size_bytes / GIB:.2f}", "GiB"
+    return f"{size_bytes / MIB:.1f}", "MiB"
+
+
+def time_text(time_us: float) -> str:
+    """``612 ms``, with one decimal below 100 ms."""
+    milliseconds = time_us / 1000
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"
+
+
+def time_pair(predicted_us: float, measured_us: float | None) -> str:
+    """``predicted | measured`` in ms."""
+    right = "- ms" if measured_us is None else time_text(measured_us)
+    return f"{time_text(predicted_us).removesuffix(' ms')} | {right}"
+
+
+def percent_text(fraction: float) -> str:
+    """``12.3 %``; two decimals below one per cent, so that a small gap stays visible."""
+    percent = 100 * fraction
+    return f"{percent:.2f} %" if 0 < abs(percent) < 1 else f"{percent:.1f} %"
+
+
+def percent_pair(predicted: float, measured: float | None) -> str:
+    """``predicted | measured`` in per cent."""
+    right = "- %" if measured is None else f"{100 * measured:.1f} %"
+    return f"{100 * predicted:.1f} | {right}"

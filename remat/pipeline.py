@@ -1,0 +1,254 @@
+"""The main job in one piece: capture, price, solve, rewrite, check, each timed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import remat.solver as solvers
+from remat.api import Optimizer, infeasible_text, reference, resolve_budget
+from remat.factory import Loaded
+from remat.formats import bytes_text
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import Simulation, simulate
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.graph_capture.trace import Trace
+    from remat.rewriter.check import Check
+
+Progress = Callable[[int, int], None]
+CHECKED = ("outputs", "gradients", "buffers", "rng")
+
+
+class Stages:
+    """Names and times the stages of a job. The command line's subclass shows them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str, text: str) -> Iterator[Progress]:
+        """Time what runs inside under `name`; `text` is for the person who waits."""
+        start = time.perf_counter()
+        try:
+            with self.show(text) as progress:
+                yield progress
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def show(self, text: str) -> Iterator[Progress]:
+        """Show `text` while the stage runs; the base class shows nothing."""
+        del text
+        yield lambda done, total: None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for, and how long to try."""
+
+    budget: str
+    solver: str = "auto"
+    time_limit_s: float = 60.0
+    optimizer: Optimizer = "none"
+    accumulate: bool = False
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule, predicted and, where it was run, measured."""
+
+    name: str
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    measured_peak_bytes: int | None = None
+    measured_step_us: float | None = None
+    measured_overhead: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `remat run` found out."""
+
+    graph: TrainingGraph
+    result: Result
+    rows: tuple[Row, ...]
+    seconds: dict[str, float]
+    simulation: Simulation | None = None
+    check: Check | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """What a passed check would not say; empty where all is well."""
+        return failures(self.check, self.result.budget_bytes) if self.check else []
+
+
+def failures(check: Check, budget_bytes: int) -> list[str]:
+    """What differs from eager, and whether the measured peak exceeds the budget."""
+    found = [
+        f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
+    ]
+    if budget_bytes and check.plan_peak_bytes > budget_bytes:
+        found.append(
+            f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
+            f"{bytes_text(budget_bytes)}"
+        )
+    return found
+
+
+def trace_loaded(loaded: Loaded, optimizer: Optimizer, accumulate: bool) -> Trace:
+    """The unpriced trace of what a factory made."""
+    from remat.graph_capture.trace import trace
+
+    return trace(
+        loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
+        optimizer=optimizer, accumulate=accumulate,
+    )  # fmt: skip
+
+
+def price_trace(traced: Trace, stages: Stages) -> TrainingGraph:
+    """The priced graph of a trace."""
+    from remat.graph_capture.price import price
+
+    with stages.stage("profile", "measuring ops") as progress:
+        return price(traced, progress=progress)
+
+
+def capture_loaded(
+    loaded: Loaded, stages: Stages, optimizer: Optimizer = "none", accumulate: bool = False
+) -> TrainingGraph:
+    """Trace and price what a factory made."""
+    with stages.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, optimizer, accumulate)
+    return price_trace(traced, stages)
+
+
+def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Result:
+    """Solve for the request's budget."""
+    with stages.stage("solve", f"solving for {request.budget}"):
+        budget_bytes = resolve_budget(
+            graph, request.budget, solver=request.solver, time_limit_s=request.time_limit_s
+        )
+        return solvers.solve(
+            graph,
+            budget_bytes,
+            solver=request.solver,
+            time_limit_s=request.time_limit_s,
+            **request.options,
+        )
+
+
+def check_schedule(loaded: Loaded, traced: Trace, schedule: Schedule) -> Check:
+    """Rewrite the model to `schedule` and compare it with eager."""
+    from remat.rewriter.check import check
+    from remat.rewriter.rewrite import rewrite
+
+    module = rewrite(loaded.model, schedule, trace=traced)
+    return check(
+        loaded.model, module, loaded.args, loaded.kwargs,
+        loss_fn=loaded.loss_fn, target=loaded.target,
+    )  # fmt: skip
+
+
+def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
+    """Capture, price, solve, rewrite and check; stop after solving where nothing fits."""
+    with stages.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, request.optimizer, request.accumulate)
+    graph = price_trace(traced, stages)
+    unmodified, chen = reference(graph, "store_all"), reference(graph, "chen_sqrt")
+    result = solve_request(graph, request, stages)
+    rows = (_row("unmodified", unmodified), _row("chen_sqrt", chen))
+    if result.schedule is None:
+        return Report(graph, result, rows, stages.seconds)
+    with stages.stage("check", "checking the plan against eager"):
+        checked = check_schedule(loaded, traced, result.schedule)
+    with stages.stage("compare", "measuring chen_sqrt"):
+        compared = check_schedule(loaded, traced, chen.schedule) if chen.schedule else None
+    rows = (
+        _row("unmodified", unmodified, checked, baseline=True),
+        _row("chen_sqrt", chen, compared),
+        _row("this plan", result, checked),
+    )
+    simulation = simulate(graph, result.schedule)
+    return Report(graph, result, rows, stages.seconds, simulation, checked)
+
+
+def _row(name: str, result: Result, check: Check | None = None, *, baseline: bool = False) -> Row:
+    row = Row(name, result.peak_bytes, result.time_us, result.overhead)
+    if check is None:
+        return row
+    if baseline:
+        measured = check.baseline_peak_bytes, check.baseline_step_us, 0.0
+    else:
+        measured = check.plan_peak_bytes, check.plan_step_us, check.overhead
+    return Row(name, result.peak_bytes, result.time_us, result.overhead, *measured)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The object that ``remat run --json`` prints."""
+    result, rows = report.result, {row.name: row for row in report.rows}
+    said = {
+        "status": result.status,
+        "solver": result.solver,
+        "budget_bytes": result.budget_bytes,
+        "model": report.graph.name,
+        "ops": len(report.graph.ops),
+        "baseline": _row_json(rows["unmodified"]),
+        "chen_sqrt": _row_json(rows["chen_sqrt"]),
+        "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
+        "bound": bound_json(report.graph, result),
+        "check": check_json(report.check) if report.check else None,
+        "failures": report.failures,
+        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
+    }
+    if result.schedule is None:
+        said |= infeasible_json(result)
+    return said
+
+
+def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
+    """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
+    bound_us = result.lower_bound_us
+    overhead = bound_us / graph.time_us - 1 if graph.time_us and bound_us else 0.0
+    return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
+
+
+def check_json(check: Check) -> dict[str, Any]:
+    """What was equal, and how many gradients were."""
+    equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
+    return {
+        **equal,
+        "gradients": check.gradients,
+        "gradients_total": check.gradients_total,
+    }
+
+
+def infeasible_json(result: Result) -> dict[str, Any]:
+    """What there is to say where nothing fits."""
+    held = [
+        {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
+        for item in result.held_at_peak
+    ]
+    return {
+        "least_feasible_bytes": result.least_feasible_bytes,
+        "held_at_peak": held,
+        "error": {"type": "Infeasible", "message": infeasible_text(result)},
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "predicted_peak_bytes": row.peak_bytes,
+        "measured_peak_bytes": row.measured_peak_bytes,
+        "predicted_step_us": row.time_us,
+        "measured_step_us": row.measured_step_us,
+        "overhead": row.overhead,
+        "measured_overhead": row.measured_overhead,
+    }

@@ -1,0 +1,156 @@
+"""The screens that a person reads: tables for `run`, `check` and `inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
+from remat.op_table import OpRow
+from remat.pipeline import CHECKED, Report, Row
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.check import Check
+
+HELD_ROWS = 4
+
+
+def plain_table(*headers: str) -> Table:
+    """A table without lines, narrow enough for 60 columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i == 0 else "right")
+    return table
+
+
+def show_run(console: Console, report: Report) -> None:
+    """One screen: the three schedules, the bound, what holds the peak, what is equal."""
+    graph, result = report.graph, report.result
+    backward = len(graph.ops) - graph.n_forward
+    console.print(
+        f"[bold]{graph.name}[/], {graph.n_forward} forward and {backward} backward ops, "
+        f"budget {bytes_text(result.budget_bytes)}\n"
+    )
+    console.print(schedules_table(report.rows))
+    console.print()
+    for line in _verdict(report):
+        console.print(line)
+
+
+def schedules_table(rows: Iterable[Row]) -> Table:
+    """One row a schedule, predicted beside measured."""
+    table = plain_table("predicted | measured", "peak", "step", "overhead")
+    for row in rows:
+        overhead = percent_pair(row.overhead, row.measured_overhead)
+        table.add_row(
+            row.name,
+            bytes_pair(row.peak_bytes, row.measured_peak_bytes),
+            time_pair(row.time_us, row.measured_step_us),
+            "-" if row.name == "unmodified" else overhead,
+        )
+    return table
+
+
+def _verdict(report: Report) -> Iterator[RenderableType]:
+    result = report.result
+    bound = result.lower_bound_us / report.graph.time_us - 1 if report.graph.time_us else 0.0
+    yield f"lower bound   {percent_text(bound)} overhead at this budget; gap {_gap(result)}"
+    if report.simulation:
+        yield f"peak held by  {_held(report)}"
+    if report.check:
+        yield f"equal         {equal_text(report.check)}"
+    seconds = report.seconds
+    stages = ("capture", "profile", "solve", "check")
+    yield "took          " + ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds)
+    style = "bold red" if report.failures else "bold green"
+    yield Text.assemble("status        ", (result.status, style), f", by {result.solver}")
+    if result.message:
+        yield Text(f"              {result.message}")
+
+
+def _gap(result: Result) -> str:
+    return f"{percent_text(result.gap)}" + (" (proved)" if result.status == "optimal" else "")
+
+
+def _held(report: Report) -> str:
+    """What is resident and the largest values at the peak, with their modules."""
+    assert report.simulation is not None
+    graph, simulation = report.graph, report.simulation
+    module = {op.name: op.module for op in graph.ops}
+    parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
+    for name in simulation.held_at_peak[:HELD_ROWS]:
+        value = graph.value_by_name[name]
+        place = module.get(value.producer) or value.producer
+        parts.append(f"{place} {bytes_text(value.size_bytes)}")
+    rest = [graph.value_by_name[n].size_bytes for n in simulation.held_at_peak[HELD_ROWS:]]
+    if rest:
+        parts.append(f"{len(rest)} more values {bytes_text(sum(rest))}")
+    if simulation.workspace_at_peak_bytes:
+        parts.append(f"workspace {bytes_text(simulation.workspace_at_peak_bytes)}")
+    return ", ".join(parts)
+
+
+def equal_text(check: Check) -> str:
+    """Which of outputs, gradients, buffers and RNG are bit-identical to eager's."""
+    gradients = f"{check.gradients} of {check.gradients_total} gradients bit-identical"
+    others = [
+        f"{name} {'equal' if getattr(check, f'{name}_equal') else '[red]differ[/red]'}"
+        for name in CHECKED
+        if name != "gradients"
+    ]
+    return ", ".join([gradients, *others])
+
+
+def show_check(console: Console, check: Check) -> None:
+    """What was equal, and the measured peaks and times."""
+    table = plain_table("measured", "peak", "step", "overhead")
+    table.add_row(
+        "unmodified", bytes_text(check.baseline_peak_bytes), time_text(check.baseline_step_us), "-"
+    )
+    table.add_row(
+        "this plan",
+        bytes_text(check.plan_peak_bytes),
+        time_text(check.plan_step_us),
+        percent_text(check.overhead),
+    )
+    console.print(table)
+    console.print(f"\nequal  {equal_text(check)}")
+
+
+def show_result(console: Console, result: Result) -> None:
+    """One line a figure of a solve."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_row("status", f"{result.status}, by {result.solver} in {result.wall_s:.1f} s")
+    table.add_row("budget", bytes_text(result.budget_bytes))
+    table.add_row("peak", bytes_text(result.peak_bytes))
+    table.add_row("step", time_text(result.time_us))
+    table.add_row("overhead", percent_text(result.overhead))
+    table.add_row("gap", percent_text(result.gap))
+    if result.message:
+        table.add_row("note", result.message)
+    console.print(table)
+
+
+def show_ops(console: Console, rows: list[OpRow], top: int) -> None:
+    """The largest ops, one line each; what a plan does with them, where there is one."""
+    table = plain_table("op", "verdict", "size", "time", "dtype and shape", "module, source")
+    table.columns[4].justify = table.columns[5].justify = "left"
+    for row in rows[:top]:
+        shape = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
+        place = " ".join(part for part in (row.module, row.source) if part)
+        table.add_row(
+            f"{row.op} [dim]{row.target}[/]",
+            row.verdict,
+            bytes_text(row.size_bytes),
+            time_text(row.cost_us) if row.cost_us else "",
+            Text(shape),
+            Text(place),
+        )
+    console.print(table)
+    if len(rows) > top:
+        console.print(f"[dim]{len(rows) - top} smaller ops left out: --top {len(rows)}[/]")
