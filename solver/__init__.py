@@ -1,0 +1,111 @@
+"""Solvers: a training graph and a budget in, a schedule and a proven bound out. No torch.
+
+A solver is one file with a frozen dataclass whose fields are its options, and one row of
+`TABLE`; it is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from typing import Any, Protocol, cast
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.result import Holding, Result
+from remat.solver.search import Listener, Progress
+
+__all__ = [
+    "TABLE",
+    "Holding",
+    "Progress",
+    "Result",
+    "Solver",
+    "make_solver",
+    "solve",
+    "solver_class",
+]
+
+TABLE: dict[str, str] = {
+    "auto": "remat.solver.auto:Auto",
+    "cut": "remat.solver.cut:Cut",
+    "checkmate": "remat.solver.checkmate:Checkmate",
+    "chen_sqrt": "remat.solver.chen_sqrt:ChenSqrt",
+    "store_all": "remat.solver.store_all:StoreAll",
+}
+
+
+class Solver(Protocol):
+    """What every class named in `TABLE` offers."""
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule found whose true peak is within `budget_bytes`, and a bound."""
+        ...
+
+
+def solver_class(name: str) -> type[Any]:
+    """The class behind a name of `TABLE`; its dataclass fields are the options.
+
+    Raises
+    ------
+    SolverError : there is no such solver.
+    """
+    if name not in TABLE:
+        near = difflib.get_close_matches(name, TABLE, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise SolverError(f"unknown solver '{name}': {hint}Solvers are {', '.join(TABLE)}")
+    module, _, attribute = TABLE[name].partition(":")
+    return cast("type[Any]", getattr(importlib.import_module(module), attribute))
+
+
+def make_solver(name: str, **options: object) -> Solver:
+    """The solver of that name with those options.
+
+    Raises
+    ------
+    SolverError : no such solver, or it has no such option.
+    """
+    made = solver_class(name)
+    known = [field.name for field in dataclasses.fields(made)]
+    for option in options:
+        if option not in known:
+            raise SolverError(
+                f"solver '{name}' has no option '{option}'; its options are {', '.join(known)}"
+            )
+    return cast("Solver", made(**options))
+
+
+def solve(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solver: str = "auto",
+    *,
+    time_limit_s: float = 60.0,
+    progress: Listener | None = None,
+    **options: object,
+) -> Result:
+    """Find the schedule of least time whose true peak is within `budget_bytes`.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+        One training step.
+    budget_bytes : int
+        On the peak, resident bytes included.
+    solver : str
+        A name of `TABLE`.
+    time_limit_s : float
+        The best schedule found by then is returned, with status ``time limit`` if that
+        cut the search short.
+    progress : callable
+        Called with a `Progress` now and then.
+    **options : object
+        Fields of the solver.
+
+    Raises
+    ------
+    SolverError : unknown solver or option. That nothing fits is a `Result`, no error.
+    """
+    made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
+    return made.solve(graph, budget_bytes)

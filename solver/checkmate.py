@@ -1,0 +1,94 @@
+"""Checkmate's mixed-integer program: exact on small graphs, in captured order.
+
+Also called: optimal tensor rematerialisation, the R-S-U-FREE program.
+Paper: P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", 2020, https://arxiv.org/abs/1910.02653.
+Solves: least time under a budget on the true peak. Stage t ends with the first run of op t;
+before it any op run earlier may run again, in captured order, at most once in a pass;
+`passes` sets how many passes a stage has. With one pass, as in the paper, schedules that
+run an op twice within a stage, or in another order, are out of reach: rare, but they
+exist. With p passes all schedules are covered whose stages are p captured-order sweeps.
+Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
+Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
+(ops + reads)) variables; beyond some 60 ops open solvers rarely finish.
+
+Legend, in words : in the paper. runs[step, op] : R. carried[step, v] : S.
+live_bytes[step, op] : U. freed[step, op, v] : FREE.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.solver.cut import Cut
+from remat.solver.cut_bound import COST_SCALE
+from remat.solver.mip import BACKENDS, Backend, Limits, MixedProgram, solve_program
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+
+
+@dataclass(frozen=True)
+class Checkmate:
+    """Exact solver for small graphs.
+
+    Attributes
+    ----------
+    backend : ``mathopt`` (HiGHS) or ``pulp`` (CBC).
+    passes : how often each op may run again within a stage.
+    start : begin from the schedule of `cut`, and use its bound.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    backend: Backend = "mathopt"
+    passes: int = 1
+    start: bool = True
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise SolverError(
+                f"unknown MIP backend '{self.backend}'; there are {', '.join(BACKENDS)}"
+            )
+        if self.passes < 1:
+            raise SolverError(f"passes must be 1 or more, not {self.passes}")
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule within `budget_bytes`, optimal if the program was solved."""
+        search = Search(graph, budget_bytes, "checkmate", self.time_limit_s, self.progress)
+        search.options = {"backend": self.backend, "passes": self.passes, "start": self.start}
+        try:
+            if self.start:
+                Cut(gap=0.0).run(search)
+            if search.gap > 1e-9 and not search.proved_infeasible:
+                self.run(search, search.left_s)
+        except KeyboardInterrupt:
+            search.cut_short = True
+            search.message = "interrupted: this is the best schedule found until then"
+        return search.result()
+
+    def run(self, search: Search, time_limit_s: float) -> None:
+        """Solve the program within `time_limit_s`, from what `search` knows."""
+        search.say("solving the exact program")
+        made = StagedProgram(search.problem, search.budget_bytes, self.passes)
+        if search.best is not None:
+            made.at_most(search.best_key[0] - search.graph.time_us)
+        made.at_least(search.bound_us - search.graph.time_us)
+        start = None if search.best is None else made.point_of(search.best)
+        limits = Limits(time_limit_s=time_limit_s)
+        answer = solve_program(made.program, limits, backend=self.backend, start=start)
+        if answer.values is not None:
+            search.offer_schedule(made.schedule(answer.values, search))
+        if answer.proved_infeasible and search.best is None:
+            search.proved_infeasible = True
+        elif answer.finished and search.best is not None:
+            search.raise_bound(search.best_key[0])
+        elif not answer.finished:
+            search.cut_short = True
+            search.raise_bound(search.graph.time_us + answer.bound * made.cost_unit_us)

@@ -1,0 +1,195 @@
+"""Single cut, just-in-time expansion, greedy repair: for graphs of any size.
+
+Also called: Lagrangian or knapsack-closure bound with primal repair.
+Source: the cut is the restriction of Checkmate's MILP (Jain et al. 2020,
+https://arxiv.org/abs/1910.02653) to one moment; choosing what to keep across it is the
+knapsack problem of "selective activation recomputation" with recompute chains counted.
+Solves: least time under a budget on the true peak, first runs in captured order, any number
+of recomputations. The program of `cut_bound` gives a proven bound and a start; the start
+is expanded just in time, repaired under the true peak and filled with what still fits.
+Where the gap stays open, the fullest stage becomes a further cut, bound and start in one.
+Optimal: where bound and schedule meet, which is the rule on transformers (gap below 1 %).
+Cost: about one MILP of n binaries and one dense row; near-linear up to some 5,000 ops.
+Shortcomings: the order of first runs is given; in a stage an op runs at most once again;
+weak on layered graphs and on convolutional nets below 30 % of their peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.cut_bound import CutProgram, CutSolution, expand, working_set_bytes
+from remat.solver.mip import Limits
+from remat.solver.repair import Repair, fill
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+from remat.solver.stages import State
+from remat.solver.store_all import store_all_state
+
+TARGETS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
+"""Parts of the room above the largest working set at which the cut is solved for starts."""
+POWERS = (0.3, 0.6, 1.0, 1.6)
+NODE_LIMIT = 2000
+"""Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Solver for graphs of any size.
+
+    Attributes
+    ----------
+    gap : stop once time is proved within this fraction of the best.
+    cuts : most cuts in one program; 1 keeps to a single cut.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    gap: float = 1e-3
+    cuts: int = 5
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule found within `budget_bytes`, and a proven bound."""
+        search = Search(graph, budget_bytes, "cut", self.time_limit_s, self.progress)
+        search.options = {"gap": self.gap, "cuts": self.cuts}
+        try:
+            self.run(search)
+        except KeyboardInterrupt:
+            search.cut_short = True
+            search.message = "interrupted: this is the best schedule found until then"
+        return search.result()
+
+    def run(self, search: Search) -> None:
+        """Search until the gap is reached, ideas run out or time is up."""
+        plain = store_all_state(search.problem)
+        if search.offer(plain):
+            return
+        if not _has_room(search):
+            search.proved_infeasible = True
+        else:
+            self._close_gap(search, plain)
+        if search.best is None:
+            search.say("looking for the least peak")
+            lower_peak(search, plain)
+
+    def _close_gap(self, search: Search, plain: State) -> None:
+        search.say("choosing where to cut")
+        place = best_cut(search, plain)
+        if place is None:
+            return
+        for target_bytes in targets(search):
+            if search.out_of_time() or search.gap <= self.gap:
+                return
+            search.say(f"cut at {search.graph.ops[place].name}, target {target_bytes} bytes")
+            solution = solve_cut(search, (place,), target_bytes)
+            if solution is not None:
+                repair_from(search, start_of(solution))
+
+
+def _has_room(search: Search) -> bool:
+    """Whether each op's own working set is within the budget."""
+    problem = search.problem
+    room_bytes = search.budget_bytes - problem.resident_bytes
+    worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
+    if working_set_bytes(problem, worst) <= room_bytes:
+        return True
+    op = search.graph.ops[worst]
+    need_bytes = working_set_bytes(problem, worst) + problem.resident_bytes
+    place = f" ({op.module})" if op.module else ""
+    search.message = f"op {op.name}{place} alone needs {need_bytes} bytes with what is resident"
+    return False
+
+
+def targets(search: Search) -> Iterator[int]:
+    """Budgets at which to solve for starts: the budget itself, then lower ones."""
+    problem = search.problem
+    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
+    floor += problem.resident_bytes
+    for part in TARGETS:
+        yield floor + int(part * (search.budget_bytes - floor))
+
+
+def best_cut(search: Search, plain: State) -> int | None:
+    """The op whose cut has the highest relaxed bound; None if one proves nothing fits."""
+    best: tuple[float, int] | None = None
+    for t in candidate_cuts(search, plain):
+        if search.out_of_time() and best is not None:
+            break
+        program = CutProgram(search.problem, (t,), search.budget_bytes)
+        bound_us = program.relaxed_bound_us(max(search.left_s, 1.0))
+        if bound_us == float("inf"):
+            search.proved_infeasible = True
+            search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
+            return None
+        search.raise_bound(bound_us)
+        if best is None or bound_us > best[0]:
+            best = bound_us, t
+    return best[1] if best else None
+
+
+def candidate_cuts(search: Search, plain: State) -> list[int]:
+    """The fullest op of the step that keeps all, and ops around it and the loss."""
+    problem = search.problem
+    peak_bytes = plain.peak_bytes[: problem.n_ops]
+    fullest = int(np.argmax(peak_bytes))
+    start = problem.n_forward
+    near = [fullest, fullest - 1, fullest + 1, fullest + 2, *range(start - 1, start + 4)]
+    inside = [t for t in dict.fromkeys(near) if 0 <= t < problem.n_ops]
+    over = [t for t in inside if peak_bytes[t] > search.budget_bytes]
+    return over or [fullest]
+
+
+def solve_cut(search: Search, cuts: tuple[int, ...], target_bytes: int) -> CutSolution | None:
+    """Solve the program of `cuts`; its bound counts where the target is the budget."""
+    program = CutProgram(search.problem, cuts, target_bytes)
+    is_small = search.problem.n_ops <= 200
+    limits = Limits(
+        time_limit_s=max(search.left_s, 0.1),
+        relative_gap=0.0 if is_small else 5e-4,
+        node_limit=NODE_LIMIT,
+    )
+    solution = program.solve(limits)
+    if target_bytes == search.budget_bytes:
+        if solution.bound_us == float("inf"):
+            search.proved_infeasible = True
+        else:
+            search.raise_bound(solution.bound_us)
+    return solution if solution.values is not None else None
+
+
+def start_of(solution: CutSolution) -> State:
+    """The state that the solution expands to."""
+    return State.from_recomputed(solution.source.problem, expand(solution))
+
+
+def repair_from(search: Search, start: State) -> None:
+    """Repair `start` with each power, fill, and offer the outcomes."""
+    if search.offer(start):
+        fill(start, search.budget_bytes, search)
+        search.offer(start)
+        return
+    for power in POWERS:
+        if search.out_of_time():
+            return
+        state = start.copy()
+        if Repair(state, search.budget_bytes, power, search).run():
+            search.offer(state)
+            fill(state, search.budget_bytes, search)
+        search.offer(state)
+
+
+def lower_peak(search: Search, plain: State) -> None:
+    """Bring the peak down as far as repair can, to name a budget that is feasible."""
+    state = plain.copy()
+    while not search.out_of_time():
+        peak_bytes = int(state.peak_bytes.max())
+        limit_bytes = max(search.budget_bytes, peak_bytes - max(peak_bytes // 50, 1))
+        reached = Repair(state, limit_bytes, 1.0, search).run()
+        fits = search.offer(state)
+        if fits or not reached:
+            return

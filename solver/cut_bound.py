@@ -1,0 +1,224 @@
+"""Cuts: what is live while chosen ops first run, as a mixed-integer program.
+
+Between cuts t_1 < ... < t_K lie intervals; interval k runs from right after op t_k to op
+t_(k+1), the last one to the end. `carried[k, v]`: v is live while op t_k first runs;
+`again[k, op]`: op, first run at or before t_k, runs again in interval k. Any schedule in the
+captured order, with any number of recomputations, gives a point of this program that
+costs no more than the schedule, so its optimum is a proven lower bound; expanded, the
+point is a good start for a search. One cut: a knapsack row over a closure problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from remat.solver.mip import Answer, Limits, MixedProgram, solve_program
+from remat.solver.problem import Problem
+from remat.solver.replay import recomputed_in
+
+COST_SCALE = 1e4
+"""The time of the step in the program's unit: HiGHS's tolerances are absolute."""
+ROW_SCALE = 1e3
+"""The right-hand side of a memory row in the program's unit, for the same reason."""
+
+
+@dataclass(slots=True)
+class CutProgram:
+    """The program of `cuts` at `budget_bytes`, rows added family by family."""
+
+    problem: Problem
+    cuts: tuple[int, ...]
+    budget_bytes: int
+    program: MixedProgram = field(default_factory=MixedProgram)
+    carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    is_empty: bool = False
+
+    def __post_init__(self) -> None:
+        total_us = sum(self.problem.cost_us)
+        self.cost_unit_us = total_us / COST_SCALE if total_us else 1.0
+        relevant = self._relevant()
+        for k, values in enumerate(relevant):
+            self._variables(k, values)
+        for k in range(len(self.cuts)):
+            self._cover(k)
+            self._recompute_needs_inputs(k)
+            self._memory(k)
+        for k in range(1, len(self.cuts)):
+            self._carry_what_is_there(k)
+
+    cost_unit_us: float = field(default=1.0, init=False)
+
+    def free_at(self, k: int) -> set[int]:
+        """Values that are live while op t_k runs in any schedule."""
+        t = self.cuts[k]
+        return {*self.problem.needs[t], *self.problem.outputs[t]}
+
+    def wanted_in(self, k: int) -> list[int]:
+        """Values first made at or before t_k that interval k must have, once each."""
+        last = self.cuts[k + 1] if k + 1 < len(self.cuts) else self.problem.n_ops
+        stages = range(self.cuts[k] + 1, last + 1)
+        wanted = dict.fromkeys(v for stage in stages for v in self.problem.needs[stage])
+        return [v for v in wanted if self.problem.producer[v] <= self.cuts[k]]
+
+    def _relevant(self) -> list[list[int]]:
+        """For each cut the values that may have to be carried or recomputed."""
+        found: list[list[int]] = []
+        following: list[int] = []
+        for k in reversed(range(len(self.cuts))):
+            seen = dict.fromkeys(self.wanted_in(k))
+            old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
+            seen.update(dict.fromkeys(old))
+            following = sorted(self._upstream(list(seen), self.free_at(k)))
+            found.append(following)
+        return found[::-1]
+
+    def _upstream(self, waiting: list[int], free: set[int]) -> set[int]:
+        seen = set(waiting)
+        while waiting:
+            v = waiting.pop()
+            op = self.problem.producer[v]
+            if v in free or self.problem.pinned[op]:
+                continue
+            fresh = [u for u in self.problem.inputs[op] if u not in seen]
+            seen.update(fresh)
+            waiting += fresh
+        return seen
+
+    def _variables(self, k: int, values: list[int]) -> None:
+        """carried[k, v] in [0, 1]; again[k, op] in {0, 1} at the op's cost."""
+        problem, free = self.problem, self.free_at(k)
+        is_backward = self.cuts[k] >= problem.n_forward
+        carried: dict[int, int] = {}
+        again: dict[int, int] = {}
+        for v in values:
+            if v in free:
+                continue
+            lower = 1.0 if is_backward and v in problem.held else 0.0
+            carried[v] = self.program.variable(lower=lower)
+            op = problem.producer[v]
+            if not problem.pinned[op] and op not in again:
+                cost = problem.cost_us[op] / self.cost_unit_us
+                again[op] = self.program.variable(cost, integer=True)
+        self.carried.append(carried)
+        self.again.append(again)
+
+    def _presence(self, k: int, v: int) -> list[tuple[int, float]] | None:
+        """carried[k, v] + again[k, producer of v]; None where v is there anyway."""
+        index = self.carried[k].get(v)
+        if index is None:
+            return None
+        op = self.again[k].get(self.problem.producer[v])
+        return [(index, 1.0)] if op is None else [(index, 1.0), (op, 1.0)]
+
+    def _cover(self, k: int) -> None:
+        """carried[k, v] + again[k, producer of v] >= 1 for v that interval k reads."""
+        for v in self.wanted_in(k):
+            terms = self._presence(k, v)
+            if terms is not None:
+                self.program.row(terms, lower=1.0)
+
+    def _recompute_needs_inputs(self, k: int) -> None:
+        """again[k, op] <= carried[k, u] + again[k, producer of u] for each input u."""
+        for op, index in self.again[k].items():
+            for u in self.problem.inputs[op]:
+                terms = self._presence(k, u)
+                if terms is not None:
+                    self.program.row([*terms, (index, -1.0)], lower=0.0)
+
+    def _carry_what_is_there(self, k: int) -> None:
+        """carried[k, v] <= carried[k-1, v] + again[k-1, producer of v], v older than t_(k-1)."""
+        for v, index in self.carried[k].items():
+            if self.problem.producer[v] <= self.cuts[k - 1]:
+                terms = self._presence(k - 1, v)
+                if terms is not None:
+                    self.program.row([*terms, (index, -1.0)], lower=0.0)
+
+    def _memory(self, k: int) -> None:
+        """Sum of size of v · carried[k, v] <= budget - working set of op t_k."""
+        problem, t = self.problem, self.cuts[k]
+        room = self.budget_bytes - problem.resident_bytes - working_set_bytes(problem, t)
+        if room < 0:
+            self.is_empty = True
+            return
+        unit = max(room, 1) / ROW_SCALE
+        terms = [(i, problem.size_bytes[v] / unit) for v, i in self.carried[k].items()]
+        self.program.row([term for term in terms if term[1]], upper=room / unit)
+
+    def relaxed_bound_us(self, time_limit_s: float) -> float:
+        """Bound of the linear relaxation; infinite if it proves that nothing fits."""
+        if self.is_empty:
+            return float("inf")
+        answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
+        if answer.proved_infeasible:
+            return float("inf")
+        return sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
+
+    def solve(self, limits: Limits) -> CutSolution:
+        """Solve to `limits`."""
+        if self.is_empty:
+            return CutSolution(self, None, float("inf"), float("inf"))
+        answer = solve_program(self.program, limits)
+        base_us = sum(self.problem.cost_us)
+        if answer.proved_infeasible:
+            return CutSolution(self, None, float("inf"), float("inf"))
+        bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
+        if answer.values is None:
+            return CutSolution(self, None, bound_us, float("inf"))
+        cost_us = base_us + self._rounded_cost_us(answer)
+        is_tight = limits.relative_gap == 0.0 and answer.finished
+        return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us)
+
+    def _rounded_cost_us(self, answer: Answer) -> float:
+        assert answer.values is not None
+        return sum(
+            self.problem.cost_us[op]
+            for again in self.again
+            for op, index in again.items()
+            if answer.values[index] > 0.5
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CutSolution:
+    """A point of a `CutProgram` (None if there is none), its cost and the proven bound."""
+
+    source: CutProgram
+    values: list[float] | None
+    bound_us: float
+    cost_us: float
+
+    def carried_past(self, k: int) -> set[int]:
+        """Values live while op t_k runs and after."""
+        assert self.values is not None
+        chosen = {v for v, i in self.source.carried[k].items() if self.values[i] > 0.5}
+        return chosen | self.source.free_at(k)
+
+
+def working_set_bytes(problem: Problem, t: int) -> int:
+    """Bytes that no schedule can avoid while op t first runs, resident ones left out."""
+    reads = sum(problem.size_bytes[v] for v in problem.needs[t])
+    return reads + problem.output_bytes[t] + problem.workspace_bytes[t]
+
+
+def expand(solution: CutSolution) -> list[list[int]]:
+    """Ops to run again in each stage: at first need in an interval, kept to its end."""
+    problem, cuts = solution.source.problem, solution.source.cuts
+    position = {t: k for k, t in enumerate(cuts)}
+    available = bytearray(problem.n_values)
+    recomputed: list[list[int]] = []
+    for t in range(problem.n_ops + 1):
+        if t - 1 in position:
+            available = bytearray(problem.n_values)
+            for v in solution.carried_past(position[t - 1]):
+                available[v] = 1
+        carried_on: Sequence[int] = ()
+        if t in position:
+            free = solution.source.free_at(position[t])
+            carried_on = sorted(solution.carried_past(position[t]) - free)
+        recomputed.append(recomputed_in(problem, available, carried_on, t))
+        for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
+            for v in problem.outputs[op]:
+                available[v] = 1
+    return recomputed

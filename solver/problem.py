@@ -1,0 +1,84 @@
+"""The training graph in integers, as every formulation and search reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from remat.graph_capture.graph import TrainingGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1.
+
+    Attributes
+    ----------
+    inputs, outputs : values an op reads (resident ones left out) and creates.
+    needs : n + 1 tuples; values that must be live when op t first runs beside its
+        outputs: its inputs, and for the last forward op the forward outputs. Entry n
+        holds what must be live at the end.
+    producer, size_bytes : of each value. cost_us, workspace_bytes, pinned : of each op.
+    held : values in the caller's hands from stage `n_forward` on.
+    resident_bytes : live throughout.
+    """
+
+    graph: TrainingGraph
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    needs: tuple[tuple[int, ...], ...]
+    producer: tuple[int, ...]
+    size_bytes: tuple[int, ...]
+    cost_us: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    pinned: tuple[bool, ...]
+    held: frozenset[int]
+    n_forward: int
+    resident_bytes: int
+    names: tuple[str, ...]
+
+    @property
+    def n_ops(self) -> int:
+        """Number of ops, also the index of the closing stage."""
+        return len(self.inputs)
+
+    @property
+    def n_values(self) -> int:
+        """Number of values that some op creates."""
+        return len(self.producer)
+
+    @classmethod
+    def of(cls, graph: TrainingGraph) -> Problem:
+        """Index `graph`."""
+        made = [value for value in graph.values if value.producer]
+        index = {value.name: i for i, value in enumerate(made)}
+        inputs = tuple(_indices(op.inputs, index) for op in graph.ops)
+        outputs = tuple(_indices(op.outputs, index) for op in graph.ops)
+        needs = [*inputs, _indices(graph.outputs, index)]
+        forward_outputs = _indices(graph.forward_outputs, index)
+        if graph.n_forward:
+            last = graph.n_forward - 1
+            extra = (v for v in forward_outputs if v not in outputs[last])
+            needs[last] = tuple(dict.fromkeys((*needs[last], *extra)))
+        size_bytes = tuple(value.size_bytes for value in made)
+        return cls(
+            graph=graph,
+            inputs=inputs,
+            outputs=outputs,
+            needs=tuple(needs),
+            producer=tuple(graph.op_index[value.producer] for value in made),
+            size_bytes=size_bytes,
+            cost_us=tuple(op.cost_us for op in graph.ops),
+            workspace_bytes=tuple(op.workspace_bytes for op in graph.ops),
+            output_bytes=tuple(sum(size_bytes[v] for v in made_by) for made_by in outputs),
+            pinned=tuple(bool(op.pinned) for op in graph.ops),
+            held=frozenset(forward_outputs) & frozenset(_indices(graph.outputs, index)),
+            n_forward=graph.n_forward,
+            resident_bytes=graph.resident.total_bytes,
+            names=tuple(value.name for value in made),
+        )
+
+
+def _indices(names: Iterable[str], index: dict[str, int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(index[name] for name in names if name in index))

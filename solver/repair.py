@@ -1,0 +1,223 @@
+"""Local search over retention gaps: bring a state under a budget, then fill what fits.
+
+A gap is the time between two touches of a value. Dropping one frees its bytes in between
+and costs a recomputation at its end; carrying one does the reverse. `repair` drops by the
+least extra time over (bytes of overload removed)^power; `fill` carries what saves most.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.solver.replay import Stage, UnreachableError, recomputed_in
+from remat.solver.search import Search
+from remat.solver.stages import Bytes, State
+
+TRIALS = 12
+"""Moves replayed exactly in each round of `repair`; the others are only estimated."""
+
+
+class Move(NamedTuple):
+    """Carry a value (bit 1) or not (bit 0) between its touches at two stages."""
+
+    v: int
+    before: int
+    stage: int
+    bit: int
+
+
+class Trial(NamedTuple):
+    """What a move would do: extra time, change of overload, the two stages it replays."""
+
+    cost_us: float
+    overload_bytes: int
+    at_before: Stage
+    at_stage: Stage
+
+
+@dataclass(slots=True)
+class Repair:
+    """Brings `state` under `limit_bytes`, changing it in place."""
+
+    state: State
+    limit_bytes: int
+    power: float
+    search: Search
+
+    def run(self) -> bool:
+        """Drop and carry until nothing is over the limit; return whether that was reached."""
+        while True:
+            over = np.maximum(self.state.peak_bytes - self.limit_bytes, 0)
+            if not over.any():
+                return True
+            if self.search.out_of_time():
+                return False
+            move = self._best_move(over)
+            if move is None:
+                return False
+            apply(self.state, move)
+
+    def _best_move(self, over: Bytes) -> Move | None:
+        stages = np.flatnonzero(over)
+        order = stages[np.argsort(-over[stages], kind="stable")]
+        for worst in order[:4]:
+            move = self._best_at(int(worst), over)
+            if move is not None:
+                return move
+        return None
+
+    def _best_at(self, worst: int, over: Bytes) -> Move | None:
+        """The move that relieves stage `worst` best, over all stages that it relieves."""
+        ranked = sorted(self._estimates(worst, over))
+        best: tuple[float, Move] | None = None
+        for first in range(0, len(ranked), TRIALS):
+            for _, move in ranked[first : first + TRIALS]:
+                trial = try_move(self.state, move, over, self.limit_bytes)
+                if trial is not None and trial.overload_bytes < 0:
+                    score = self._score(trial.cost_us, -trial.overload_bytes)
+                    if best is None or (score, move) < best:
+                        best = (score, move)
+            if best is not None:
+                return best[1]
+        return None
+
+    def _score(self, cost_us: float, relief_bytes: int) -> float:
+        if cost_us <= 0:
+            return cost_us * relief_bytes - relief_bytes / (1 << 50)
+        return cost_us / relief_bytes**self.power
+
+    def _estimates(self, worst: int, over: Bytes) -> list[tuple[float, Move]]:
+        total = np.concatenate(([0], np.cumsum(over)))
+        highest_bytes = int(over.max())
+        found: list[tuple[float, Move]] = []
+        for move in _moves_at(self.state, worst):
+            if move.bit:
+                found.append((-1.0, move))
+                continue
+            size_bytes = self.state.problem.size_bytes[move.v]
+            if size_bytes >= highest_bytes:
+                relief_bytes = int(total[move.stage + 1] - total[move.before + 1])
+            else:
+                covered = over[move.before + 1 : move.stage + 1]
+                relief_bytes = int(np.minimum(covered, size_bytes).sum())
+            cost_us = drop_cost_us(self.state, move)
+            if cost_us is not None:
+                relief_bytes = max(relief_bytes, min(size_bytes, int(over[worst])), 1)
+                found.append((self._score(cost_us, relief_bytes), move))
+        return found
+
+
+def _moves_at(state: State, worst: int) -> list[Move]:
+    """Gaps over stage `worst` that may be dropped, and those into it that may be carried."""
+    problem = state.problem
+    row_in, row_on = state.kept[worst], state.kept[worst + 1]
+    moves: list[Move] = []
+    for v in np.flatnonzero(row_in | row_on).tolist():
+        touches = state.touches[v]
+        i = bisect_left(touches, worst)
+        for stage_position in (i, i + 1) if i < len(touches) and touches[i] == worst else (i,):
+            if not 0 < stage_position < len(touches):
+                continue
+            before, stage = touches[stage_position - 1], touches[stage_position]
+            may_drop = not problem.pinned[problem.producer[v]] and not _is_held(state, v, stage)
+            if may_drop and state.rows[stage][v]:
+                moves.append(Move(v, before, stage, 0))
+    for op in state.stages[worst].recomputed:
+        moves += [Move(v, b, worst, 1) for v, b in _carriable(state, op, worst)]
+    return moves
+
+
+def _carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
+    """Values that `op`, run again in `stage`, need not make if carried, with the touch before."""
+    found: list[tuple[int, int]] = []
+    for v in state.problem.outputs[op]:
+        touches = state.touches[v]
+        i = bisect_left(touches, stage)
+        if 0 < i < len(touches) and touches[i] == stage and not state.rows[stage][v]:
+            found.append((v, touches[i - 1]))
+    return found
+
+
+def _is_held(state: State, v: int, stage: int) -> bool:
+    return v in state.problem.held and stage >= state.problem.n_forward
+
+
+def drop_cost_us(state: State, move: Move) -> float | None:
+    """Time of what the drop makes its stage run again, None where a pinned op forbids it."""
+    problem, row = state.problem, state.rows[move.stage]
+    row[move.v] = 0
+    try:
+        again = recomputed_in(problem, row, (move.v,), move.stage, own_needs=False)
+    except UnreachableError:
+        return None
+    finally:
+        row[move.v] = 1
+    already = set(state.stages[move.stage].recomputed)
+    return sum(problem.cost_us[op] for op in again if op not in already)
+
+
+def try_move(state: State, move: Move, over: Bytes, limit_bytes: int) -> Trial | None:
+    """What `move` would do, None where a pinned op forbids it; `state` is left as it was."""
+    v, before, stage, bit = move
+    old_before, old_stage = state.stages[before], state.stages[stage]
+    state.change(v, before, stage, bit)
+    try:
+        new_before, new_stage = state.replay(before), state.replay(stage)
+        state.rise_bytes[before], state.rise_bytes[stage] = (
+            new_before.rise_bytes,
+            new_stage.rise_bytes,
+        )
+        part = slice(before, stage + 1)
+        now = state.entry_bytes[part] + state.rise_bytes[part]
+        limit = limit_bytes - state.problem.resident_bytes
+        overload = int(np.maximum(now - limit, 0).sum() - over[part].sum())
+    except UnreachableError:
+        return None
+    finally:
+        state.change(v, before, stage, 1 - bit)
+        state.rise_bytes[before] = old_before.rise_bytes
+        state.rise_bytes[stage] = old_stage.rise_bytes
+    cost_us = new_before.cost_us + new_stage.cost_us - old_before.cost_us - old_stage.cost_us
+    return Trial(cost_us, overload, new_before, new_stage)
+
+
+def apply(state: State, move: Move) -> None:
+    """Make `move`."""
+    state.change(move.v, move.before, move.stage, move.bit)
+    state.settle((move.before, move.stage))
+
+
+def fill(state: State, limit_bytes: int, search: Search) -> None:
+    """Carry what fits, the greatest saving first, until nothing more saves time."""
+    over = np.zeros_like(state.entry_bytes)
+    while not search.out_of_time():
+        best: tuple[float, int, Move] | None = None
+        for saving_us, move in sorted(_savings(state, limit_bytes), reverse=True):
+            if best is not None and saving_us <= best[0]:
+                break
+            trial = try_move(state, move, over, limit_bytes)
+            if trial is not None and trial.overload_bytes <= 0 and trial.cost_us < 0:
+                size_bytes = state.problem.size_bytes[move.v]
+                best = max(best or (0.0, 0, move), (-trial.cost_us, -size_bytes, move))
+        if best is None:
+            return
+        apply(state, best[2])
+
+
+def _savings(state: State, limit_bytes: int) -> list[tuple[float, Move]]:
+    """Gaps with room for their value all the way; the saving is an upper estimate."""
+    problem = state.problem
+    room = limit_bytes - state.peak_bytes
+    found: list[tuple[float, Move]] = []
+    for stage, replayed in enumerate(state.stages):
+        for op in replayed.recomputed:
+            for v, before in _carriable(state, op, stage):
+                inner = room[before + 1 : stage]
+                if inner.size and int(inner.min()) < problem.size_bytes[v]:
+                    continue
+                found.append((replayed.cost_us, Move(v, before, stage, 1)))
+    return found

@@ -1,0 +1,166 @@
+"""A search under way: the best schedule and bound so far, the clock, and who listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Option, Schedule
+from remat.schedules.simulate import simulate
+from remat.solver.problem import Problem
+from remat.solver.result import Result, infeasible, judged
+from remat.solver.stages import State
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a solver tells while it works.
+
+    Attributes
+    ----------
+    seconds : since the solve began.
+    best_overhead : of the best schedule within the budget, None while there is none.
+    bound_overhead : no schedule has less. doing : what comes next, in words.
+    """
+
+    seconds: float
+    best_overhead: float | None
+    bound_overhead: float
+    doing: str
+
+
+Listener = Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class Search:
+    """One solve of one graph at one budget.
+
+    `best` is the cheapest schedule found within the budget, `lowest` the one of the least
+    peak; both with their simulated figures.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    solver: str
+    time_limit_s: float = 60.0
+    listener: Listener | None = None
+    options: dict[str, Option] = field(default_factory=dict[str, Option])
+    began_s: float = field(default_factory=time.monotonic)
+    problem: Problem = field(init=False)
+    best: Schedule | None = field(default=None, init=False)
+    best_state: State | None = field(default=None, init=False)
+    best_key: tuple[float, int] = field(default=(float("inf"), 0), init=False)
+    lowest: Schedule | None = field(default=None, init=False)
+    lowest_bytes: int = field(default=1 << 62, init=False)
+    bound_us: float = field(init=False)
+    proved_infeasible: bool = field(default=False, init=False)
+    cut_short: bool = field(default=False, init=False)
+    message: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.problem = Problem.of(self.graph)
+        self.bound_us = self.graph.time_us
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the solve began."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the time limit."""
+        return self.time_limit_s - self.elapsed_s
+
+    @property
+    def gap(self) -> float:
+        """Time of the best schedule over the bound, minus one; infinite while none is known."""
+        if self.best is None:
+            return float("inf")
+        return self.best_key[0] / self.bound_us - 1 if self.bound_us > 0 else 0.0
+
+    def out_of_time(self) -> bool:
+        """Whether the time limit has been hit, which the result will then say."""
+        if self.left_s <= 0:
+            self.cut_short = True
+        return self.left_s <= 0
+
+    def say(self, doing: str) -> None:
+        """Tell the listener what comes next."""
+        if self.listener is None:
+            return
+        base_us = self.graph.time_us or 1.0
+        best = None if self.best is None else self.best_key[0] / base_us - 1
+        self.listener(Progress(self.elapsed_s, best, self.bound_us / base_us - 1, doing))
+
+    def raise_bound(self, bound_us: float) -> None:
+        """Record that no schedule of this budget takes less than `bound_us`."""
+        self.bound_us = max(self.bound_us, bound_us)
+
+    def offer(self, state: State) -> bool:
+        """Take `state`'s schedule if it is the best yet; return whether it fits."""
+        peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
+        key = (self.graph.time_us + state.cost_us, peak_bytes)
+        if peak_bytes > self.budget_bytes:
+            if peak_bytes < self.lowest_bytes:
+                self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
+            return False
+        if key < self.best_key:
+            self.best, self.best_key = self._schedule(state), key
+            self.best_state = state.copy()
+        return True
+
+    def offer_schedule(self, schedule: Schedule) -> bool:
+        """Take `schedule` if it is the best yet; return whether it fits."""
+        found = simulate(self.graph, schedule)
+        if found.peak_bytes > self.budget_bytes:
+            if found.peak_bytes < self.lowest_bytes:
+                self.lowest, self.lowest_bytes = schedule, found.peak_bytes
+            return False
+        key = (found.time_us, found.peak_bytes)
+        if key < self.best_key:
+            self.best, self.best_key, self.best_state = schedule, key, None
+        return True
+
+    def _schedule(self, state: State) -> Schedule:
+        made = state.schedule(budget_bytes=self.budget_bytes, solver=self.solver)
+        return msgspec.structs.replace(made, options=self.options)
+
+    def result(self) -> Result:
+        """The outcome so far, every figure of it from `simulate`."""
+        if self.best is None:
+            return self._without_schedule()
+        best_us = self.best_key[0]
+        assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
+        return judged(
+            self.graph,
+            self.best,
+            budget_bytes=self.budget_bytes,
+            lower_bound_us=min(self.bound_us, best_us),
+            wall_s=self.elapsed_s,
+            cut_short=self.cut_short,
+            message=self.message,
+        )
+
+    def _without_schedule(self) -> Result:
+        if self.lowest is None:
+            status = "infeasible" if self.proved_infeasible else "time limit"
+            return Result(
+                status=status,
+                solver=self.solver,
+                budget_bytes=self.budget_bytes,
+                lower_bound_us=self.bound_us,
+                wall_s=self.elapsed_s,
+                message=self.message,
+            )
+        found = simulate(self.graph, self.lowest)
+        proof = "no schedule fits" if self.proved_infeasible else "no schedule found that fits"
+        text = f"{proof} {self.budget_bytes} bytes; {found.peak_bytes} bytes are known to do"
+        text = f"{text}. {self.message}" if self.message else text
+        lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, self.elapsed_s, text)
+        if self.cut_short and not self.proved_infeasible:
+            return msgspec.structs.replace(lost, status="time limit")
+        return lost
