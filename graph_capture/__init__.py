@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 
 if TYPE_CHECKING:
-    from remat.graph_capture.price import price
-    from remat.graph_capture.trace import Trace, capture, trace
+    from remat.graph_capture.pricing import price
+    from remat.graph_capture.tracing import Trace, capture, trace
 
 __all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "price", "trace"]
 
-_LAZY = {"price": "price", "capture": "trace", "trace": "trace", "Trace": "trace"}
+_LAZY = {"price": "pricing", "capture": "tracing", "trace": "tracing", "Trace": "tracing"}
 
 
 def __getattr__(name: str) -> Any:

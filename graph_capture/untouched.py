@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, *, warn: bool = True) -> Iterator[None]:
     """Restore every submodule's attributes and all RNG streams on leaving.
 
     Attributes that forward itself changes are restored too, with a warning that names
@@ -29,7 +29,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 for name, module, attributes in before
                 for attribute in _restore(module, attributes)
             ]
-    if changed:
+    if changed and warn:
         warnings.warn(
             f"forward changes {', '.join(changed)}: plain attributes stay as they are in the "
             "rewritten module. Register a buffer where the value matters",
@@ -73,9 +73,3 @@ def _same_items(now: Any, before: Any) -> bool:
         return all(a is b for a, b in zip(now, before, strict=True))  # pyright: ignore
     return now == before
 
-
-def is_traced(value: Any) -> bool:
-    """Whether `value` is a tensor that only exists during a trace."""
-    from torch._subclasses import FakeTensor
-
-    return isinstance(value, Tensor) and isinstance(value, FakeTensor)

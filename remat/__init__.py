@@ -16,9 +16,9 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
-    from remat.graph_capture.trace import capture
-    from remat.rewriter.check import Check, check
-    from remat.rewriter.rewrite import rewrite
+    from remat.graph_capture.tracing import capture
+    from remat.rewriter.checking import Check, check
+    from remat.rewriter.rewriting import rewrite
 
 __all__ = [
     "Check",
@@ -38,11 +38,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Check": "remat.rewriter.check",
-    "capture": "remat.graph_capture.trace",
-    "check": "remat.rewriter.check",
+    "Check": "remat.rewriter.checking",
+    "capture": "remat.graph_capture.tracing",
+    "check": "remat.rewriter.checking",
     "rematerialize": "remat.api",
-    "rewrite": "remat.rewriter.rewrite",
+    "rewrite": "remat.rewriter.rewriting",
     "solve": "remat.api",
 }
 

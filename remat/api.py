@@ -102,9 +102,9 @@ def rematerialize(
     BudgetError : no schedule fits; the message names the least budget known to.
     RematError : the model cannot be captured, or an option is unknown.
     """
-    from remat.graph_capture.price import price
-    from remat.graph_capture.trace import trace
-    from remat.rewriter.rewrite import rewrite
+    from remat.graph_capture.pricing import price
+    from remat.graph_capture.tracing import trace
+    from remat.rewriter.rewriting import rewrite
 
     traced = trace(
         model, args, kwargs,

@@ -117,7 +117,7 @@ def rewrite(
         schedule = Schedule.from_json(plan.read_bytes())
         loaded = load_shown(model, session)
         with session.stages.stage("rewrite", "rewriting"):
-            from remat.rewriter.rewrite import rewrite as rewritten
+            from remat.rewriter.rewriting import rewrite as rewritten
 
             traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate)
             module = rewritten(loaded.model, schedule, trace=traced)

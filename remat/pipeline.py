@@ -18,8 +18,8 @@ from remat.schedules.simulate import Simulation, simulate
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
-    from remat.graph_capture.trace import Trace
-    from remat.rewriter.check import Check
+    from remat.graph_capture.tracing import Trace
+    from remat.rewriter.checking import Check
 
 Progress = Callable[[int, int], None]
 CHECKED = ("outputs", "gradients", "buffers", "rng")
@@ -105,7 +105,7 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
 
 def trace_loaded(loaded: Loaded, optimizer: Optimizer, accumulate: bool) -> Trace:
     """The unpriced trace of what a factory made."""
-    from remat.graph_capture.trace import trace
+    from remat.graph_capture.tracing import trace
 
     return trace(
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
@@ -115,7 +115,7 @@ def trace_loaded(loaded: Loaded, optimizer: Optimizer, accumulate: bool) -> Trac
 
 def price_trace(traced: Trace, stages: Stages) -> TrainingGraph:
     """The priced graph of a trace."""
-    from remat.graph_capture.price import price
+    from remat.graph_capture.pricing import price
 
     with stages.stage("profile", "measuring ops") as progress:
         return price(traced, progress=progress)
@@ -147,8 +147,8 @@ def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Res
 
 def check_schedule(loaded: Loaded, traced: Trace, schedule: Schedule) -> Check:
     """Rewrite the model to `schedule` and compare it with eager."""
-    from remat.rewriter.check import check
-    from remat.rewriter.rewrite import rewrite
+    from remat.rewriter.checking import check
+    from remat.rewriter.rewriting import rewrite
 
     module = rewrite(loaded.model, schedule, trace=traced)
     return check(

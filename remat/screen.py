@@ -15,7 +15,7 @@ from remat.pipeline import CHECKED, Report, Row
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
-    from remat.rewriter.check import Check
+    from remat.rewriter.checking import Check
 
 HELD_ROWS = 4
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.rewriter.check import Check, check
+    from remat.rewriter.checking import Check, check
     from remat.rewriter.module import RematModule
-    from remat.rewriter.rewrite import rewrite
+    from remat.rewriter.rewriting import rewrite
 
 __all__ = ["Check", "RematModule", "check", "rewrite"]
 
-_LAZY = {"Check": "check", "check": "check", "RematModule": "module", "rewrite": "rewrite"}
+_LAZY = {"Check": "checking", "check": "checking", "RematModule": "module", "rewrite": "rewriting"}
 
 
 def __getattr__(name: str) -> Any:

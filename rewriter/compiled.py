@@ -11,7 +11,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.joint import build_joint
-from remat.graph_capture.trace import Trace
+from remat.graph_capture.tracing import Trace
 from remat.rewriter.boxed import compile_boxed
 from remat.rewriter.emit import emit
 from remat.schedules.schedule import Schedule

@@ -155,7 +155,7 @@ def capture(
     progress: Progress | None = None,
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace` and `price`."""
-    from remat.graph_capture.price import price
+    from remat.graph_capture.pricing import price
 
     if device != "cpu":
         raise CaptureError(f"device {device!r} cannot be planned for yet: this release plans 'cpu'")

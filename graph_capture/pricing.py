@@ -18,7 +18,7 @@ from remat.graph_capture.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.node_facts import storage_key, tensors_of
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
-from remat.graph_capture.trace import Progress, Trace
+from remat.graph_capture.tracing import Progress, Trace
 
 MIN_RUNS, MAX_RUNS = 3, 25
 ENOUGH_S = 0.05

@@ -1,0 +1,108 @@
+"""What a rewritten module checks before each training step: that all is as at capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.refuse import hook_dictionaries, hook_message
+from remat.graph_capture.tracing import Recipe, autocast_state
+
+
+class Guards:
+    """The state a plan relies on, read at rewriting and compared at every step.
+
+    Parameters
+    ----------
+    model : as captured. recipe : signature of the batch and autocast state at capture.
+    forward, backward : the rewritten graphs, whose constants are watched.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> None:
+        self.name = type(model).__name__
+        self.recipe = recipe
+        self.hooks = [
+            (path, module, attribute, getattr(module, attribute))
+            for path, module, attribute in hook_dictionaries(model)
+        ]
+        self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
+        self.trained = [(p, t, t.requires_grad) for p, t in model.named_parameters()]
+        self.constants = _constants(model, forward, backward)
+
+    def require(self, batch: Any) -> None:
+        """Raise `RewriteError`, naming the first thing that is not as at capture."""
+        leaves, spec = pytree.tree_flatten(batch)
+        self.recipe.signature.require(leaves, spec, self.name)
+        for path, module, attribute, hooks in self.hooks:
+            if hooks:
+                raise RewriteError(hook_message(path, module, attribute))
+        for path, module, mode in self.modes:
+            if module.training is not mode:
+                raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
+        for path, parameter, trained in self.trained:
+            if parameter.requires_grad is not trained:
+                raise self._changed(f"parameter {path}", *_frozen(trained, parameter))
+        for path, module, attribute, tensor in self.constants:
+            if getattr(module, attribute, None) is not tensor:
+                raise self._changed(f"attribute {path}", "one tensor", "another one")
+        now = autocast_state()
+        if now != self.recipe.autocast:
+            raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
+
+    def _changed(self, what: str, before: str, now: str) -> RewriteError:
+        return RewriteError(
+            f"{what} of {self.name} was {before} when the step was captured and is {now} now. "
+            "Put it back, or capture and solve again"
+        )
+
+
+def _mode(training: bool) -> str:
+    return "in training mode" if training else "in eval mode"
+
+
+def _frozen(trained: bool, parameter: Tensor) -> tuple[str, str]:
+    words = {True: "trained", False: "frozen"}
+    return words[trained], words[parameter.requires_grad]
+
+
+def _shown(state: tuple[Any, ...]) -> str:
+    return ", ".join(f"{dtype} on {kind}" for kind, on, dtype in state if on) or "off"
+
+
+def _constants(
+    model: nn.Module, *graphs: fx.GraphModule
+) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Plain tensor attributes of the model that the graphs have taken in."""
+    addresses = {
+        getattr(graph, str(node.target)).data_ptr()
+        for graph in graphs
+        for node in graph.graph.find_nodes(op="get_attr")
+    }
+    return [
+        (f"{path}.{name}".lstrip("."), module, name, item)
+        for path, module in model.named_modules()
+        for name, item in vars(module).items()
+        if isinstance(item, Tensor) and item.data_ptr() in addresses
+    ]
+
+
+def refuse_double_backward(output: Any, name: str) -> None:
+    """Let a backward with ``create_graph=True`` through `output` raise before it runs."""
+
+    def refuse(_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RewriteError(
+                f"double backward through the rewritten {name} (create_graph=True): its backward "
+                "is a fixed sequence of ops that cannot be differentiated again. Use the "
+                "original model for steps that need second derivatives"
+            )
+
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(refuse)

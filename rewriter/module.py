@@ -1,0 +1,149 @@
+"""The module users train: their own, with a training step that follows the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.step import LossFunction, apply_loss
+from remat.graph_capture.tracing import Recipe
+from remat.rewriter.compiled import CompiledStep
+from remat.rewriter.guards import Guards, refuse_double_backward
+from remat.schedules.schedule import Schedule
+
+
+class RematModule(fx.GraphModule):
+    """A GraphModule that shares every attribute with the user's module.
+
+    Its instances have the user's ``__dict__`` itself: the same parameters, buffers,
+    submodules, training flag and names; nothing is added to it. In training mode with
+    gradients enabled, a call runs the rewritten step; otherwise the user's own forward.
+
+    Class attributes (each instance has a class of its own)
+    -------------------------------------------------------
+    schedule : what the step carries out. forward_module, backward_module : the two
+        graphs, as plain GraphModules that can be read, printed and iterated.
+    """
+
+    schedule: ClassVar[Schedule]
+    forward_module: ClassVar[fx.GraphModule]
+    backward_module: ClassVar[fx.GraphModule]
+    original_module: ClassVar[nn.Module]
+    _compiled: ClassVar[Callable[..., Any]]
+    _guards: ClassVar[Guards]
+    _loss_fn: ClassVar[LossFunction | None]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
+        return object.__new__(cls)
+
+    def __init__(self) -> None:
+        self.__dict__ = self.original_module.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` where a loss was captured.
+
+        Raises
+        ------
+        RewriteError : the batch or the module is not as it was at capture.
+        """
+        target = kwargs.pop("target", None) if self._loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            return self._step((args, kwargs, target))
+        output = self.original_module.forward(*args, **kwargs)
+        return output if target is None else apply_loss(self._loss_fn, output, target)
+
+    def _step(self, batch: Any) -> Any:
+        self._guards.require(batch)
+        output = self._compiled(*_state(self), *batch)
+        refuse_double_backward(output, self._guards.name)
+        return output
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The forward graph."""
+        return self.forward_module.graph
+
+    @graph.setter
+    def graph(self, g: fx.Graph) -> NoReturn:
+        raise RewriteError(
+            "the graphs of a rewritten module carry out its schedule and cannot be replaced: "
+            "make another schedule and rewrite again"
+        )
+
+    @property
+    def code(self) -> str:
+        """Python code of both graphs."""
+        return (
+            f"# forward{self.forward_module.code}\n"
+            f"# backward{self.backward_module.code}"
+        )
+
+    def recompile(self) -> NoReturn:
+        """Refused: see `graph`."""
+        raise RewriteError(
+            "a rewritten module is not recompiled after an edit: "
+            "make another schedule and rewrite again"
+        )
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """Both graphs with the shape of every tensor; printed unless told otherwise."""
+        parts = [
+            graph.print_readable(print_output, *args, **kwargs)
+            for graph in (self.forward_module, self.backward_module)
+        ]
+        return "\n".join(parts)
+
+    def __str__(self) -> str:
+        return f"{nn.Module.__repr__(self)}\n{self.code}"
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)
+
+    def __copy__(self) -> NoReturn:
+        raise RewriteError(_COPY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RewriteError(_COPY)
+
+    def __reduce__(self) -> NoReturn:
+        raise RewriteError(
+            "a rewritten module is not pickled: keep its state_dict() and its schedule "
+            "(schedule.to_json()), and rewrite a fresh model with them"
+        )
+
+
+_COPY = (
+    "a rewritten module shares its state with the original: copy the original "
+    "(copy.deepcopy(model)) and rewrite the copy with the same schedule"
+)
+
+
+def _state(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers in the order of the trace, read at call time."""
+    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    return parameters + [b for _, b in module.named_buffers(remove_duplicate=False)]
+
+
+def make_module(
+    model: nn.Module, schedule: Schedule, recipe: Recipe, step: CompiledStep
+) -> RematModule:
+    """A `RematModule` over `model`; also an instance of the model's own class."""
+    kind = type(
+        f"Remat{type(model).__name__}",
+        (RematModule, type(model)),
+        {
+            "__doc__": RematModule.__doc__,
+            "schedule": schedule,
+            "forward_module": step.forward,
+            "backward_module": step.backward,
+            "original_module": model,
+            "_compiled": staticmethod(step.call),
+            "_guards": Guards(model, recipe, step.forward, step.backward),
+            "_loss_fn": staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
+        },
+    )
+    return kind()

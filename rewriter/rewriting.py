@@ -1,0 +1,68 @@
+"""The public way from a schedule to a module that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.step import LossFunction
+from remat.graph_capture.tracing import Trace, recipe_for, trace, trace_recipe
+from remat.rewriter.compiled import compile_step
+from remat.rewriter.module import RematModule, make_module
+from remat.schedules.schedule import Schedule
+
+
+def rewrite(
+    model: nn.Module,
+    schedule: Schedule,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+) -> RematModule:
+    """Compile `schedule` into a module that trains as `model` does, within its budget.
+
+    The result is a `torch.fx.GraphModule` and an instance of the model's class, with the
+    same parameters, buffers and names. `model` itself stays as it is and stays usable.
+
+    Parameters
+    ----------
+    args, kwargs, loss_fn, target : as given to `capture`. Not needed in the process that
+        captured `model`; in another one they are what the model is traced on.
+
+    Raises
+    ------
+    ScheduleError : the schedule was made for another model or batch.
+    RewriteError : nothing is known of the batch the schedule was made for.
+    CaptureError : the model has become one that cannot be captured.
+    """
+    traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
+    step = compile_step(traced, schedule)
+    return make_module(model, schedule, traced.recipe, step)
+
+
+def _trace_for(
+    model: nn.Module,
+    schedule: Schedule,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFunction | None,
+    target: Any,
+) -> Trace:
+    if isinstance(model, RematModule):
+        raise RewriteError(
+            "this module is rewritten already: rewrite the original (module.original_module)"
+        )
+    if args is not None or kwargs is not None:
+        return trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
+    recipe = recipe_for(model, schedule.graph_hash)
+    if recipe is None:
+        raise RewriteError(
+            f"this {type(model).__name__} was not captured in this process for this plan: pass "
+            "the batch too, rewrite(model, schedule, args, kwargs, loss_fn=..., target=...)"
+        )
+    return trace_recipe(model, recipe)
