@@ -11,26 +11,21 @@ exist. With p passes all schedules are covered whose stages are p captured-order
 Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
 Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
 (ops + reads)) variables; beyond some 60 ops open solvers rarely finish.
-
-Legend, in words : in the paper. runs[step, op] : R. carried[step, v] : S.
-live_bytes[step, op] : U. freed[step, op, v] : FREE.
+The formulation is in `staged_program`.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.schedules.schedule import Schedule
 from remat.solver.cut import Cut
-from remat.solver.cut_bound import COST_SCALE
-from remat.solver.mip import BACKENDS, Backend, Limits, MixedProgram, solve_program
-from remat.solver.problem import Problem
+from remat.solver.mip import BACKENDS, Answer, Backend, Limits, satisfies, solve_program
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
+from remat.solver.staged_program import StagedProgram, point_of, steps_of
 
 
 @dataclass(frozen=True)
@@ -76,15 +71,32 @@ class Checkmate:
     def run(self, search: Search, time_limit_s: float) -> None:
         """Solve the program within `time_limit_s`, from what `search` knows."""
         search.say("solving the exact program")
+        graph = search.graph
         made = StagedProgram(search.problem, search.budget_bytes, self.passes)
+        start: list[float] | None = None
+        upper_us = float("inf")
         if search.best is not None:
-            made.at_most(search.best_key[0] - search.graph.time_us)
-        made.at_least(search.bound_us - search.graph.time_us)
-        start = None if search.best is None else made.point_of(search.best)
+            upper_us = search.best_key[0] - graph.time_us
+            start = point_of(made, graph, search.best)
+        made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
+        if start is not None and not satisfies(made.program, start):
+            start = None
         limits = Limits(time_limit_s=time_limit_s)
         answer = solve_program(made.program, limits, backend=self.backend, start=start)
+        self._take(search, made, answer)
+
+    def _take(self, search: Search, made: StagedProgram, answer: Answer) -> None:
         if answer.values is not None:
-            search.offer_schedule(made.schedule(answer.values, search))
+            steps = steps_of(made, answer.values)
+            search.offer_schedule(
+                Schedule.for_graph(
+                    search.graph,
+                    steps,
+                    budget_bytes=search.budget_bytes,
+                    solver=search.solver,
+                    options=search.options,
+                )
+            )
         if answer.proved_infeasible and search.best is None:
             search.proved_infeasible = True
         elif answer.finished and search.best is not None:

@@ -233,3 +233,15 @@ def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, li
 
 def _value_of(program: MixedProgram, values: Sequence[float]) -> float:
     return sum(cost * value for cost, value in zip(program.objective, values, strict=True))
+
+
+def satisfies(program: MixedProgram, point: Sequence[float], tolerance: float = 1e-6) -> bool:
+    """Whether `point` meets every bound and row."""
+    bounds = zip(program.lower, point, program.upper, strict=True)
+    if any(not low - tolerance <= x <= high + tolerance for low, x, high in bounds):
+        return False
+    for low, high, terms in program.rows:
+        total = sum(coefficient * point[index] for index, coefficient in terms)
+        if not low - tolerance <= total <= high + tolerance:
+            return False
+    return True
