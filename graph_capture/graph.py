@@ -232,4 +232,6 @@ def _validate_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
             )
     for name in op.outputs:
         if name not in values or values[name].producer != op.name:
-            raise GraphError(f"op {op.name} lists output {name}, which does not name it as producer")
+            raise GraphError(
+                f"op {op.name} lists output {name}, which does not name it as producer"
+            )

@@ -22,6 +22,7 @@ from remat.graph_capture.node_facts import (
     is_tangent,
     mutates,
     node_inputs,
+    storage_bytes,
     storage_key,
     target_name,
     tensors_of,
@@ -174,7 +175,7 @@ class _Builder:
         key = storage_key(tensor)
         if key not in self.by_storage:
             kind = _kind_of_input(node)
-            self._register(node.name, key, tensor, "", kind)
+            self._register(node.name, node, tensor, "", kind)
             self.base_of_value[node.name] = node
             if kind == "constant":
                 self.constants_bytes += tensor.untyped_storage().nbytes()
@@ -199,7 +200,7 @@ class _Builder:
         for node in self.nodes:
             if is_tangent(node):
                 tensor = node.meta["val"]
-                self._register(node.name, storage_key(tensor), tensor, "tangents", "tangent")
+                self._register(node.name, node, tensor, "tangents", "tangent")
                 self.value_of_node[node] = node.name
                 self.base_of_value[node.name] = node
                 names.append(node.name)
@@ -207,12 +208,12 @@ class _Builder:
         self.backward.append(Op("tangents", TANGENTS, "backward", (), tuple(names), pinned=pin))
 
     def _register(
-        self, name: str, key: int, tensor: Tensor, producer: str, kind: Kind
+        self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind
     ) -> None:
-        self.by_storage[key] = name
+        self.by_storage[storage_key(tensor)] = name
         self.values[name] = Value(
             name=name,
-            size_bytes=tensor.untyped_storage().nbytes(),
+            size_bytes=storage_bytes(node, tensor),
             producer=producer,
             kind=kind,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -251,10 +252,12 @@ class _Builder:
         ops = self.forward if phase == "forward" else self.backward
         outputs = self._add_outputs(node, phase)
         inputs = self._input_values(node)
+        workspace_bytes = 0
         pinned = self._why_pinned(node, phase, inputs, module, source)
         if phase == "forward" and draws_randomness(node):
             state = self._add_rng_state(node, module, source)
             inputs = (*inputs, state)
+            workspace_bytes = self.values[state].size_bytes
         statistics: Op | None = None
         if node.target is BATCH_NORM and node.args[5]:
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
@@ -263,7 +266,7 @@ class _Builder:
         ops.append(
             Op(
                 node.name, target_name(node), phase, inputs, outputs,
-                pinned=pinned, module=module, source=source,
+                workspace_bytes=workspace_bytes, pinned=pinned, module=module, source=source,
             )
         )  # fmt: skip
         if statistics is not None:
@@ -280,7 +283,7 @@ class _Builder:
             if several:
                 name = picked[i].name if i in picked else f"{node.name}.{i}"
             kind: Kind = "activation" if phase == "forward" else "gradient"
-            self._register(name, storage_key(tensor), tensor, node.name, kind)
+            self._register(name, node, tensor, node.name, kind)
             names.append(name)
             if not several:
                 self.value_of_node[node] = name

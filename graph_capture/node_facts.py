@@ -17,6 +17,14 @@ BATCH_NORM = aten._native_batch_norm_legit_functional.default
 BATCH_NORM_AGAIN = aten._native_batch_norm_legit.no_stats
 N_BATCH_NORM_RESULTS = 3
 
+_CLONES_WHOLE_STORAGE = (
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
+
 _PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 
 
@@ -31,6 +39,19 @@ def tensors_of(node: fx.Node) -> list[Tensor | None]:
 def storage_key(tensor: Tensor) -> int:
     """Identity of a tensor's storage; tensors that alias share it."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(node: fx.Node, tensor: Tensor) -> int:
+    """Bytes of the storage that running `node` gives to its result `tensor`.
+
+    Some ops clone all of their argument's storage even where the argument is a small
+    view of it; fake tensors say so or not, depending on what ran before.
+    """
+    if node.target in _CLONES_WHOLE_STORAGE:
+        cloned = tensors_of(node.all_input_nodes[0])[0]
+        if cloned is not None and 0 not in cloned.stride():
+            return cloned.untyped_storage().nbytes()
+    return tensor.untyped_storage().nbytes()
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -52,7 +52,9 @@ class PriceCache:
 
     def __init__(self) -> None:
         self.device = device_name()
-        slug = "".join(c if c.isalnum() else "-" for c in f"{self.device}-torch-{torch.__version__}")
+        slug = "".join(
+            c if c.isalnum() else "-" for c in f"{self.device}-torch-{torch.__version__}"
+        )
         self.path = cache_folder() / f"prices-{slug}.json"
         self.prices = self._read()
 

@@ -17,8 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 
+_ACCESSORS = ("__get__", "__set__")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(__file__) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(__file__))
+_OWN = tuple(
+    os.path.join(_ROOT, package) + os.sep
+    for package in ("remat", "graph_capture", "solver", "schedules", "rewriter")
+)
+_NOT_USER = (_TORCH, *_OWN, "<")
 
 
 class Provenance(TorchFunctionMode):
@@ -37,6 +43,8 @@ class Provenance(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func` with the place that called it written on its nodes."""
+        if func.__name__ in _ACCESSORS:
+            return func(*args, **(kwargs or {}))
         place = {
             MODULE_KEY: self.stack[-1],
             SOURCE_KEY: source_of(sys._getframe(1)),
@@ -75,7 +83,7 @@ def source_of(frame: FrameType | None) -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours."""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH, _OWN, "<")):
+        if not filename.startswith(_NOT_USER):
             return f"{_shown(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -86,7 +94,7 @@ def source_of_error(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith((_TORCH, _OWN, "<")):
+        if not filename.startswith(_NOT_USER):
             found = f"{_shown(filename)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found

@@ -35,7 +35,7 @@ class Signature:
         """A batch of fake tensors with this signature."""
         from torch._subclasses import FakeTensorMode
 
-        with FakeTensorMode():
+        with FakeTensorMode(allow_non_fake_inputs=True):
             leaves = [
                 other if facts is None else _empty(facts)
                 for facts, other in zip(self.tensors, self.others, strict=True)

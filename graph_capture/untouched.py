@@ -72,4 +72,3 @@ def _same_items(now: Any, before: Any) -> bool:
     if isinstance(now, list):
         return all(a is b for a, b in zip(now, before, strict=True))  # pyright: ignore
     return now == before
-

@@ -17,6 +17,8 @@ from remat.graph_capture.memory_events import measure_peak
 from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.untouched import untouched
+from remat.rewriter.guards import constants_of
+from remat.rewriter.module import RematModule
 
 Run = Callable[[], Any]
 
@@ -84,7 +86,8 @@ def check(
     eager = _eager_run(model, batch, loss_fn)
     plan = _plan_run(module, batch, loss_fn)
     state = _State(model, batch)
-    resident = resident_bytes(model, batch, optimizer=optimizer, accumulate=accumulate)
+    kept = (batch, _constants(module))
+    resident = resident_bytes(model, kept, optimizer=optimizer, accumulate=accumulate)
     with untouched(model, warn=False), state.put_back():
         expected, found = state.outcome(eager), state.outcome(plan)
         peaks = [
@@ -106,6 +109,12 @@ def check(
         plan_step_us=times[1],
         differences=tuple(differences),
     )
+
+
+def _constants(module: nn.Module) -> list[Tensor]:
+    if isinstance(module, RematModule):
+        return constants_of(module.forward_module, module.backward_module)
+    return []
 
 
 def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
@@ -139,9 +148,7 @@ def _backward(output: Any) -> None:
     tangents = [
         None
         if root.numel() == 1
-        else torch.randn(
-            root.shape, dtype=root.dtype, device=root.device, generator=generator
-        )
+        else torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator)
         for root in roots
     ]
     torch.autograd.backward(roots, tangents)

@@ -33,7 +33,7 @@ class Guards:
         ]
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.trained = [(p, t, t.requires_grad) for p, t in model.named_parameters()]
-        self.constants = _constants(model, forward, backward)
+        self.constants = _watched_constants(model, forward, backward)
 
     def require(self, batch: Any) -> None:
         """Raise `RewriteError`, naming the first thing that is not as at capture."""
@@ -75,15 +75,17 @@ def _shown(state: tuple[Any, ...]) -> str:
     return ", ".join(f"{dtype} on {kind}" for kind, on, dtype in state if on) or "off"
 
 
-def _constants(
+def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
+    """Tensors that the graphs have taken in: neither parameters, buffers nor arguments."""
+    names = [(g, str(n.target)) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
+    return [constant for g, name in names if isinstance(constant := getattr(g, name), Tensor)]
+
+
+def _watched_constants(
     model: nn.Module, *graphs: fx.GraphModule
 ) -> list[tuple[str, nn.Module, str, Tensor]]:
     """Plain tensor attributes of the model that the graphs have taken in."""
-    addresses = {
-        getattr(graph, str(node.target)).data_ptr()
-        for graph in graphs
-        for node in graph.graph.find_nodes(op="get_attr")
-    }
+    addresses = {constant.data_ptr() for constant in constants_of(*graphs)}
     return [
         (f"{path}.{name}".lstrip("."), module, name, item)
         for path, module in model.named_modules()

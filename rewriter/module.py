@@ -77,10 +77,7 @@ class RematModule(fx.GraphModule):
     @property
     def code(self) -> str:
         """Python code of both graphs."""
-        return (
-            f"# forward{self.forward_module.code}\n"
-            f"# backward{self.backward_module.code}"
-        )
+        return f"# forward{self.forward_module.code}\n# backward{self.backward_module.code}"
 
     def recompile(self) -> NoReturn:
         """Refused: see `graph`."""
