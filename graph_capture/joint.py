@@ -64,7 +64,7 @@ class _Builder:
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     forward: list[Op] = field(default_factory=list[Op])
     backward: list[Op] = field(default_factory=list[Op])
-    constants_bytes: int = 0
+    constants: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
         self.nodes = list(self.gm.graph.nodes)
@@ -139,7 +139,7 @@ class _Builder:
             values=tuple(self.values.values()),
             forward_outputs=tuple(dict.fromkeys(given)),
             outputs=tuple(dict.fromkeys(ends)),
-            resident=_with_constants(resident, self.constants_bytes),
+            resident=_with_constants(resident, sum(self.constants.values())),
             **facts,
         )
         return Joint(
@@ -170,6 +170,7 @@ class _Builder:
             return
         if node.op == "get_attr":
             self._check_constant(node, tensor)
+            self.constants[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             shown = node.meta.get("val")
             tensor = shown if isinstance(shown, Tensor) else tensor
         key = storage_key(tensor)
@@ -177,8 +178,6 @@ class _Builder:
             kind = _kind_of_input(node)
             self._register(node.name, node, tensor, "", kind)
             self.base_of_value[node.name] = node
-            if kind == "constant":
-                self.constants_bytes += tensor.untyped_storage().nbytes()
         self.value_of_node[node] = self.by_storage[key]
 
     def _attribute(self, node: fx.Node) -> Any:

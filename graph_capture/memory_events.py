@@ -40,7 +40,7 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     for event in events:
         name = event.name()
         if name == "[memory]":
-            deltas.append((event.start_ns(), event.nbytes()))
+            deltas.append((event.start_ns(), event.nbytes()))  # pyright: ignore[reportAttributeAccessIssue]
         elif name.startswith(_MARK):
             start = event.start_ns()
             spans[int(name.removeprefix(_MARK))] = (start, start + event.duration_ns())

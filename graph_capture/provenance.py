@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -54,7 +54,7 @@ class Provenance(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def watching_modules(self) -> Iterator[Provenance]:
+    def watching_modules(self) -> Generator[Provenance]:
         """Keep the stack of running modules while the model's forward runs."""
         handles: list[RemovableHandle] = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),

@@ -34,6 +34,15 @@ def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def refuse_module(model: nn.Module) -> None:
     """Raise `CaptureError` for a module whose training step cannot be captured exactly."""
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"parameter {path} is not initialised: run the lazy module once on a batch first"
+            )
+        if parameter.is_meta:
+            raise CaptureError(
+                f"parameter {path} is on the meta device: build the model with storage first"
+            )
     for path, module, attribute in hook_dictionaries(model):
         if getattr(module, attribute):
             raise CaptureError(hook_message(path, module, attribute))
@@ -47,15 +56,6 @@ def refuse_module(model: nn.Module) -> None:
             f"no parameter of {type(model).__name__} requires grad, so there is no backward "
             "to plan. Unfreeze what is to be trained first"
         )
-    for path, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise CaptureError(
-                f"parameter {path} is not initialised: run the lazy module once on a batch first"
-            )
-        if parameter.is_meta:
-            raise CaptureError(
-                f"parameter {path} is on the meta device: build the model with storage first"
-            )
 
 
 def hook_message(path: str, module: nn.Module, attribute: str) -> str:

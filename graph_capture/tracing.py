@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Recipe:
         return {"inputs": self.signature.lines(), "versions": {"torch": torch.__version__}}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trace:
     """One trace of a training step.
 
@@ -56,12 +56,13 @@ class Trace:
     ----------
     graph : the unpriced training graph. joint : the fx nodes behind it.
     recipe : how to trace again. descriptors : AOTAutograd's own record, which can be
-        compiled once.
+        compiled once: `compiled` says whether it has been.
     """
 
     joint: Joint
     recipe: Recipe
     descriptors: JointWithDescriptors
+    compiled: bool = False
 
     @property
     def graph(self) -> TrainingGraph:
@@ -180,7 +181,7 @@ def autocast_state() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _as_if_compiling() -> Iterator[None]:
+def _as_if_compiling() -> Generator[None]:
     """Set the two flags by which model code skips its data-dependent checks."""
     before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, *, warn: bool = True) -> Iterator[None]:
+def untouched(model: nn.Module, *, warn: bool = True) -> Generator[None]:
     """Restore every submodule's attributes and all RNG streams on leaving.
 
     Attributes that forward itself changes are restored too, with a warning that names

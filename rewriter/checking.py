@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import msgspec
@@ -171,7 +171,7 @@ class _State:
         self.rng = torch.get_rng_state()
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
+    def put_back(self) -> Generator[None]:
         try:
             yield
         finally:

@@ -34,6 +34,7 @@ def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
     ScheduleError : the schedule was made for another graph.
     """
     schedule.check_made_for(trace.graph)
+    trace.compiled = True
     emitted: list[fx.GraphModule] = []
 
     def partition(

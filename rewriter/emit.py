@@ -141,37 +141,24 @@ class PhaseEmitter:
         if state is None:
             state = self.states[name] = self.demand(name, None)
         args, kwargs = self._arguments(node)
+        taken: tuple[Any, ...] = (state, node.target, *args)
         copy = self.graph.create_node(
-            "call_function",
-            run_with_rng_state,
-            (state, node.target, *args),
-            kwargs,
-            f"{node.name}_again",
+            "call_function", run_with_rng_state, taken, kwargs, f"{node.name}_again"
         )
         copy.meta = dict(node.meta)
         return copy
 
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         """Batch norm without its running statistics, which were updated the first time."""
-        (x, weight, bias, _, _, training, momentum, eps), _ = self._arguments_of_batch_norm(node)
+        read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
+        training, momentum, eps = node.args[5:8]
+        taken: tuple[Any, ...] = (*read, training, momentum, eps)
         copy = self.graph.create_node(
-            "call_function",
-            BATCH_NORM_AGAIN,
-            (x, weight, bias, training, momentum, eps),
-            {},
-            f"{node.name}_again",
+            "call_function", BATCH_NORM_AGAIN, taken, {}, f"{node.name}_again"
         )
         copy.meta = dict(node.meta)
         copy.meta["val"] = node.meta["val"][:N_BATCH_NORM_RESULTS]
         return copy
-
-    def _arguments_of_batch_norm(self, node: fx.Node) -> tuple[tuple[Any, ...], None]:
-        """As `_arguments`, but without asking for the running statistics."""
-        taken = [
-            self.resolve(a) if isinstance(a, fx.Node) and i < N_BATCH_NORM_RESULTS else a
-            for i, a in enumerate(node.args)
-        ]
-        return tuple(taken), None
 
     def _pick_results(self, node: fx.Node, op: Op) -> None:
         """Take those results of a multi-output op that are not live already."""

@@ -38,6 +38,7 @@ class RematModule(fx.GraphModule):
     _loss_fn: ClassVar[LossFunction | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
+        """A plain instance; `GraphModule.__new__` would make another class for it."""
         return object.__new__(cls)
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class RematModule(fx.GraphModule):
 
     @property
     def graph(self) -> fx.Graph:
-        """The forward graph."""
+        """The forward graph; read-only, see `backward_module` for the other one."""
         return self.forward_module.graph
 
     @graph.setter

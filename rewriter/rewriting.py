@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from remat.graph_capture import tracing
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.step import LossFunction
-from remat.graph_capture.tracing import Trace, recipe_for, trace, trace_recipe
+from remat.graph_capture.tracing import Trace, recipe_for, trace_recipe
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.module import RematModule, make_module
 from remat.schedules.schedule import Schedule
@@ -23,6 +24,7 @@ def rewrite(
     *,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    trace: Trace | None = None,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -33,6 +35,7 @@ def rewrite(
     ----------
     args, kwargs, loss_fn, target : as given to `capture`. Not needed in the process that
         captured `model`; in another one they are what the model is traced on.
+    trace : a trace of `model` at hand, to save tracing again.
 
     Raises
     ------
@@ -40,7 +43,14 @@ def rewrite(
     RewriteError : nothing is known of the batch the schedule was made for.
     CaptureError : the model has become one that cannot be captured.
     """
-    traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
+    if isinstance(model, RematModule):
+        raise RewriteError(
+            "this module is rewritten already: rewrite the original (module.original_module)"
+        )
+    if trace is None:
+        traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
+    else:
+        traced = trace_recipe(model, trace.recipe) if trace.compiled else trace
     step = compile_step(traced, schedule)
     return make_module(model, schedule, traced.recipe, step)
 
@@ -53,12 +63,8 @@ def _trace_for(
     loss_fn: LossFunction | None,
     target: Any,
 ) -> Trace:
-    if isinstance(model, RematModule):
-        raise RewriteError(
-            "this module is rewritten already: rewrite the original (module.original_module)"
-        )
     if args is not None or kwargs is not None:
-        return trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
+        return tracing.trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
     recipe = recipe_for(model, schedule.graph_hash)
     if recipe is None:
         raise RewriteError(

@@ -1,0 +1,1 @@
+"""Schedules and the simulator that judges them; no torch, no solver."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any] | None, Any]
@@ -69,7 +69,7 @@ def batch_norm_in_place_relu() -> Case:
     body = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
         nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
-        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=None), nn.ReLU(inplace=True),
+        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 64, 10),
     )  # fmt: skip
     x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(x).view(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts, dropout_p=self.p, is_causal=True)
+        y = functional.scaled_dot_product_attention(*parts, dropout_p=self.p, is_causal=True)
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
@@ -113,7 +113,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.body(self.embed(tokens))), targets)
+        return functional.cross_entropy(self.head(self.body(self.embed(tokens))), targets)
 
 
 def tied_weights() -> Case:

@@ -1,0 +1,212 @@
+"""What cannot be done exactly is refused, with the cause, the place and the way out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat.graph_capture import capture
+from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
+from remat.rewriter import RematModule, rewrite
+from remat.schedules.schedule import Schedule
+from tests.models import BATCH, WIDTH, Scalar, batch, make, mlp
+from tests.rewriter.test_exact import schedule_of
+from tests.rewriter.test_training import rewritten
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y.mean()
+
+
+class Item(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).mean() * x.max().item()
+
+
+class NoGradient(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).detach().mean()
+
+
+@pytest.mark.parametrize("model", [Branching(), Item()], ids=["if", "item"])
+def test_data_dependent_code_is_refused_with_its_line(model: nn.Module) -> None:
+    with pytest.raises(CaptureError, match=r"depends on tensor data") as caught:
+        capture(model, (batch(),))
+    assert "tests/rewriter/test_refusals.py:" in str(caught.value)
+    assert "torch.where" in str(caught.value)
+
+
+def test_batch_norm_without_momentum_is_refused() -> None:
+    model = Scalar(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)))
+    with pytest.raises(CaptureError, match=r"module body\.1 of Scalar"):
+        capture(model, (batch(),))
+
+
+def test_a_step_without_backward_is_refused() -> None:
+    with pytest.raises(CaptureError, match="no backward to plan"):
+        capture(NoGradient(), (batch(),))
+
+
+def test_eval_mode_frozen_and_meta_models_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"eval mode.*model\.train\(\)"):
+        capture(mlp().eval(), (batch(),))
+    with pytest.raises(CaptureError, match=r"no parameter of Sequential requires grad"):
+        capture(mlp().requires_grad_(False), (batch(),))
+    with pytest.raises(CaptureError, match="meta device"):
+        capture(mlp().to("meta"), (batch(),))
+    with pytest.raises(CaptureError, match="is not initialised"):
+        capture(nn.Sequential(nn.LazyLinear(3)), (batch(),))
+
+
+def test_unknown_device_and_optimizer_are_refused() -> None:
+    with pytest.raises(CaptureError, match="'tpu' cannot be planned for"):
+        capture(mlp(), (batch(),), device="tpu")
+    with pytest.raises(CaptureError, match=r"unknown optimizer 'lion'.*adamw"):
+        capture(mlp(), (batch(),), optimizer="lion")  # pyright: ignore[reportArgumentType]
+
+
+def test_hooks_on_submodules_are_refused_before_and_after_capture() -> None:
+    model, module, args = rewritten("plain")
+    handle = model.body[1].register_forward_hook(lambda *_: None)  # pyright: ignore
+    for run in (lambda: module(*args), lambda: capture(model, args)):
+        with pytest.raises((RewriteError, CaptureError), match=r"submodule body\.1 \(GELU\)"):
+            run()
+    handle.remove()
+    module(*args).backward()
+
+
+def test_another_batch_is_refused() -> None:
+    _, module, args = rewritten("plain")
+    x = args[0]
+    for other, text in [
+        ((x[:3],), r"args\[0\] = float32\[128, 64\] on cpu and is called with float32\[3, 64\]"),
+        ((x.double(),), "float64"),
+        ((torch.empty_strided((BATCH, WIDTH), (1, BATCH)),), "strides"),
+        ((x.clone().requires_grad_(),), "requires_grad"),
+        ((x, x), "planned for arguments"),
+        ((3,), "is called with 3"),
+    ]:
+        with pytest.raises(RewriteError, match=text):
+            module(*other)
+
+
+def test_another_python_argument_is_refused() -> None:
+    model, args, kwargs, loss_fn, target = make("nested_outputs_and_kwargs")
+    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    module = rewrite(model, schedule_of(graph, "store_all"))
+    with pytest.raises(RewriteError, match=r"kwargs\['scale'\] = 2.0 and is called with 3.0"):
+        module(*args, **{**kwargs, "scale": 3.0})
+
+
+def test_double_backward_is_refused() -> None:
+    _, module, args = rewritten("plain")
+    with pytest.raises(RewriteError, match=r"double backward through the rewritten Scalar"):
+        torch.autograd.grad(module(*args), list(module.parameters()), create_graph=True)
+
+
+def freeze(model: nn.Module) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
+def switch_mode(model: nn.Module) -> None:
+    next(model.children()).eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(freeze, r"parameter body\.0\.weight"), (switch_mode, r"submodule body .* in training mode")],
+)
+def test_a_changed_module_is_refused(change: Callable[[nn.Module], None], text: str) -> None:
+    model, module, args = rewritten("plain")
+    change(model)
+    with pytest.raises(RewriteError, match=text):
+        module(*args)
+
+
+def test_another_autocast_state_is_refused() -> None:
+    _, module, args = rewritten("plain")
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(RewriteError, match=r"autocast of Scalar was off .* bfloat16 on cpu"),
+    ):
+        module(*args)
+
+
+def test_a_replaced_constant_is_refused() -> None:
+    model, module, args = rewritten("constant_attribute")
+    model.table = torch.zeros(WIDTH)
+    with pytest.raises(RewriteError, match="attribute table"):
+        module(*args)
+
+
+def test_a_plan_for_another_model_is_refused_with_the_first_difference() -> None:
+    model, args, *_ = make("plain")
+    schedule = schedule_of(capture(model, args), "store_all")
+    with pytest.raises(ScheduleError, match=r"input 0 was args\[0\]: float32\[128, 64\]"):
+        rewrite(model, schedule, (args[0][:5],))
+    with pytest.raises(ScheduleError, match="made for another graph: op "):
+        rewrite(make("dropout")[0], schedule, args)
+    with pytest.raises(RewriteError, match="was not captured in this process"):
+        rewrite(make("plain")[0], schedule)
+
+
+def test_copies_and_edits_of_a_rewritten_module_are_refused() -> None:
+    model, module, _ = rewritten("plain")
+    attempts: list[Callable[[], Any]] = [
+        lambda: copy.deepcopy(module),
+        lambda: copy.copy(module),
+        lambda: pickle.dumps(module),
+        lambda: setattr(module, "graph", torch.fx.Graph()),
+        module.recompile,
+        lambda: rewrite(module, module.schedule),
+    ]
+    for attempt in attempts:
+        with pytest.raises(RewriteError):
+            attempt()
+    assert isinstance(copy.deepcopy(model), Scalar)
+    assert isinstance(module, RematModule)
+
+
+def test_a_schedule_that_offloads_is_refused() -> None:
+    from remat.schedules.schedule import Fetch, Offload
+
+    model, args, *_ = make("plain")
+    graph = capture(model, args)
+    plan = schedule_of(graph, "store_all")
+    steps = list(plan.steps)
+    value = graph.ops[0].outputs[0]
+    steps[2:2] = [Offload(value), Fetch(value)]
+    with pytest.raises(RewriteError, match=r"moves .* to the host"):
+        rewrite(model, Schedule.for_graph(graph, steps))
+
+
+def test_an_attribute_that_forward_changes_is_restored_with_a_warning() -> None:
+    class Counter(Branching):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = self.inner(x)
+            return self.last.mean()
+
+    model = Counter()
+    with pytest.warns(
+        UserWarning, match=r"forward changes calls, last|forward changes last, calls"
+    ):
+        capture(model, (batch(),))
+    assert model.calls == 0
+    assert not hasattr(model, "last")
