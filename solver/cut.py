@@ -22,7 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.cut_bound import CutProgram, CutSolution, expand, working_set_bytes
+from remat.solver.cut_bound import (
+    COST_SCALE,
+    CutProgram,
+    CutSolution,
+    expand,
+    working_set_bytes,
+)
 from remat.solver.mip import Limits
 from remat.solver.repair import Repair, fill
 from remat.solver.result import Result
@@ -30,8 +36,10 @@ from remat.solver.search import Listener, Search
 from remat.solver.stages import State
 from remat.solver.store_all import store_all_state
 
-TARGETS = (1.0, 0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
-"""Parts of the room above the largest working set at which the cut is solved for starts."""
+MANY_OPS = 1000
+"""Beyond this many ops programs of more than two cuts take too long."""
+TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
+"""Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
 NODE_LIMIT = 2000
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
@@ -82,13 +90,40 @@ class Cut:
         place = best_cut(search, plain)
         if place is None:
             return
+        cuts: tuple[int, ...] = (place,)
+        while True:
+            full = self._try_cuts(search, cuts, search.budget_bytes)
+            if full is None or len(cuts) >= self._most_cuts(search):
+                break
+            cuts = tuple(sorted((*cuts, full)))
         for target_bytes in targets(search):
-            if search.out_of_time() or search.gap <= self.gap:
+            if not self._is_open(search):
                 return
-            search.say(f"cut at {search.graph.ops[place].name}, target {target_bytes} bytes")
-            solution = solve_cut(search, (place,), target_bytes)
-            if solution is not None:
-                repair_from(search, start_of(solution))
+            self._try_cuts(search, (place,), target_bytes)
+
+    def _try_cuts(self, search: Search, cuts: tuple[int, ...], target_bytes: int) -> int | None:
+        """Bound and start from `cuts`; return the fullest stage that is none of them yet."""
+        if not self._is_open(search):
+            return None
+        names = ", ".join(search.graph.ops[t].name for t in cuts)
+        search.say(f"cut at {names} for {target_bytes} bytes")
+        solution = solve_cut(search, cuts, target_bytes, self.gap)
+        if solution is None:
+            return None
+        start = start_of(solution)
+        over = start.peak_bytes[: search.problem.n_ops] - target_bytes
+        over[list(cuts)] = 0
+        fullest = int(np.argmax(over))
+        is_over = bool(over[fullest] > 0)
+        repair_from(search, start)
+        return fullest if is_over else None
+
+    def _is_open(self, search: Search) -> bool:
+        is_settled = search.gap <= self.gap or search.proved_infeasible
+        return not is_settled and not search.out_of_time()
+
+    def _most_cuts(self, search: Search) -> int:
+        return self.cuts if search.problem.n_ops <= MANY_OPS else min(self.cuts, 2)
 
 
 def _has_room(search: Search) -> bool:
@@ -106,7 +141,7 @@ def _has_room(search: Search) -> bool:
 
 
 def targets(search: Search) -> Iterator[int]:
-    """Budgets at which to solve for starts: the budget itself, then lower ones."""
+    """Budgets below the real one at which to solve for starts."""
     problem = search.problem
     floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
     floor += problem.resident_bytes
@@ -144,14 +179,15 @@ def candidate_cuts(search: Search, plain: State) -> list[int]:
     return over or [fullest]
 
 
-def solve_cut(search: Search, cuts: tuple[int, ...], target_bytes: int) -> CutSolution | None:
+def solve_cut(
+    search: Search, cuts: tuple[int, ...], target_bytes: int, gap: float
+) -> CutSolution | None:
     """Solve the program of `cuts`; its bound counts where the target is the budget."""
     program = CutProgram(search.problem, cuts, target_bytes)
-    is_small = search.problem.n_ops <= 200
     limits = Limits(
         time_limit_s=max(search.left_s, 0.1),
-        relative_gap=0.0 if is_small else 5e-4,
-        node_limit=NODE_LIMIT,
+        absolute_gap=gap / 4 * COST_SCALE,
+        node_limit=NODE_LIMIT // len(cuts),
     )
     solution = program.solve(limits)
     if target_bytes == search.budget_bytes:

@@ -167,7 +167,7 @@ class CutProgram:
         if answer.values is None:
             return CutSolution(self, None, bound_us, float("inf"))
         cost_us = base_us + self._rounded_cost_us(answer)
-        is_tight = limits.relative_gap == 0.0 and answer.finished
+        is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
         return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us)
 
     def _rounded_cost_us(self, answer: Answer) -> float:

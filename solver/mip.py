@@ -77,10 +77,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop. `node_limit` and `relative_gap` are deterministic, `time_limit_s` not."""
+    """When to stop. Gaps and `node_limit` are deterministic, `time_limit_s` is not."""
 
     time_limit_s: float = 60.0
     relative_gap: float = 0.0
+    absolute_gap: float = 0.0
     node_limit: int | None = None
     relaxed: bool = False
 
@@ -135,7 +136,7 @@ def _with_mathopt(program: MixedProgram, limits: Limits, start: Sequence[float] 
     )
     if not limits.relaxed:
         parameters.relative_gap_tolerance = limits.relative_gap
-        parameters.absolute_gap_tolerance = 0.0
+        parameters.absolute_gap_tolerance = limits.absolute_gap
         parameters.node_limit = limits.node_limit
     hints = []
     if start is not None and not limits.relaxed:
@@ -191,6 +192,7 @@ def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | N
         threads=1,
         timeLimit=max(limits.time_limit_s, 0.1),
         gapRel=limits.relative_gap,
+        gapAbs=limits.absolute_gap,
         maxNodes=limits.node_limit,
         warmStart=start is not None,
     )
@@ -201,10 +203,11 @@ def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | N
     optimal = problem.sol_status == api.LpSolutionOptimal and not cut_short
     values = [float(variable.value() or 0.0) for variable in variables] if found else None
     objective = _value_of(program, values) if values is not None else math.inf
+    slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
     return Answer(
         values=values,
         objective=objective,
-        bound=objective - abs(objective) * limits.relative_gap if optimal else -math.inf,
+        bound=objective - slack if optimal else -math.inf,
         proved_infeasible=problem.status == api.LpStatusInfeasible,
         finished=optimal or problem.status == api.LpStatusInfeasible,
     )

@@ -18,7 +18,10 @@ def least_time_us(graph: TrainingGraph, budget_bytes: int) -> float | None:
     sizes = [value.size_bytes for value in made]
     reads = [sum(bit.get(v, 0) for v in op.inputs) for op in graph.ops]
     writes = [sum(bit[v] for v in op.outputs) for op in graph.ops]
-    own = [o.workspace_bytes + sum(graph.value_by_name[v].size_bytes for v in o.outputs) for o in graph.ops]
+    own = [
+        o.workspace_bytes + sum(graph.value_by_name[v].size_bytes for v in o.outputs)
+        for o in graph.ops
+    ]
     handed = sum(bit.get(v, 0) for v in set(graph.forward_outputs))
     wanted = sum(bit.get(v, 0) for v in set(graph.outputs))
     room = budget_bytes - graph.resident.total_bytes

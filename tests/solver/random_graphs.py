@@ -215,10 +215,8 @@ def training_graphs(draw: st.DrawFn, max_ops: int = 8) -> TrainingGraph:
         values += [Value(name, draw(small), f"op{i}") for name in outputs]
     made = [value.name for value in values if value.producer]
     early = [name for op in ops[:n_forward] for name in op.outputs]
-    forward_outputs = (
-        draw(st.lists(st.sampled_from(early), max_size=2, unique=True)) if early else []
-    )
-    outputs = draw(st.lists(st.sampled_from(made), max_size=2, unique=True))
+    forward_outputs = _some(draw, early)
+    outputs = _some(draw, made)
     return TrainingGraph(
         name="random",
         ops=tuple(ops),
@@ -227,3 +225,7 @@ def training_graphs(draw: st.DrawFn, max_ops: int = 8) -> TrainingGraph:
         outputs=tuple(outputs),
         resident=Resident(parameters_bytes=draw(st.sampled_from([0, 3]))),
     )
+
+
+def _some(draw: st.DrawFn, names: list[str]) -> list[str]:
+    return draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if names else []
