@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from remat.solver import TABLE
+
 
 class OptimizerName(StrEnum):
     """Optimizers whose state can be counted as resident."""
@@ -30,13 +32,12 @@ Budget = Annotated[
     str,
     typer.Option(help="8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) or min"),
 ]
-Solver = Annotated[str, typer.Option(help="auto picks; others are named in the documentation")]
+Solver = Annotated[str, typer.Option(help="one of " + ", ".join(TABLE))]
 TimeLimit = Annotated[float, typer.Option(min=0.0, help="seconds to search for a plan")]
 Optimizer = Annotated[OptimizerName, typer.Option(help="count this optimizer's state")]
 Accumulate = Annotated[
     bool, typer.Option("--accumulate", help="count accumulated gradients as resident")
 ]
-Workers = Annotated[int, typer.Option(min=0, help="threads of the solver; 0 for its default")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run or solve -o")]

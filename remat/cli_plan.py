@@ -12,14 +12,14 @@ import typer
 from remat import cli_options as options
 from remat import pipeline
 from remat.api import infeasible_text
-from remat.budget import parse_budget
-from remat.cli_run import conclude, load_shown, solver_options
+from remat.cli_run import asked, conclude, load_shown
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow, rows_of_graph, rows_of_plan
 from remat.schedules.schedule import Schedule
 from remat.screen import plain_table, show_ops, show_result
+from remat.solver.result import Result
 
 GraphOrModel = Annotated[
     str, typer.Argument(metavar="MODEL|GRAPH", help="a model, or a graph kept by capture -o")
@@ -57,7 +57,6 @@ def solve(
     time_limit: options.TimeLimit = 60.0,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
-    workers: options.Workers = 0,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -65,23 +64,21 @@ def solve(
     """Find the fastest schedule that fits the budget."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        parse_budget(budget)
+        request = asked(budget, solver, time_limit, optimizer, accumulate)
         graph = _graph_of(source, session, optimizer.value, accumulate)
-        request = pipeline.Request(
-            budget, solver, time_limit, optimizer.value, accumulate, solver_options(workers)
-        )
         result = pipeline.solve_request(graph, request, session.stages)
         if result.schedule:
             session.save(output, result.schedule.to_json(), "plan")
         if as_json:
-            said = msgspec.to_builtins(result) | {"bound": pipeline.bound_json(graph, result)}
-            session.emit(said | (_nothing if result.schedule else pipeline.infeasible_json(result)))
+            session.emit(_result_json(graph, result))
         elif result.schedule:
             show_result(session.out, result)
         conclude(session, INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
 
 
-_nothing: dict[str, Any] = {}
+def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
+    said = msgspec.to_builtins(result) | {"bound": pipeline.bound_json(graph, result)}
+    return said if result.schedule else said | pipeline.infeasible_json(result)
 
 
 def inspect(

@@ -12,6 +12,7 @@ from remat.cli_session import CHECK_FAILED, INFEASIBLE, Session
 from remat.factory import Loaded, load
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
+from remat.solver import solver_class
 
 
 def run(
@@ -21,7 +22,6 @@ def run(
     time_limit: options.TimeLimit = 60.0,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
-    workers: options.Workers = 0,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -29,10 +29,7 @@ def run(
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        parse_budget(budget)
-        request = pipeline.Request(
-            budget, solver, time_limit, optimizer.value, accumulate, solver_options(workers)
-        )
+        request = asked(budget, solver, time_limit, optimizer, accumulate)
         report = pipeline.run(load_shown(model, session), request, session.stages)
         if report.result.schedule:
             session.save(output, report.result.schedule.to_json(), "plan")
@@ -67,7 +64,7 @@ def check(
             traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate)
             schedule.check_made_for(traced.graph)
         with session.stages.stage("check", "checking the plan against eager"):
-            found = pipeline.check_schedule(loaded, traced, schedule)
+            found = pipeline.check_schedule(loaded, traced, schedule, optimizer.value, accumulate)
         failures = pipeline.failures(found, schedule.budget_bytes)
         if as_json:
             session.emit(_check_json(found, schedule, failures))
@@ -107,6 +104,14 @@ def load_shown(model: str, session: Session) -> Loaded:
         return load(model)
 
 
-def solver_options(workers: int) -> dict[str, Any]:
-    """Options to hand to the solver: only those that were given."""
-    return {"workers": workers} if workers else {}
+def asked(
+    budget: str,
+    solver: str,
+    time_limit_s: float,
+    optimizer: options.OptimizerName,
+    accumulate: bool,
+) -> pipeline.Request:
+    """The request, refused before anything runs if its budget or solver is unknown."""
+    parse_budget(budget)
+    solver_class(solver)
+    return pipeline.Request(budget, solver, time_limit_s, optimizer.value, accumulate)

@@ -35,7 +35,11 @@ class Shown(Stages):
             *columns, TimeElapsedColumn(), console=self.console, transient=True
         ) as progress:
             task = progress.add_task(text, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+            def update(done: int = 0, total: int | None = None, *, text: str = "") -> None:
+                progress.update(task, completed=done, total=total, description=text or None)
+
+            yield update
 
 
 class Session:

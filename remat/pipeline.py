@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import remat.solver as solvers
 from remat.api import Optimizer, infeasible_text, reference, resolve_budget
 from remat.factory import Loaded
-from remat.formats import bytes_text
+from remat.formats import bytes_text, percent_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing import Trace
     from remat.rewriter.checking import Check
 
-Progress = Callable[[int, int], None]
+
+class Progress(Protocol):
+    """Told how far a stage is, in parts of a total or in words."""
+
+    def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
+        """Show it."""
+        ...
+
+
 CHECKED = ("outputs", "gradients", "buffers", "rng")
 
 
@@ -45,7 +53,11 @@ class Stages:
     def show(self, text: str) -> Iterator[Progress]:
         """Show `text` while the stage runs; the base class shows nothing."""
         del text
-        yield lambda done, total: None
+        yield _silent
+
+
+def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
+    del done, total, text
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,6 @@ class Request:
     time_limit_s: float = 60.0
     optimizer: Optimizer = "none"
     accumulate: bool = False
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -132,20 +143,31 @@ def capture_loaded(
 
 def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Result:
     """Solve for the request's budget."""
-    with stages.stage("solve", f"solving for {request.budget}"):
-        budget_bytes = resolve_budget(
-            graph, request.budget, solver=request.solver, time_limit_s=request.time_limit_s
-        )
+    name, limit_s = request.solver, request.time_limit_s
+    with stages.stage("solve", f"solving for {request.budget}") as progress:
+
+        def listen(state: solvers.Progress) -> None:
+            progress(text=_solver_text(request.budget, state))
+
+        budget_bytes = resolve_budget(graph, request.budget, solver=name, time_limit_s=limit_s)
         return solvers.solve(
-            graph,
-            budget_bytes,
-            solver=request.solver,
-            time_limit_s=request.time_limit_s,
-            **request.options,
+            graph, budget_bytes, solver=name, time_limit_s=limit_s, progress=listen
         )
 
 
-def check_schedule(loaded: Loaded, traced: Trace, schedule: Schedule) -> Check:
+def _solver_text(budget: str, state: solvers.Progress) -> str:
+    best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
+    bound = percent_text(state.bound_overhead)
+    return f"solving for {budget}: best {best}, bound {bound}, {state.doing}"
+
+
+def check_schedule(
+    loaded: Loaded,
+    traced: Trace,
+    schedule: Schedule,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+) -> Check:
     """Rewrite the model to `schedule` and compare it with eager."""
     from remat.rewriter.checking import check
     from remat.rewriter.rewriting import rewrite
@@ -153,7 +175,7 @@ def check_schedule(loaded: Loaded, traced: Trace, schedule: Schedule) -> Check:
     module = rewrite(loaded.model, schedule, trace=traced)
     return check(
         loaded.model, module, loaded.args, loaded.kwargs,
-        loss_fn=loaded.loss_fn, target=loaded.target,
+        loss_fn=loaded.loss_fn, target=loaded.target, optimizer=optimizer, accumulate=accumulate,
     )  # fmt: skip
 
 
@@ -167,10 +189,11 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     rows = (_row("unmodified", unmodified), _row("chen_sqrt", chen))
     if result.schedule is None:
         return Report(graph, result, rows, stages.seconds)
+    counted = request.optimizer, request.accumulate
     with stages.stage("check", "checking the plan against eager"):
-        checked = check_schedule(loaded, traced, result.schedule)
+        checked = check_schedule(loaded, traced, result.schedule, *counted)
     with stages.stage("compare", "measuring chen_sqrt"):
-        compared = check_schedule(loaded, traced, chen.schedule) if chen.schedule else None
+        compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, *counted)
     rows = (
         _row("unmodified", unmodified, checked, baseline=True),
         _row("chen_sqrt", chen, compared),

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from remat import formats
+
+
+def test_bytes_in_the_unit_that_reads_best() -> None:
+    assert formats.bytes_text(345_100_000) == "329.1 MiB"
+    assert formats.bytes_text(8 * 2**30) == "8.00 GiB"
+    assert formats.bytes_pair(2**29, 2**30) == "0.50 | 1.00 GiB"
+    assert formats.bytes_pair(2**20, None) == "1.0 | - MiB"
+
+
+def test_times_and_shares() -> None:
+    assert formats.time_text(612_345) == "612 ms"
+    assert formats.time_pair(1_500, 90_000) == "1.5 | 90.0 ms"
+    assert formats.percent_text(0.0042) == "0.42 %"
+    assert formats.percent_pair(0.123, 0.1) == "12.3 | 10.0 %"
