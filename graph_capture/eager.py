@@ -8,6 +8,8 @@ import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 
+_DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
+
 
 def as_eager(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes that the unmodified module has for it.
@@ -18,7 +20,7 @@ def as_eager(graph: TrainingGraph) -> TrainingGraph:
     """
     if graph.device != "cpu":
         return graph
-    dropouts = [op for op in graph.ops if op.target == "aten.native_dropout.default"]
+    dropouts = [op for op in graph.ops if op.target in _DROPOUTS]
     wider = {op.outputs[1]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > 1}
 
     def widened(value: Value) -> Value:

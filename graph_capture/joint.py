@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.dropout import make_dropout_exact
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.node_facts import (
@@ -384,4 +385,5 @@ def build_joint(
     ------
     CaptureError : the graph mutates a tensor, or uses one whose gradient would be lost.
     """
+    make_dropout_exact(gm)
     return _Builder(gm, num_forward_outputs).build(name, resident, **facts)

@@ -15,13 +15,14 @@ from torch import fx
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint import SAVE_RNG, Joint
 from remat.graph_capture.memory_events import RegionMemory, measure_regions
-from remat.graph_capture.node_facts import storage_bytes, storage_key, tensors_of
+from remat.graph_capture.node_facts import storage_bytes, storage_key, target_name, tensors_of
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.tracing import Progress, Trace
 
 MIN_RUNS, MAX_RUNS = 3, 25
 ENOUGH_S = 0.05
+ESTIMATED_BYTES_PER_US = 5_000
 SAVE_RNG_KEY = "remat.save_rng_state()"
 
 
@@ -42,7 +43,7 @@ def price(trace: Trace, *, progress: Progress | None = None) -> TrainingGraph:
     cache = PriceCache()
     missing = {key: node for key, node in example.items() if key not in cache.prices}
     if missing or SAVE_RNG_KEY not in cache.prices:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
             cache.prices.update(_measured(joint, missing, progress or _silent))
         cache.save()
     keys.update({op.name: SAVE_RNG_KEY for op in joint.graph.ops if op.target == SAVE_RNG})
@@ -70,15 +71,30 @@ def _priced(op: Op, price: Price | None) -> Op:
 
 
 def _measured(joint: Joint, missing: dict[str, fx.Node], progress: Progress) -> dict[str, Price]:
-    costs: dict[str, float] = {SAVE_RNG_KEY: _median_us(torch.get_rng_state)}
+    prices = {SAVE_RNG_KEY: Price(_median_us(torch.get_rng_state), 0)}
+    costs: dict[str, float] = {}
     for i, (key, node) in enumerate(missing.items()):
-        costs[key] = _median_us(_runner(joint, node))
+        try:
+            costs[key] = _median_us(_runner(joint, node))
+        except RuntimeError as error:
+            prices[key] = _estimated(node, error)
         progress(i + 1, len(missing))
-    memory = measure_regions(_runner(joint, node) for node in missing.values())
-    prices = {SAVE_RNG_KEY: Price(costs[SAVE_RNG_KEY], 0)}
-    for (key, node), found in zip(missing.items(), memory, strict=True):
-        prices[key] = Price(costs[key], _workspace_bytes(node, found))
+    memory = measure_regions(_runner(joint, missing[key]) for key in costs)
+    for (key, cost_us), found in zip(costs.items(), memory, strict=True):
+        prices[key] = Price(cost_us, _workspace_bytes(missing[key], found))
     return prices
+
+
+def _estimated(node: fx.Node, error: RuntimeError) -> Price:
+    """A stated guess for an op that does not run on made data: the time to move its bytes."""
+    warnings.warn(
+        f"{target_name(node)} cannot be timed on made data ({str(error).splitlines()[0]}); "
+        "its price is an estimate from the bytes it moves, without workspace",
+        stacklevel=2,
+    )
+    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
+    moved_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    return Price(moved_bytes / ESTIMATED_BYTES_PER_US, 0)
 
 
 def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:

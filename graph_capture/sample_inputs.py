@@ -8,6 +8,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from remat.graph_capture.node_facts import target_name
+
 aten = torch.ops.aten
 
 _BLOCK = 4096
@@ -28,7 +30,7 @@ def price_key(node: fx.Node) -> str:
         return repr(leaf)
 
     arguments = pytree.tree_map(described, (tuple(node.args), dict(node.kwargs)))
-    return f"{node.target}{arguments}"
+    return f"{target_name(node)}{arguments}"
 
 
 def _described(tensor: Tensor) -> str:

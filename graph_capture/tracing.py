@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import (
     JointWithDescriptors,
     aot_export_joint_with_descriptors,
@@ -120,6 +121,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(_as_if_compiling())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         stack.enter_context(provenance)
         try:
             descriptors = aot_export_joint_with_descriptors(

@@ -142,7 +142,10 @@ def _plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Ru
 
 
 def _backward(output: Any) -> None:
-    """Backward from every differentiable leaf; made gradients where it is no scalar."""
+    """Backward from every differentiable leaf; made gradients where it is no scalar.
+
+    Outside autocast, where torch's documentation wants it.
+    """
     roots = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
     tangents = [
@@ -151,7 +154,8 @@ def _backward(output: Any) -> None:
         else torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator)
         for root in roots
     ]
-    torch.autograd.backward(roots, tangents)
+    with torch.autocast(roots[0].device.type, enabled=False):
+        torch.autograd.backward(roots, tangents)
 
 
 class _State:

@@ -61,6 +61,18 @@ def dropout() -> Case:
     return Scalar(mlp(nn.Dropout(0.3))), (batch(),), {}, None, None
 
 
+def dropout_with_a_scale_of_its_own() -> Case:
+    """1 / (1 - 0.45) rounds differently in float32 and from double precision."""
+    return Scalar(mlp(nn.Dropout(0.45))), (batch(),), {}, None, None
+
+
+def feature_and_alpha_dropout() -> Case:
+    body = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Dropout2d(0.4), nn.SELU(), nn.AlphaDropout(0.2), nn.Conv2d(8, 8, 3)
+    )
+    return Scalar(body), (torch.randn(8, 3, 16, 16),), {}, None, None
+
+
 def dropout_of_nothing() -> Case:
     return Scalar(mlp(nn.Dropout(0.0))), (batch(),), {}, None, None
 
@@ -317,6 +329,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
         plain, logits_without_loss, loss_function_with_target, loss_function_alone, dropout,
+        dropout_with_a_scale_of_its_own, feature_and_alpha_dropout,
         dropout_of_nothing, batch_norm_in_place_relu, frozen_batch_norm, attention,
         attention_with_dropout, tied_weights, nested_outputs_and_kwargs, nested_outputs_returned,
         frozen_parameters, input_requires_grad, custom_function, user_checkpoint, in_place_views,

@@ -55,3 +55,14 @@ def test_dropout_is_drawn_again_from_the_saved_state() -> None:
     assert any(op.startswith("native_dropout") for op in again)
     code = rewrite(model, schedule).backward_module.code
     assert "run_with_rng_state(rng_state_native_dropout" in code
+
+
+@pytest.mark.parametrize("name", ["transformer_layers", "batch_norm_in_place_relu", "dropout"])
+@pytest.mark.filterwarnings("ignore:aten.*:UserWarning")
+def test_equal_to_eager_under_autocast(name: str) -> None:
+    model, args, kwargs, loss_fn, target = make(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+        module = rewrite(model, schedule_of(graph, "chen_sqrt"))
+        found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
+    assert found.differences == ()

@@ -1,0 +1,71 @@
+"""Dropout as eager computes it on a CPU, to the last bit.
+
+A trace replaces dropout by `aten.native_dropout`, which scales by 1 / (1 - p) rounded
+from double precision. Eager divides in the tensor's own precision, which for some p
+(0.04, 0.15, 0.45, ...) is another float32, and for most p another bfloat16 in backward.
+The nodes are changed here to scale as eager does; the mask stays one byte an element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+
+_library = torch.library.Library("remat", "DEF")
+_library.define(
+    "dropout(Tensor x, float p, float scale) -> (Tensor, Tensor)",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@torch.library.impl(_library, "dropout", "CompositeExplicitAutograd")
+def dropout_as_eager(x: Tensor, p: float, scale: float) -> tuple[Tensor, Tensor]:
+    """``(result, mask)`` of dropout on a CPU; draws what eager draws."""
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return x.mul(mask).mul_(scale), mask
+
+
+DROPOUT = torch.ops.remat.dropout.default
+
+
+def scale_of_eager(p: float, dtype: torch.dtype) -> float:
+    """What eager multiplies a kept element by."""
+    return torch.ones(1, dtype=dtype).div_(1 - p).item()
+
+
+def scale_of_trace(p: float, dtype: torch.dtype) -> float:
+    """What `aten.native_dropout` multiplies a kept element by."""
+    return torch.ones(1, dtype=dtype).mul_(1 / (1 - p)).item()
+
+
+def make_dropout_exact(gm: fx.GraphModule) -> None:
+    """Change the dropout nodes of a joint graph, and their backward, to eager's scale."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        x, p = node.args[0], node.args[1]
+        value = x.meta["val"] if isinstance(x, fx.Node) else None
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            continue
+        if not isinstance(p, float) or not 0 < p < 1:
+            continue
+        scale = scale_of_eager(p, value.dtype)
+        _scale_backward(node, scale)
+        if scale != scale_of_trace(p, value.dtype):
+            node.target = DROPOUT
+            node.args = (x, p, scale)
+
+
+def _scale_backward(dropout: fx.Node, scale: float) -> None:
+    """Put `scale` into every backward node that reads the mask of `dropout`."""
+    masks: list[fx.Node] = [user for user in dropout.users if user.args[1] == 1]
+    while masks:
+        for user in list(masks.pop().users):
+            if user.target is aten.native_dropout_backward.default:
+                args: tuple[Any, ...] = (*user.args[:2], scale)
+                user.args = args
+            elif user.target is aten.detach.default:
+                masks.append(user)
