@@ -30,7 +30,7 @@ from remat.solver.cut_bound import (
     working_set_bytes,
 )
 from remat.solver.mip import Limits
-from remat.solver.repair import Repair, fill
+from remat.solver.repair import Repair, exchange, fill
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.stages import State
@@ -41,8 +41,12 @@ MANY_OPS = 1000
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
-NODE_LIMIT = 2000
+NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
+MORE_CUTS_NODE_LIMIT = 20
+"""The same for a program of several cuts, whose nodes are slow."""
+ATTEMPTS_OPS = 100_000
+"""Exchanges tried from a start, times ops: each costs about as much as there are ops."""
 
 
 @dataclass(frozen=True)
@@ -90,33 +94,40 @@ class Cut:
         place = best_cut(search, plain)
         if place is None:
             return
-        cuts: tuple[int, ...] = (place,)
-        while True:
-            full = self._try_cuts(search, cuts, search.budget_bytes)
-            if full is None or len(cuts) >= self._most_cuts(search):
-                break
-            cuts = tuple(sorted((*cuts, full)))
+        full = self._try_cuts(search, (place,))
         for target_bytes in targets(search):
-            if not self._is_open(search):
-                return
-            self._try_cuts(search, (place,), target_bytes)
+            if self._is_open(search):
+                search.say(f"start for {target_bytes} bytes")
+                program = CutProgram(search.problem, (place,), target_bytes)
+                self._try_start(search, program.relaxed(max(search.left_s, 0.1)))
+        cuts: tuple[int, ...] = (place,)
+        while full is not None and len(cuts) < self._most_cuts(search):
+            cuts = tuple(sorted((*cuts, full)))
+            full = self._try_cuts(search, cuts)
 
-    def _try_cuts(self, search: Search, cuts: tuple[int, ...], target_bytes: int) -> int | None:
+    def _try_cuts(self, search: Search, cuts: tuple[int, ...]) -> int | None:
         """Bound and start from `cuts`; return the fullest stage that is none of them yet."""
         if not self._is_open(search):
             return None
-        names = ", ".join(search.graph.ops[t].name for t in cuts)
-        search.say(f"cut at {names} for {target_bytes} bytes")
-        solution = solve_cut(search, cuts, target_bytes, self.gap)
-        if solution is None:
+        search.say(f"cut at {', '.join(search.graph.ops[t].name for t in cuts)}")
+        solution = solve_cut(search, cuts, self.gap)
+        if solution.values is None:
             return None
-        start = start_of(solution)
-        over = start.peak_bytes[: search.problem.n_ops] - target_bytes
+        start = self._try_start(search, solution)
+        over = start.peak_bytes[: search.problem.n_ops] - search.budget_bytes
         over[list(cuts)] = 0
         fullest = int(np.argmax(over))
-        is_over = bool(over[fullest] > 0)
-        repair_from(search, start)
-        return fullest if is_over else None
+        return fullest if over[fullest] > 0 else None
+
+    def _try_start(self, search: Search, solution: CutSolution) -> State:
+        """Expand, repair, and exchange if the gap is still open; return the expansion."""
+        start = State.from_recomputed(search.problem, expand(solution))
+        repaired = repair_from(search, start)
+        if repaired is not None and self._is_open(search):
+            search.say("exchanging what is kept")
+            attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
+            search.offer(exchange(repaired, search.budget_bytes, search, attempts))
+        return start
 
     def _is_open(self, search: Search) -> bool:
         is_settled = search.gap <= self.gap or search.proved_infeasible
@@ -156,7 +167,7 @@ def best_cut(search: Search, plain: State) -> int | None:
         if search.out_of_time() and best is not None:
             break
         program = CutProgram(search.problem, (t,), search.budget_bytes)
-        bound_us = program.relaxed_bound_us(max(search.left_s, 1.0))
+        bound_us = program.relaxed(max(search.left_s, 1.0)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
             search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
@@ -179,44 +190,35 @@ def candidate_cuts(search: Search, plain: State) -> list[int]:
     return over or [fullest]
 
 
-def solve_cut(
-    search: Search, cuts: tuple[int, ...], target_bytes: int, gap: float
-) -> CutSolution | None:
-    """Solve the program of `cuts`; its bound counts where the target is the budget."""
-    program = CutProgram(search.problem, cuts, target_bytes)
+def solve_cut(search: Search, cuts: tuple[int, ...], gap: float) -> CutSolution:
+    """Solve the program of `cuts` at the budget and record its bound."""
     limits = Limits(
         time_limit_s=max(search.left_s, 0.1),
         absolute_gap=gap / 4 * COST_SCALE,
-        node_limit=NODE_LIMIT // len(cuts),
+        node_limit=NODE_LIMIT if len(cuts) == 1 else MORE_CUTS_NODE_LIMIT,
     )
-    solution = program.solve(limits)
-    if target_bytes == search.budget_bytes:
-        if solution.bound_us == float("inf"):
-            search.proved_infeasible = True
-        else:
-            search.raise_bound(solution.bound_us)
-    return solution if solution.values is not None else None
+    solution = CutProgram(search.problem, cuts, search.budget_bytes).solve(limits)
+    if solution.bound_us == float("inf"):
+        search.proved_infeasible = True
+    else:
+        search.raise_bound(solution.bound_us)
+    return solution
 
 
-def start_of(solution: CutSolution) -> State:
-    """The state that the solution expands to."""
-    return State.from_recomputed(solution.source.problem, expand(solution))
-
-
-def repair_from(search: Search, start: State) -> None:
-    """Repair `start` with each power, fill, and offer the outcomes."""
-    if search.offer(start):
-        fill(start, search.budget_bytes, search)
-        search.offer(start)
-        return
+def repair_from(search: Search, start: State) -> State | None:
+    """Repair `start` with each power, fill, offer the outcomes; return the cheapest that fits."""
+    best: State | None = None
     for power in POWERS:
         if search.out_of_time():
-            return
+            break
         state = start.copy()
         if Repair(state, search.budget_bytes, power, search).run():
             search.offer(state)
             fill(state, search.budget_bytes, search)
+            if best is None or state.cost_us < best.cost_us:
+                best = state
         search.offer(state)
+    return best
 
 
 def lower_peak(search: Search, plain: State) -> None:

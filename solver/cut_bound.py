@@ -146,14 +146,15 @@ class CutProgram:
         terms = [(i, problem.size_bytes[v] / unit) for v, i in self.carried[k].items()]
         self.program.row([term for term in terms if term[1]], upper=room / unit)
 
-    def relaxed_bound_us(self, time_limit_s: float) -> float:
-        """Bound of the linear relaxation; infinite if it proves that nothing fits."""
+    def relaxed(self, time_limit_s: float) -> CutSolution:
+        """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
         if self.is_empty:
-            return float("inf")
+            return CutSolution(self, None, float("inf"), float("inf"))
         answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
         if answer.proved_infeasible:
-            return float("inf")
-        return sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
+            return CutSolution(self, None, float("inf"), float("inf"))
+        bound_us = sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
+        return CutSolution(self, answer.values, bound_us, float("inf"))
 
     def solve(self, limits: Limits) -> CutSolution:
         """Solve to `limits`."""
@@ -192,7 +193,12 @@ class CutSolution:
     def carried_past(self, k: int) -> set[int]:
         """Values live while op t_k runs and after."""
         assert self.values is not None
-        chosen = {v for v, i in self.source.carried[k].items() if self.values[i] > 0.5}
+        problem = self.source.problem
+        chosen: set[int] = set()
+        for v, i in self.source.carried[k].items():
+            must_stay = problem.pinned[problem.producer[v]]
+            if self.values[i] > (1e-6 if must_stay else 0.5):
+                chosen.add(v)
         return chosen | self.source.free_at(k)
 
 

@@ -7,6 +7,7 @@ least extra time over (bytes of overload removed)^power; `fill` carries what sav
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,12 +42,16 @@ class Trial(NamedTuple):
 
 @dataclass(slots=True)
 class Repair:
-    """Brings `state` under `limit_bytes`, changing it in place."""
+    """Brings `state` under `limit_bytes`, changing it in place.
+
+    `spared` is a value and the stage at which a gap of it ends, never to be dropped.
+    """
 
     state: State
     limit_bytes: int
     power: float
     search: Search
+    spared: tuple[int, int] | None = None
 
     def run(self) -> bool:
         """Drop and carry until nothing is over the limit; return whether that was reached."""
@@ -95,6 +100,8 @@ class Repair:
         highest_bytes = int(over.max())
         found: list[tuple[float, Move]] = []
         for move in _moves_at(self.state, worst):
+            if not move.bit and (move.v, move.stage) == self.spared:
+                continue
             if move.bit:
                 found.append((-1.0, move))
                 continue
@@ -206,6 +213,42 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
         if best is None:
             return
         apply(state, best[2])
+
+
+def exchange(state: State, limit_bytes: int, search: Search, attempts: int) -> State:
+    """Carry what does not fit and repair elsewhere, as long as that pays.
+
+    Tries at most `attempts` values, the greatest saving for its bytes first; a success
+    begins anew. Returns the better state.
+    """
+    waiting = _wanted(state)
+    while waiting and attempts > 0 and not search.out_of_time():
+        attempts -= 1
+        _, move = heapq.heappop(waiting)
+        twin = state.copy()
+        apply(twin, move)
+        if not Repair(twin, limit_bytes, 1.0, search, (move.v, move.stage)).run():
+            continue
+        fill(twin, limit_bytes, search)
+        if twin.cost_us < state.cost_us * (1 - 1e-9):
+            state, waiting = twin, _wanted(twin)
+    return state
+
+
+def _wanted(state: State) -> list[tuple[float, Move]]:
+    """Gaps whose carrying saves time, as a heap by time saved for their bytes."""
+    nothing = np.zeros_like(state.entry_bytes)
+    found: list[tuple[float, Move]] = []
+    for stage, replayed in enumerate(state.stages):
+        for op in replayed.recomputed:
+            for v, before in _carriable(state, op, stage):
+                move = Move(v, before, stage, 1)
+                trial = try_move(state, move, nothing, 1 << 60)
+                if trial is not None and trial.cost_us < 0:
+                    score = trial.cost_us / max(state.problem.size_bytes[v], 1)
+                    found.append((score, move))
+    heapq.heapify(found)
+    return found
 
 
 def _savings(state: State, limit_bytes: int) -> list[tuple[float, Move]]:
