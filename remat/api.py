@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -44,9 +45,21 @@ def resolve_budget(
     if parsed.kind == "auto":
         return auto_bytes()
     if parsed.kind == "min":
-        nothing = solvers.solve(graph, 0, solver=solver, time_limit_s=time_limit_s)
-        return nothing.least_feasible_bytes
+        return _least_bytes(graph, solver, time_limit_s)
     return parsed.size_bytes
+
+
+def _least_bytes(graph: TrainingGraph, solver: str, time_limit_s: float) -> int:
+    """Ask for less than the least peak known, until that fails or time is up."""
+    stop = time.monotonic() + time_limit_s
+    least = solvers.solve(graph, 0, solver=solver, time_limit_s=time_limit_s).least_feasible_bytes
+    while (left_s := stop - time.monotonic()) > 0:
+        tried = solvers.solve(graph, least - 1, solver=solver, time_limit_s=left_s)
+        reached = tried.peak_bytes if tried.schedule else tried.least_feasible_bytes
+        if not 0 < reached < least:
+            break
+        least = reached
+    return least
 
 
 def solve(
@@ -121,13 +134,17 @@ def infeasible_text(result: Result) -> str:
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if not least:
         return f"no schedule within {asked} was found. {result.message or 'Raise the budget'}"
+    rest = least - sum(item.size_bytes for item in result.held_at_peak)
     held = ", ".join(
-        f"{item.module or item.name} {bytes_text(item.size_bytes)}"
-        for item in result.held_at_peak[:3]
+        [f"resident and workspace {bytes_text(rest)}"]
+        + [
+            f"{item.module or item.name} {bytes_text(item.size_bytes)}"
+            for item in result.held_at_peak[:3]
+        ]
     )
     least_mib = -(-least // 2**20)
     return (
         f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {held or 'what is resident'}. Try --budget {least_mib}MiB, "
+        f"reach; its peak is held by {held}. Try --budget {least_mib}MiB, "
         "a smaller batch, or --budget min"
     )

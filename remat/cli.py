@@ -5,6 +5,8 @@ Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed.
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from remat.cli_doctor import doctor
@@ -23,4 +25,6 @@ for verb in (run, capture, solve, inspect, rewrite, check, doctor):
 
 def main() -> None:
     """Entry point of the `remat` command."""
+    # torch's profiler, which measures the peaks, otherwise logs each start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from remat.pipeline import Progress as Report
 from remat.pipeline import Stages
 
 REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
+STDOUT = 1
 
 
 class Shown(Stages):
@@ -29,7 +31,18 @@ class Shown(Stages):
 
     @contextlib.contextmanager
     def show(self, text: str) -> Iterator[Report]:
-        """A line that goes away when the stage is done."""
+        """A line that goes away when the stage is done; kept where no terminal shows it."""
+        with _quiet_output():
+            if self.console.is_terminal:
+                with self._live(text) as progress:
+                    yield progress
+            else:
+                self.console.print(f"{text} ...", style="dim", markup=False, soft_wrap=True)
+                with super().show(text) as progress:
+                    yield progress
+
+    @contextlib.contextmanager
+    def _live(self, text: str) -> Iterator[Report]:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20)
         with Progress(
             *columns, TimeElapsedColumn(), console=self.console, transient=True
@@ -40,6 +53,25 @@ class Shown(Stages):
                 progress.update(task, completed=done, total=total, description=text or None)
 
             yield update
+
+
+@contextlib.contextmanager
+def _quiet_output() -> Iterator[None]:
+    """Keep standard output for results.
+
+    What the user's model prints goes to standard error; what native libraries print, as
+    the MILP solvers do, goes nowhere.
+    """
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), STDOUT)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 class Session:

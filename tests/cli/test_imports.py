@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import remat
+
+
+@pytest.mark.parametrize("name", ["remat", "remat.solver", "remat.schedules", "remat.cli"])
+def test_importing_leaves_torch_out(name: str) -> None:
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    for name in remat.__all__:
+        assert getattr(remat, name) is not None
+    assert callable(remat.check)
+    assert callable(remat.rewrite)
+    with pytest.raises(AttributeError, match="no attribute 'solv'"):
+        remat.solv  # noqa: B018
