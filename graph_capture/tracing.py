@@ -46,7 +46,7 @@ class Recipe:
 
     def facts(self) -> dict[str, Any]:
         """What goes into every graph built from this recipe."""
-        return {"inputs": self.signature.lines(), "versions": {"torch": torch.__version__}}
+        return {"inputs": self.signature.lines(), "versions": {"torch": str(torch.__version__)}}
 
 
 @dataclass

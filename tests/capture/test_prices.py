@@ -1,0 +1,87 @@
+"""Prices: measured once per distinct op, kept on disk, never in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from remat.graph_capture import pricing, trace
+from remat.graph_capture.memory_events import measure_peak, measure_regions
+from remat.graph_capture.price_cache import PriceCache
+from tests.models import make
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_every_real_op_has_a_cost_and_equal_ops_have_equal_prices(folder: Path) -> None:
+    model, args, *_ = make("dropout")
+    graph = pricing.price(trace(model, args))
+    assert graph.prices == "measured"
+    ours = ("remat.tangents", "remat.statistics")
+    assert all(op.cost_us > 0 for op in graph.ops if op.target not in ours)
+    costs = {op.cost_us for op in graph.ops if op.target == "aten.gelu.default"}
+    assert len(costs) == 1
+    assert graph.hash == trace(model, args).graph.hash
+
+
+def test_a_second_pricing_measures_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, *_ = make("plain")
+    first = pricing.price(trace(model, args))
+    monkeypatch.setattr(pricing, "_measured", lambda *_: pytest.fail("measured again"))
+    assert pricing.price(trace(model, args)) == first
+    assert len(list(folder.glob("prices-*.json"))) == 1
+
+
+def test_a_corrupt_cache_is_ignored_with_a_warning_and_replaced(folder: Path) -> None:
+    model, args, *_ = make("plain")
+    pricing.price(trace(model, args))
+    (path,) = folder.glob("prices-*.json")
+    path.write_text("{nonsense")
+    with pytest.warns(UserWarning, match="is ignored"):
+        pricing.price(trace(model, args))
+    assert PriceCache().prices
+
+
+def test_a_folder_that_cannot_be_written_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("REMAT_CACHE", str(blocked / "cache"))
+    model, args, *_ = make("plain")
+    with pytest.warns(UserWarning, match="prices are not kept"):
+        assert pricing.price(trace(model, args)).time_us > 0
+
+
+def test_pricing_leaves_the_random_stream_alone(folder: Path) -> None:
+    model, args, *_ = make("noise")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    pricing.price(trace(model, args))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_progress_is_told_in_order(folder: Path) -> None:
+    model, args, *_ = make("plain")
+    told: list[tuple[int, int]] = []
+    pricing.price(trace(model, args), progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1))
+
+
+def test_the_profiler_sees_what_is_allocated() -> None:
+    def run() -> torch.Tensor:
+        big = torch.empty(1000, dtype=torch.float64)
+        small = torch.empty(10, dtype=torch.float64)
+        del big
+        return small
+
+    assert measure_peak(run) == 8080
+    regions = measure_regions([run, lambda: torch.zeros(7, dtype=torch.uint8)])
+    assert [r.final_bytes for r in regions] == [80, 7]
+    assert [r.peak_bytes for r in regions] == [8080, 7]
