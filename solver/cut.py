@@ -37,7 +37,7 @@ from remat.solver.stages import State
 from remat.solver.store_all import store_all_state
 
 MANY_OPS = 1000
-"""Beyond this many ops programs of more than two cuts take too long."""
+"""Beyond this many ops more than two cuts, or exchanges from each start, take too long."""
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
@@ -94,16 +94,23 @@ class Cut:
         place = best_cut(search, plain)
         if place is None:
             return
-        full = self._try_cuts(search, (place,))
+        cuts = self._more_cuts(search, (place,), 2)
         for target_bytes in targets(search):
             if self._is_open(search):
                 search.say(f"start for {target_bytes} bytes")
                 program = CutProgram(search.problem, (place,), target_bytes)
                 self._try_start(search, program.relaxed(max(search.left_s, 0.1)))
-        cuts: tuple[int, ...] = (place,)
-        while full is not None and len(cuts) < self._most_cuts(search):
-            cuts = tuple(sorted((*cuts, full)))
+        if search.problem.n_ops <= MANY_OPS:
+            self._more_cuts(search, cuts, self.cuts)
+
+    def _more_cuts(self, search: Search, cuts: tuple[int, ...], most: int) -> tuple[int, ...]:
+        """Try `cuts`, then add the fullest stage and try again, up to `most` cuts."""
+        while len(cuts) <= min(most, self.cuts):
             full = self._try_cuts(search, cuts)
+            if full is None:
+                break
+            cuts = tuple(sorted((*cuts, full)))
+        return cuts
 
     def _try_cuts(self, search: Search, cuts: tuple[int, ...]) -> int | None:
         """Bound and start from `cuts`; return the fullest stage that is none of them yet."""
@@ -122,8 +129,10 @@ class Cut:
     def _try_start(self, search: Search, solution: CutSolution) -> State:
         """Expand, repair, and exchange if the gap is still open; return the expansion."""
         start = State.from_recomputed(search.problem, expand(solution))
+        before_us = search.best_key[0]
         repaired = repair_from(search, start)
-        if repaired is not None and self._is_open(search):
+        is_worth_it = search.best_key[0] < before_us or search.problem.n_ops <= MANY_OPS
+        if repaired is not None and is_worth_it and self._is_open(search):
             search.say("exchanging what is kept")
             attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
             search.offer(exchange(repaired, search.budget_bytes, search, attempts))
@@ -132,9 +141,6 @@ class Cut:
     def _is_open(self, search: Search) -> bool:
         is_settled = search.gap <= self.gap or search.proved_infeasible
         return not is_settled and not search.out_of_time()
-
-    def _most_cuts(self, search: Search) -> int:
-        return self.cuts if search.problem.n_ops <= MANY_OPS else min(self.cuts, 2)
 
 
 def _has_room(search: Search) -> bool:
