@@ -50,8 +50,8 @@ def resolve_budget(
 
 
 def _least_bytes(graph: TrainingGraph, solver: str, time_limit_s: float) -> int:
-    """Ask for less than the least peak known, until that fails or time is up."""
-    stop = time.monotonic() + time_limit_s
+    """Ask for less than the least peak known, until that fails or a quarter of time is up."""
+    stop = time.monotonic() + time_limit_s / 4
     least = solvers.solve(graph, 0, solver=solver, time_limit_s=time_limit_s).least_feasible_bytes
     while (left_s := stop - time.monotonic()) > 0:
         tried = solvers.solve(graph, least - 1, solver=solver, time_limit_s=left_s)
