@@ -54,3 +54,4 @@ class Auto:
         is_open = not search.proved_infeasible and search.gap > 1e-9
         if is_small and is_open and not search.out_of_time():
             Checkmate().run(search, min(self.exact_s, search.left_s))
+            search.cut_short = search.out_of_time()

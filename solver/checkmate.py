@@ -12,7 +12,7 @@ and the result's message says so. On random graphs of up to 8 ops at their tight
 1 sweep missed the optimum in about 2.5 % of cases, 2 sweeps in 0.2 %, 3 in none seen.
 Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
 Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
-(ops + reads)) variables; beyond some 60 ops open solvers rarely finish.
+(ops + reads)) variables. Shortcomings: beyond some 60 ops open solvers rarely finish.
 The formulation is in `staged_program`.
 """
 

@@ -99,7 +99,9 @@ class Cut:
             if self._is_open(search):
                 search.say(f"start for {target_bytes} bytes")
                 program = CutProgram(search.problem, (place,), target_bytes)
-                self._try_start(search, program.relaxed(max(search.left_s, 0.1)))
+                solution = program.relaxed(max(search.left_s, 0.1))
+                if solution.values is not None:
+                    self._try_start(search, solution)
         if search.problem.n_ops <= MANY_OPS:
             self._more_cuts(search, cuts, self.cuts)
 

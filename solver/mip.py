@@ -15,6 +15,7 @@ import datetime
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -183,7 +184,14 @@ def _mathopt_answer(api: Any, result: Any, variables: list[Any]) -> Answer:
 def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | None) -> Answer:
     import pulp  # pyright: ignore[reportMissingTypeStubs]
 
-    api = cast(Any, pulp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of names that PuLP 4 will drop
+        return _run_pulp(cast(Any, pulp), program, limits, start)
+
+
+def _run_pulp(
+    api: Any, program: MixedProgram, limits: Limits, start: Sequence[float] | None
+) -> Answer:
     problem, variables = _pulp_model(api, program, limits.relaxed)
     for variable, value in zip(variables, start or (), strict=False):
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -197,35 +198,32 @@ def resnet_like(blocks: int, unit: int = MIB) -> TrainingGraph:
 @st.composite
 def training_graphs(draw: st.DrawFn, max_ops: int = 8) -> TrainingGraph:
     """Random graphs with every feature: phases, several outputs, pins, workspace, holds."""
-    n_ops = draw(st.integers(1, max_ops))
+    n_ops = draw(st.integers(3, max_ops))
     n_forward = draw(st.integers(0, n_ops))
-    small = st.integers(0, 9)
-    values = [Value("w", 3, kind="parameter")] if draw(st.booleans()) else []
+    return random_graph(random.Random(draw(st.integers(0, 1 << 30))), n_ops, n_forward)
+
+
+def random_graph(source: random.Random, n_ops: int, n_forward: int) -> TrainingGraph:
+    """One such graph; dense enough that tight budgets ask for recomputation."""
+    values = [Value("w", 3, kind="parameter")] if source.random() < 0.3 else []
     ops: list[Op] = []
     for i in range(n_ops):
         names = [value.name for value in values]
-        picked = st.lists(st.sampled_from(names), max_size=3, unique=True) if names else st.just([])
-        inputs = tuple(draw(picked))
-        outputs = [f"v{i}_{j}" for j in range(draw(st.sampled_from([1, 1, 1, 2])))]
-        pinned = "draws randomly" if draw(st.integers(0, 7)) == 0 else ""
+        inputs = source.sample(names, min(len(names), source.choice([1, 1, 2, 2, 3])))
+        outputs = [f"v{i}_{j}" for j in range(source.choice([1, 1, 1, 2]))]
+        pinned = "draws randomly" if source.random() < 0.07 else ""
         phase = "forward" if i < n_forward else "backward"
-        workspace = draw(st.sampled_from([0, 0, 0, 2]))
-        cost = float(draw(st.integers(0, 5)))
-        ops.append(Op(f"op{i}", "t", phase, inputs, tuple(outputs), cost, workspace, pinned))
-        values += [Value(name, draw(small), f"op{i}") for name in outputs]
-    made = [value.name for value in values if value.producer]
+        cost_us, workspace = float(source.randint(0, 9)), source.choice([0, 0, 2])
+        op = Op(f"op{i}", "t", phase, tuple(inputs), tuple(outputs), cost_us, workspace, pinned)
+        ops.append(op)
+        values += [Value(name, source.randint(0, 9), f"op{i}") for name in outputs]
     early = [name for op in ops[:n_forward] for name in op.outputs]
-    forward_outputs = _some(draw, early)
-    outputs = _some(draw, made)
+    made = [value.name for value in values if value.producer]
     return TrainingGraph(
         name="random",
         ops=tuple(ops),
         values=tuple(values),
-        forward_outputs=tuple(forward_outputs),
-        outputs=tuple(outputs),
-        resident=Resident(parameters_bytes=draw(st.sampled_from([0, 3]))),
+        forward_outputs=tuple(source.sample(early, min(len(early), source.choice([0, 1, 2])))),
+        outputs=tuple(source.sample(made, source.choice([0, 1, 2]))),
+        resident=Resident(parameters_bytes=source.choice([0, 3])),
     )
-
-
-def _some(draw: st.DrawFn, names: list[str]) -> list[str]:
-    return draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if names else []

@@ -1,0 +1,106 @@
+"""What every solver promises, on every graph and budget of one grid."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.solver import TABLE, Result, make_solver, solve
+from remat.solver.chen_sqrt import ChenSqrt
+from remat.solver.store_all import StoreAll
+from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
+
+GRAPHS = {
+    "gpt1": functools.partial(gpt_like, 1),
+    "chain8": functools.partial(chain, 8),
+    "unet2": functools.partial(unet_like, 2),
+    "resnet4": functools.partial(resnet_like, 4),
+}
+TIME_LIMIT_S = 4.0
+UNLIMITED_BYTES = 1 << 60
+
+
+@functools.cache
+def graph_of(name: str) -> TrainingGraph:
+    return GRAPHS[name]()
+
+
+@functools.cache
+def peak_bytes_of(name: str) -> int:
+    return solve(graph_of(name), UNLIMITED_BYTES, "store_all").peak_bytes
+
+
+@functools.cache
+def result_of(solver: str, name: str, percent: int) -> Result:
+    budget_bytes = peak_bytes_of(name) * percent // 100
+    return solve(graph_of(name), budget_bytes, solver, time_limit_s=TIME_LIMIT_S)
+
+
+def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:
+    """A result is consistent with the judge and with itself."""
+    assert result.budget_bytes == budget_bytes
+    if result.schedule is None:
+        assert result.status in ("infeasible", "time limit")
+        assert result.least_feasible_bytes == 0 or result.least_feasible_bytes > budget_bytes
+        return
+    found = simulate(graph, result.schedule)
+    assert found.peak_bytes == result.peak_bytes <= budget_bytes
+    assert found.time_us == result.time_us
+    assert result.schedule.budget_bytes == budget_bytes
+    assert 0 < result.lower_bound_us <= result.time_us or graph.time_us == 0
+    assert (result.status == "optimal") == (result.gap <= 1e-9)
+
+
+@pytest.mark.parametrize("percent", [100, 80, 60, 45])
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("solver", TABLE)
+def test_result_is_consistent(solver: str, name: str, percent: int) -> None:
+    result = result_of(solver, name, percent)
+    check(graph_of(name), result, peak_bytes_of(name) * percent // 100)
+    if percent == 100 and solver != "chen_sqrt":
+        assert result.status == "optimal"
+        assert result.overhead == 0
+
+
+@pytest.mark.parametrize("percent", [80, 60, 45])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_no_solver_beats_a_proven_bound(name: str, percent: int) -> None:
+    results = [result_of(solver, name, percent) for solver in TABLE]
+    bound_us = max(r.lower_bound_us for r in results if r.solver != "checkmate")
+    times_us = [result.time_us for result in results if result.schedule is not None]
+    assert all(time_us >= bound_us * (1 - 1e-9) for time_us in times_us)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_results_and_schedules_survive_json(name: str) -> None:
+    result = result_of("cut", name, 80)
+    assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result
+    assert result.schedule is not None
+    assert Schedule.from_json(result.schedule.to_json()) == result.schedule
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_chen_sqrt_lowers_the_peak(name: str) -> None:
+    graph = graph_of(name)
+    kept = simulate(graph, StoreAll().schedule(graph))
+    segmented = simulate(graph, ChenSqrt().schedule(graph))
+    assert kept.overhead == 0
+    assert segmented.peak_bytes <= kept.peak_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(training_graphs(max_ops=14), st.integers(0, 100))
+def test_solvers_are_valid_on_any_graph(graph: TrainingGraph, percent: int) -> None:
+    peak_bytes = solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
+    budget_bytes = peak_bytes * percent // 100
+    simulate(graph, ChenSqrt().schedule(graph))
+    simulate(graph, StoreAll().schedule(graph))
+    for solver in ("cut", "chen_sqrt", "store_all"):
+        check(graph, make_solver(solver).solve(graph, budget_bytes), budget_bytes)

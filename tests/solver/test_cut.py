@@ -1,0 +1,166 @@
+"""Quality, speed, determinism and limits of `cut` and `auto` on synthetic networks."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+from remat.solver.problem import Problem
+from remat.solver.repair import Repair, fill
+from remat.solver.search import Search
+from remat.solver.stages import State
+from remat.solver.store_all import store_all_state
+from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
+
+BUILDS = [functools.partial(unet_like, 4), functools.partial(resnet_like, 6)]
+
+
+def peak_bytes_of(graph: TrainingGraph) -> int:
+    return solve(graph, 1 << 60, "store_all").peak_bytes
+
+
+@pytest.mark.parametrize("percent", [80, 60, 45, 40])
+def test_transformers_are_solved_to_one_percent(percent: int) -> None:
+    graph = gpt_like(12)
+    result = solve(graph, peak_bytes_of(graph) * percent // 100, "cut", gap=0.005)
+    assert result.schedule is not None
+    assert result.gap <= 0.01
+
+
+@pytest.mark.parametrize("percent", [80, 60, 45])
+@pytest.mark.parametrize(
+    "build", [functools.partial(unet_like, 4), functools.partial(resnet_like, 6)]
+)
+def test_convolutional_nets_get_schedules(build, percent: int) -> None:
+    graph = build()
+    result = solve(graph, peak_bytes_of(graph) * percent // 100, "cut", gap=0.05)
+    assert result.schedule is not None
+    assert result.overhead < 0.13
+
+
+def test_thousands_of_ops_take_seconds() -> None:
+    graph = gpt_like(50)
+    began = time.monotonic()
+    result = solve(graph, peak_bytes_of(graph) * 40 // 100, "cut")
+    assert len(graph.ops) > 2300
+    assert result.gap <= 0.01
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("build", [functools.partial(gpt_like, 3), functools.partial(chain, 30)])
+def test_more_memory_never_costs_more_than_the_gap(build) -> None:
+    graph = build()
+    peak_bytes = peak_bytes_of(graph)
+    results = [solve(graph, peak_bytes * p // 100, "cut", gap=0.002) for p in range(50, 101, 5)]
+    for tight, loose in pairwise(results):
+        assert tight.schedule is not None
+        assert loose.time_us <= tight.time_us * 1.002
+        assert loose.lower_bound_us <= tight.time_us
+
+
+def test_same_schedule_in_every_process() -> None:
+    code = (
+        "from tests.solver.random_graphs import unet_like\n"
+        "from remat.solver import solve\n"
+        "graph = unet_like(2)\n"
+        "peak = solve(graph, 1 << 60, 'store_all').peak_bytes\n"
+        "for solver in ('cut', 'auto', 'chen_sqrt'):\n"
+        "    result = solve(graph, peak * 6 // 10, solver)\n"
+        "    print(result.schedule and result.schedule.to_json().decode())\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("solver", ["cut", "auto", "checkmate", "store_all"])
+def test_infeasible_names_a_feasible_budget_and_what_holds_the_memory(solver: str) -> None:
+    graph = chain(8)
+    result = solve(graph, peak_bytes_of(graph) // 20, solver)
+    assert result.status == "infeasible"
+    assert result.schedule is None
+    assert result.held_at_peak
+    sizes = [held.size_bytes for held in result.held_at_peak]
+    assert sizes == sorted(sizes, reverse=True)
+    again = solve(graph, result.least_feasible_bytes, solver)
+    assert again.schedule is not None
+
+
+def test_infeasible_for_one_op_names_it() -> None:
+    graph = chain(8)
+    result = solve(graph, 10, "cut")
+    assert "no schedule fits 10 bytes" in result.message
+    assert "alone needs" in result.message
+
+
+def test_time_limit_keeps_the_best_found() -> None:
+    graph = resnet_like(12)
+    result = solve(graph, peak_bytes_of(graph) * 45 // 100, "auto", time_limit_s=2.0)
+    assert result.status == "time limit"
+    assert result.schedule is not None
+    assert result.wall_s < 6
+
+
+def test_interrupt_keeps_the_best_found() -> None:
+    graph = resnet_like(12)
+
+    def interrupt(progress) -> None:
+        if progress.best_overhead is not None:
+            raise KeyboardInterrupt
+
+    budget_bytes = peak_bytes_of(graph) * 45 // 100
+    result = solve(graph, budget_bytes, "auto", progress=interrupt)
+    assert result.status == "time limit"
+    assert "interrupted" in result.message
+    assert result.schedule is not None
+    assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    def fail(_progress) -> None:
+        raise RuntimeError("listener failed")
+
+    graph = chain(8)
+    with pytest.raises(RuntimeError, match="listener failed"):
+        solve(graph, peak_bytes_of(graph) // 2, "auto", progress=fail)
+
+
+def test_graph_without_ops_or_memory() -> None:
+    empty = TrainingGraph("empty", (), ())
+    free = TrainingGraph("free", (Op("a", "t", "forward", (), ("v",)),), (Value("v", 0, "a"),))
+    for graph in (empty, free):
+        for solver in ("auto", "cut", "checkmate", "chen_sqrt", "store_all"):
+            assert solve(graph, 0, solver).status == "optimal"
+
+
+@settings(max_examples=80, deadline=None)
+@given(training_graphs(max_ops=12), st.integers(0, 100))
+def test_stage_evaluator_agrees_with_the_judge(graph: TrainingGraph, percent: int) -> None:
+    state = store_all_state(Problem.of(graph))
+    peak_bytes = int(state.peak_bytes.max())
+    budget_bytes = peak_bytes * percent // 100
+    search = Search(graph, budget_bytes, "test")
+    Repair(state, budget_bytes, 1.0, search).run()
+    fill(state, max(budget_bytes, int(state.peak_bytes.max())), search)
+    found = simulate(graph, state.schedule())
+    assert found.peak_bytes == max(int(state.peak_bytes.max()), graph.resident.total_bytes)
+    assert found.time_us == pytest.approx(graph.time_us + state.cost_us)
+    fresh = State.from_recomputed(state.problem, [stage.recomputed for stage in state.stages])
+    assert fresh.cost_us <= state.cost_us + 1e-9
