@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 import remat.solver as solvers
 from remat.budget import auto_bytes, parse_budget
 from remat.formats import bytes_text
+from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.result import Result
@@ -22,9 +23,9 @@ UNBOUNDED_BYTES = 2**62
 """A budget that binds nothing: for the schedules that a plan is compared with."""
 
 
-def reference(graph: TrainingGraph, solver: str) -> Result:
-    """What `solver` does where no budget binds: ``store_all`` is the unmodified step."""
-    return solvers.solve(graph, UNBOUNDED_BYTES, solver=solver)
+def unmodified(graph: TrainingGraph) -> Result:
+    """The step as eager runs it: every op once, nothing dropped before its last use."""
+    return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
 
 
 def resolve_budget(
@@ -41,7 +42,7 @@ def resolve_budget(
     """
     parsed = parse_budget(budget)
     if parsed.kind == "share":
-        return int(parsed.share * reference(graph, "store_all").peak_bytes)
+        return int(parsed.share * unmodified(graph).peak_bytes)
     if parsed.kind == "auto":
         return auto_bytes()
     if parsed.kind == "min":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
+from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
+from remat.schedules.simulate import Simulation
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -38,8 +40,7 @@ def show_run(console: Console, report: Report) -> None:
     )
     console.print(schedules_table(report.rows))
     console.print()
-    for line in _verdict(report):
-        console.print(line)
+    console.print(_verdict(report))
 
 
 def schedules_table(rows: Iterable[Row]) -> Table:
@@ -56,31 +57,31 @@ def schedules_table(rows: Iterable[Row]) -> Table:
     return table
 
 
-def _verdict(report: Report) -> Iterator[RenderableType]:
-    result = report.result
-    bound = result.lower_bound_us / report.graph.time_us - 1 if report.graph.time_us else 0.0
-    yield f"lower bound   {percent_text(bound)} overhead at this budget; gap {_gap(result)}"
-    if report.simulation:
-        yield f"peak held by  {_held(report)}"
-    if report.check:
-        yield f"equal         {equal_text(report.check)}"
-    seconds = report.seconds
+def _verdict(report: Report) -> Table:
+    """Below the rows: bound, what holds the peak, what is equal, times, status."""
+    result, graph, seconds = report.result, report.graph, report.seconds
+    bound = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
     stages = ("capture", "profile", "solve", "check")
-    yield "took          " + ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
+    if report.simulation:
+        table.add_row("peak held by", _held(graph, report.simulation))
+    if report.check:
+        table.add_row("equal", equal_text(report.check))
+    table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
     style = "bold red" if report.failures else "bold green"
-    yield Text.assemble("status        ", (result.status, style), f", by {result.solver}")
+    table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
     if result.message:
-        yield Text(f"              {result.message}")
+        table.add_row("note", Text(result.message))
+    return table
 
 
 def _gap(result: Result) -> str:
-    return f"{percent_text(result.gap)}" + (" (proved)" if result.status == "optimal" else "")
+    return f"gap {percent_text(result.gap)}" + (", proved" if result.status == "optimal" else "")
 
 
-def _held(report: Report) -> str:
+def _held(graph: TrainingGraph, simulation: Simulation) -> str:
     """What is resident and the largest values at the peak, with their modules."""
-    assert report.simulation is not None
-    graph, simulation = report.graph, report.simulation
     module = {op.name: op.module for op in graph.ops}
     parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
     for name in simulation.held_at_peak[:HELD_ROWS]:
