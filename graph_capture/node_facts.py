@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from remat.graph_capture.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY
+from remat.graph_capture.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY, path_in_model
 
 aten = torch.ops.aten
 
@@ -137,9 +137,7 @@ class Places:
         custom = node.meta.get("custom", {})
         if MODULE_KEY not in custom:
             return None
-        path = str(custom[MODULE_KEY])
-        inner = path.removeprefix("model.") if path != "model" else ""
-        return inner, str(custom[SOURCE_KEY])
+        return path_in_model(str(custom[MODULE_KEY])), str(custom[SOURCE_KEY])
 
 
 def node_inputs(node: fx.Node) -> list[fx.Node]:

@@ -24,7 +24,6 @@ _OWN = tuple(
     os.path.join(_ROOT, package) + os.sep
     for package in ("remat", "graph_capture", "solver", "schedules", "rewriter")
 )
-_NOT_USER = (_TORCH, *_OWN, "<")
 
 
 class Provenance(TorchFunctionMode):
@@ -68,8 +67,8 @@ class Provenance(TorchFunctionMode):
 
     @property
     def module(self) -> str:
-        """Path of the module that runs now, or was running when forward failed."""
-        return self.stack[-1]
+        """Path in the user's model of the module that runs, or ran when forward failed."""
+        return path_in_model(self.stack[-1])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.stack.append(self.path.get(id(module), self.stack[-1]))
@@ -79,11 +78,18 @@ class Provenance(TorchFunctionMode):
             self.stack.pop()
 
 
+def path_in_model(path: str) -> str:
+    """`path` as the user knows it; the traced step holds the model as ``model``."""
+    return "" if path == "model" else path.removeprefix("model.")
+
+
 def source_of(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours."""
+    """``file:line`` of the innermost frame of the user's; empty if torch's own modules ran it."""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER):
+        if filename.startswith(_OWN):
+            return ""
+        if not filename.startswith((_TORCH, "<")):
             return f"{_shown(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -94,7 +100,7 @@ def source_of_error(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER):
+        if not filename.startswith((_TORCH, *_OWN, "<")):
             found = f"{_shown(filename)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found

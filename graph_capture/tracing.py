@@ -128,7 +128,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
                 stack, step, recipe.signature.example(), {}, decompositions={}
             )
         except Exception as error:
-            raise refusal(error, model, provenance.module.removeprefix("model.")) from error
+            raise refusal(error, model, provenance.module) from error
     _refuse_no_backward(model, descriptors)
     joint = build_joint(
         descriptors.graph_module,
