@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
 
 def bytes_text(size_bytes: float) -> str:
-    """``329.1 MiB``, or ``8.25 GiB`` from one GiB on."""
+    """``329.1 MiB``, ``8.25 GiB`` from one GiB on, ``1.36 MiB`` and ``64.0 KiB`` below."""
     number, unit = _scaled(size_bytes, size_bytes)
     return f"{number} {unit}"
 
@@ -23,7 +24,10 @@ def bytes_pair(predicted: int, measured: int | None) -> str:
 def _scaled(size_bytes: float, largest: float) -> tuple[str, str]:
     if abs(largest) >= GIB:
         return f"{size_bytes / GIB:.2f}", "GiB"
-    return f"{size_bytes / MIB:.1f}", "MiB"
+    if abs(largest) >= MIB:
+        digits = 1 if abs(largest) >= 10 * MIB else 2
+        return f"{size_bytes / MIB:.{digits}f}", "MiB"
+    return f"{size_bytes / KIB:.1f}", "KiB"
 
 
 def time_text(time_us: float) -> str:
