@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,11 +33,16 @@ class Guards:
             for path, module, attribute in hook_dictionaries(model)
         ]
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
-        self.trained = [(p, t, t.requires_grad) for p, t in model.named_parameters()]
+        self.state = [(name, _facts(tensor)) for name, tensor in named_state(model)]
         self.constants = _watched_constants(model, forward, backward)
 
-    def require(self, batch: Any) -> None:
-        """Raise `RewriteError`, naming the first thing that is not as at capture."""
+    def require(self, batch: Any, state: list[Tensor]) -> None:
+        """Raise `RewriteError`, naming the first thing that is not as at capture.
+
+        Parameters
+        ----------
+        batch : (args, kwargs, target). state : parameters and buffers, as `named_state`.
+        """
         leaves, spec = pytree.tree_flatten(batch)
         self.recipe.signature.require(leaves, spec, self.name)
         for path, module, attribute, hooks in self.hooks:
@@ -45,15 +51,22 @@ class Guards:
         for path, module, mode in self.modes:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
-        for path, parameter, trained in self.trained:
-            if parameter.requires_grad is not trained:
-                raise self._changed(f"parameter {path}", *_frozen(trained, parameter))
+        self._require_state(state)
         for path, module, attribute, tensor in self.constants:
             if getattr(module, attribute, None) is not tensor:
                 raise self._changed(f"attribute {path}", "one tensor", "another one")
         now = autocast_state()
         if now != self.recipe.autocast:
             raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
+
+    def _require_state(self, state: list[Tensor]) -> None:
+        if len(state) != len(self.state):
+            before, now = f"{len(self.state)} in number", f"{len(state)}"
+            raise self._changed("the parameters and buffers", before, now)
+        for (name, before), tensor in zip(self.state, state, strict=True):
+            for was, is_now, shown in zip(before, _facts(tensor), _FACT_TEXT, strict=True):
+                if was != is_now:
+                    raise self._changed(name, shown(was), shown(is_now))
 
     def _changed(self, what: str, before: str, now: str) -> RewriteError:
         return RewriteError(
@@ -66,9 +79,24 @@ def _mode(training: bool) -> str:
     return "in training mode" if training else "in eval mode"
 
 
-def _frozen(trained: bool, parameter: Tensor) -> tuple[str, str]:
-    words = {True: "trained", False: "frozen"}
-    return words[trained], words[parameter.requires_grad]
+def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, then buffers, in the order of a trace; shared ones under every name."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape)
+
+
+_FACT_TEXT: tuple[Callable[[Any], str], ...] = (
+    lambda trained: "trained" if trained else "frozen",
+    str,
+    lambda device: f"on {device}",
+    lambda shape: f"of shape {list(shape)}",
+)
 
 
 def _shown(state: tuple[Any, ...]) -> str:

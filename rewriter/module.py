@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.tracing import Recipe
 from remat.rewriter.compiled import CompiledStep
-from remat.rewriter.guards import Guards, refuse_double_backward
+from remat.rewriter.guards import Guards, named_state, refuse_double_backward
 from remat.schedules.schedule import Schedule
 
 
@@ -58,8 +58,9 @@ class RematModule(fx.GraphModule):
         return output if target is None else apply_loss(self._loss_fn, output, target)
 
     def _step(self, batch: Any) -> Any:
-        self._guards.require(batch)
-        output = self._compiled(*_state(self), *batch)
+        state = [tensor for _, tensor in named_state(self)]
+        self._guards.require(batch, state)
+        output = self._compiled(*state, *batch)
         refuse_double_backward(output, self._guards.name)
         return output
 
@@ -118,12 +119,6 @@ _COPY = (
     "a rewritten module shares its state with the original: copy the original "
     "(copy.deepcopy(model)) and rewrite the copy with the same schedule"
 )
-
-
-def _state(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers in the order of the trace, read at call time."""
-    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
-    return parameters + [b for _, b in module.named_buffers(remove_duplicate=False)]
 
 
 def make_module(

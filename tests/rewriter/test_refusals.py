@@ -128,7 +128,12 @@ def switch_mode(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(freeze, r"parameter body\.0\.weight"), (switch_mode, r"submodule body .* in training mode")],
+    [
+        (freeze, r"body\.0\.weight of Scalar was trained .* is frozen now"),
+        (lambda model: model.double(), r"body\.0\.weight of Scalar was torch\.float32"),
+        (lambda model: model.register_buffer("more", torch.ones(1)), "parameters and buffers"),
+        (switch_mode, r"submodule body .* in training mode"),
+    ],
 )
 def test_a_changed_module_is_refused(change: Callable[[nn.Module], None], text: str) -> None:
     model, module, args = rewritten("plain")
