@@ -16,7 +16,7 @@ ACCUMULATE = 2
 
 built = factory()
 model, args = built["model"], built["args"]
-fast = remat.rematerialize(model, args, budget="60%")
+fast = remat.rematerialize(model, args, budget="60%", optimizer="adamw", accumulate=True)
 optimizer = torch.optim.AdamW(fast.parameters(), lr=3e-4)
 
 for step in range(STEPS):

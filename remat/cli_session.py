@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Shown(Stages):
         self.console = console
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Iterator[Report]:
+    def show(self, text: str) -> Generator[Report]:
         """A line that goes away when the stage is done; kept where no terminal shows it."""
         with _quiet_output():
             if self.console.is_terminal:
@@ -42,7 +42,7 @@ class Shown(Stages):
                     yield progress
 
     @contextlib.contextmanager
-    def _live(self, text: str) -> Iterator[Report]:
+    def _live(self, text: str) -> Generator[Report]:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20)
         with Progress(
             *columns, TimeElapsedColumn(), console=self.console, transient=True
@@ -56,7 +56,7 @@ class Shown(Stages):
 
 
 @contextlib.contextmanager
-def _quiet_output() -> Iterator[None]:
+def _quiet_output() -> Generator[None]:
     """Keep standard output for results.
 
     What the user's model prints goes to standard error; what native libraries print, as
@@ -103,7 +103,7 @@ class Session:
         self.err.print(message, style="red", markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2."""
         try:
             yield

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -66,7 +66,7 @@ def load(name: str) -> Loaded:
 
 
 @contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def _importable(folder: Path) -> Generator[None]:
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -130,7 +130,7 @@ def _find(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _explained(doing: str) -> Iterator[None]:
+def _explained(doing: str) -> Generator[None]:
     """Turn whatever the user's code raises into one line that names its place."""
     try:
         yield
@@ -154,18 +154,19 @@ def _place(error: BaseException) -> str:
 
 def _read(built: Any, name: str) -> Loaded:
     """Check what the factory returned, and give each part its name."""
-    parts = _parts(built, name)
+    parts: dict[str, Any] = _parts(built, name)
     from torch import Tensor, nn
 
     if not isinstance(parts.get("model"), nn.Module):
         found = type(parts.get("model")).__name__
         raise FactoryError(f"{name} returned a model that is a {found}, no nn.Module: {_RETURNS}")
-    args = parts.get("args", ())
+    args: Any = parts.get("args", ())
     if isinstance(args, Tensor):
         args = (args,)
     if not isinstance(args, tuple | list):
         raise FactoryError(f"{name} returned args that are a {type(args).__name__}: {_RETURNS}")
-    return Loaded(**{**parts, "args": tuple(cast("tuple[Any, ...]", args))})
+    parts["args"] = tuple(cast("tuple[Any, ...]", args))
+    return Loaded(**parts)
 
 
 def _parts(built: Any, name: str) -> dict[str, Any]:

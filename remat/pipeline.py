@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,7 +46,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Iterator[Progress]:
+    def stage(self, name: str, text: str) -> Generator[Progress]:
         """Time what runs inside under `name`; `text` is for the person who waits."""
         start = time.perf_counter()
         try:
@@ -56,7 +56,7 @@ class Stages:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Iterator[Progress]:
+    def show(self, text: str) -> Generator[Progress]:
         """Show `text` while the stage runs; the base class shows nothing."""
         del text
         yield _silent
