@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from remat.graph_capture.errors import SolverError
+from remat.solver.quiet import quiet_stdout
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
@@ -101,7 +102,8 @@ def solve_program(
     SolverError : the backend is unknown.
     """
     if backend == "mathopt":
-        return _waiting_in_joins(lambda: _with_mathopt(program, limits, start))
+        with quiet_stdout():
+            return _waiting_in_joins(lambda: _with_mathopt(program, limits, start))
     if backend == "pulp":
         return _with_pulp(program, limits, start)
     raise SolverError(f"unknown MIP backend '{backend}'; there are {', '.join(BACKENDS)}")

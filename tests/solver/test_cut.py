@@ -164,3 +164,17 @@ def test_stage_evaluator_agrees_with_the_judge(graph: TrainingGraph, percent: in
     assert found.time_us == pytest.approx(graph.time_us + state.cost_us)
     fresh = State.from_recomputed(state.problem, [stage.recomputed for stage in state.stages])
     assert fresh.cost_us <= state.cost_us + 1e-9
+
+
+def test_nothing_but_the_result_reaches_standard_output() -> None:
+    code = (
+        "from tests.solver.random_graphs import resnet_like\n"
+        "from remat.solver import solve\n"
+        "graph = resnet_like(12)\n"
+        "peak = solve(graph, 1 << 60, 'store_all').peak_bytes\n"
+        "print(solve(graph, peak * 6 // 10, 'cut', gap=0.005).status)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": "."}, check=True, capture_output=True
+    )
+    assert ran.stdout.decode().split() in (["feasible"], ["optimal"])
