@@ -19,7 +19,7 @@ from remat.solver.result import Result
 if TYPE_CHECKING:
     from remat.rewriter.checking import Check
 
-HELD_ROWS = 4
+HELD_ROWS = 3
 
 
 def plain_table(*headers: str) -> Table:
@@ -86,8 +86,8 @@ def _held(graph: TrainingGraph, simulation: Simulation) -> str:
     parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
     for name in simulation.held_at_peak[:HELD_ROWS]:
         value = graph.value_by_name[name]
-        place = module.get(value.producer) or value.producer
-        parts.append(f"{place} {bytes_text(value.size_bytes)}")
+        place = f" of {module[value.producer]}" if module.get(value.producer) else ""
+        parts.append(f"{name}{place} {bytes_text(value.size_bytes)}")
     rest = [graph.value_by_name[n].size_bytes for n in simulation.held_at_peak[HELD_ROWS:]]
     if rest:
         parts.append(f"{len(rest)} more values {bytes_text(sum(rest))}")
