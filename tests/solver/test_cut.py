@@ -23,8 +23,8 @@ from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 
 CONVOLUTIONAL = [
-    *((functools.partial(unet_like, 4), percent, 0.11) for percent in (80, 60, 45)),
-    *((functools.partial(resnet_like, 12), percent, 0.03) for percent in (80, 60)),
+    *((functools.partial(unet_like, 4), percent, 0.12) for percent in (80, 60, 45)),
+    *((functools.partial(resnet_like, 12), percent, 0.04) for percent in (80, 60)),
     (functools.partial(resnet_like, 12), 45, 0.5),
 ]
 
@@ -45,7 +45,7 @@ def test_transformers_are_solved_to_one_percent(percent: int) -> None:
 def test_convolutional_nets_get_schedules(build, percent: int, overhead: float) -> None:
     graph = build()
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    result = solve(graph, budget_bytes, "cut", gap=0.05, time_limit_s=8.0)
+    result = solve(graph, budget_bytes, "cut", gap=0.01, time_limit_s=8.0)
     assert result.schedule is not None
     assert result.overhead < overhead
 
