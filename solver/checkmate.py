@@ -6,10 +6,10 @@ Rematerialization", 2020, https://arxiv.org/abs/1910.02653.
 Solves: least time under a budget on the true peak. Stage t ends with the first run of op t;
 before it any op run earlier may run again, in captured order, at most once in a sweep;
 `passes` sets how many sweeps a stage has. With one sweep, as in the paper, schedules that
-run an op twice within a stage, or in another order, are out of reach; so "optimal" and
-"infeasible" from this program alone mean: among schedules of at most that many sweeps a stage,
-and the result's message says so. On random graphs of up to 8 ops at their tightest budgets
-1 sweep missed the optimum in about 2.5 % of cases, 2 sweeps in 0.2 %, 3 in none seen.
+run an op twice within a stage, or in another order, are out of reach. On random graphs of
+up to 8 ops at their tightest budgets 1 sweep missed the optimum in about 2.5 % of cases,
+2 sweeps in 0.2 %, 3 in none seen. So a bound is claimed from 3 sweeps on; with fewer the
+result's message says what the schedule is the best of, and the bound is that of `cut`.
 Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
 Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
 (ops + reads)) variables. Shortcomings: beyond some 60 ops open solvers rarely finish.
@@ -29,8 +29,10 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.staged_program import StagedProgram, point_of, steps_of
 
-PASSES = ((12, 3), (24, 2))
+PASSES = ((8, 4), (12, 3), (24, 2))
 """Sweeps a stage has by default, by the most ops of the graph."""
+EXACT_PASSES = 3
+"""Sweeps from which no schedule was seen to be missed: fewer prove nothing about all schedules."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Checkmate:
     Attributes
     ----------
     backend : ``mathopt`` (HiGHS) or ``pulp`` (CBC).
-    passes : sweeps a stage has; 0 takes 3 up to 12 ops, 2 up to 24, else 1 as the paper.
+    passes : sweeps a stage has; 0 takes 4 up to 8 ops, 3 up to 12, 2 up to 24, else 1 as
+        the paper.
     start : begin from the schedule of `cut`, and use its bound.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
@@ -107,12 +110,14 @@ class Checkmate:
                     options=search.options,
                 )
             )
+        search.cut_short = not answer.finished
         if answer.finished:
-            search.message = f"among schedules of at most {made.passes} sweeps a stage"
+            search.message = f"the best among schedules of at most {made.passes} sweeps a stage"
+        if made.passes < EXACT_PASSES:
+            return
         if answer.proved_infeasible and search.best is None:
             search.proved_infeasible = True
         elif answer.finished and search.best is not None:
             search.raise_bound(search.best_key[0])
         elif not answer.finished:
-            search.cut_short = True
             search.raise_bound(search.graph.time_us + answer.bound * made.cost_unit_us)
