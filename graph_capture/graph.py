@@ -152,16 +152,15 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256 over the structure: ops, values, sizes; not over prices."""
+        """SHA-256 over the structure: ops, values, shapes; not over prices and sizes."""
         digest = hashlib.sha256()
         for part in (*self.inputs, *self.signatures, *self.forward_outputs, *self.outputs):
             digest.update(part.encode() + b"\n")
         return digest.hexdigest()
 
     def _signature(self, op: Op) -> str:
-        results = ", ".join(
-            f"{name}[{self.value_by_name[name].size_bytes} B]" for name in op.outputs
-        )
+        values = (self.value_by_name[name] for name in op.outputs)
+        results = ", ".join(f"{v.name}: {v.dtype}{list(v.shape)}" for v in values)
         pin = " pinned" if op.pinned else ""
         return f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
 

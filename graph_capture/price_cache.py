@@ -11,14 +11,22 @@ from pathlib import Path
 import msgspec
 import torch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Price(msgspec.Struct, frozen=True, array_like=True):
-    """What one run of an op takes: time, and bytes beyond its inputs and outputs."""
+    """What one run of an op takes.
+
+    Attributes
+    ----------
+    cost_us : its time. workspace_bytes : beyond inputs and outputs, while it runs.
+    kept_bytes : what its results keep beyond the storages that the trace gives them;
+        `mse_loss`, for one, returns a scalar in the storage of all its terms.
+    """
 
     cost_us: float
     workspace_bytes: int
+    kept_bytes: int = 0
 
 
 class _File(msgspec.Struct):

@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch import fx
 
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint import SAVE_RNG, Joint
-from remat.graph_capture.memory_events import RegionMemory, measure_regions
+from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.node_facts import storage_bytes, storage_key, target_name, tensors_of
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
@@ -47,12 +47,28 @@ def price(trace: Trace, *, progress: Progress | None = None) -> TrainingGraph:
             cache.prices.update(_measured(joint, missing, progress or _silent))
         cache.save()
     keys.update({op.name: SAVE_RNG_KEY for op in joint.graph.ops if op.target == SAVE_RNG})
-    ops = tuple(_priced(op, cache.prices.get(keys.get(op.name, ""))) for op in joint.graph.ops)
+    prices = {name: cache.prices[key] for name, key in keys.items()}
     return msgspec.structs.replace(
         joint.graph,
-        ops=ops,
+        ops=tuple(_priced(op, prices.get(op.name)) for op in joint.graph.ops),
+        values=_sized(joint.graph, prices),
         prices="measured",
         versions={**joint.graph.versions, "priced_on": cache.device},
+    )
+
+
+def _sized(graph: TrainingGraph, prices: dict[str, Price]) -> tuple[Value, ...]:
+    """The values, the first result of each op enlarged by what the op was seen to keep."""
+    kept = {
+        op.outputs[0]: prices[op.name].kept_bytes
+        for op in graph.ops
+        if op.name in prices and op.outputs and prices[op.name].kept_bytes
+    }
+    return tuple(
+        msgspec.structs.replace(value, size_bytes=value.size_bytes + kept[value.name])
+        if value.name in kept
+        else value
+        for value in graph.values
     )
 
 
@@ -81,7 +97,10 @@ def _measured(joint: Joint, missing: dict[str, fx.Node], progress: Progress) -> 
         progress(i + 1, len(missing))
     memory = measure_regions(_runner(joint, missing[key]) for key in costs)
     for (key, cost_us), found in zip(costs.items(), memory, strict=True):
-        prices[key] = Price(cost_us, _workspace_bytes(missing[key], found))
+        traced_bytes = sum(_fresh_storages(missing[key]))
+        kept_bytes = max(0, found.final_bytes - traced_bytes)
+        workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
+        prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
     return prices
 
 
@@ -117,17 +136,6 @@ def _median_us(run: Callable[[], Any]) -> float:
         times.append(time.perf_counter() - start)
         del result
     return 1e6 * statistics.median(times)
-
-
-def _workspace_bytes(node: fx.Node, found: RegionMemory) -> int:
-    expected = sum(_fresh_storages(node))
-    if found.final_bytes > expected:
-        warnings.warn(
-            f"{node.target} keeps {found.final_bytes} bytes where its trace says {expected}; "
-            "the prediction counts the difference only while it runs",
-            stacklevel=2,
-        )
-    return max(0, found.peak_bytes - expected)
 
 
 def _fresh_storages(node: fx.Node) -> Iterator[int]:

@@ -24,6 +24,15 @@ class Signature:
         self.tensors = [_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
+    @property
+    def has_target(self) -> bool:
+        """Whether the batch came with a target for the loss."""
+        leaves = zip(self.names, self.tensors, self.others, strict=True)
+        return any(
+            name.startswith("target") and (tensor is not None or other is not None)
+            for name, tensor, other in leaves
+        )
+
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
         return tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -46,21 +45,10 @@ def resolve_budget(
     if parsed.kind == "auto":
         return auto_bytes()
     if parsed.kind == "min":
-        return _least_bytes(graph, solver, time_limit_s)
+        return solvers.solve(
+            graph, 0, solver=solver, time_limit_s=time_limit_s
+        ).least_feasible_bytes
     return parsed.size_bytes
-
-
-def _least_bytes(graph: TrainingGraph, solver: str, time_limit_s: float) -> int:
-    """Ask for less than the least peak known, until that fails or a quarter of time is up."""
-    stop = time.monotonic() + time_limit_s / 4
-    least = solvers.solve(graph, 0, solver=solver, time_limit_s=time_limit_s).least_feasible_bytes
-    while (left_s := stop - time.monotonic()) > 0:
-        tried = solvers.solve(graph, least - 1, solver=solver, time_limit_s=left_s)
-        reached = tried.peak_bytes if tried.schedule else tried.least_feasible_bytes
-        if not 0 < reached < least:
-            break
-        least = reached
-    return least
 
 
 def solve(

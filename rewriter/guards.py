@@ -28,6 +28,7 @@ class Guards:
     ) -> None:
         self.name = type(model).__name__
         self.recipe = recipe
+        self.takes_target = recipe.signature.has_target
         self.hooks = [
             (path, module, attribute, getattr(module, attribute))
             for path, module, attribute in hook_dictionaries(model)

@@ -53,6 +53,11 @@ class RematModule(fx.GraphModule):
         """
         target = kwargs.pop("target", None) if self._loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
+            if target is None and self._guards.takes_target:
+                raise RewriteError(
+                    f"the loss is part of the rewritten {self._guards.name} and takes a target: "
+                    "call it with target=..., as it was captured"
+                )
             return self._step((args, kwargs, target))
         output = self.original_module.forward(*args, **kwargs)
         return output if target is None else apply_loss(self._loss_fn, output, target)

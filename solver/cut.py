@@ -41,6 +41,9 @@ MANY_OPS = 1000
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
+LEAST_TARGETS = (0.05, 0.2)
+"""Parts of the room between the largest working set and the peak that cuts aim for."""
+LEAST_POWERS = (0.6, 1.0)
 NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
 MORE_CUTS_NODE_LIMIT = 20
@@ -87,7 +90,7 @@ class Cut:
             self._close_gap(search, plain)
         if search.best is None:
             search.say("looking for the least peak")
-            lower_peak(search, plain)
+            take_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
         search.say("choosing where to cut")
@@ -229,13 +232,45 @@ def repair_from(search: Search, start: State) -> State | None:
     return best
 
 
-def lower_peak(search: Search, plain: State) -> None:
-    """Bring the peak down as far as repair can, to name a budget that is feasible."""
-    state = plain.copy()
+def take_least_peak(search: Search, plain: State) -> None:
+    """Name the least peak known, or take its schedule if it fits after all.
+
+    The ways down start from the graph alone, not from the budget. So a solve for the
+    budget that an infeasible result names finds this schedule again.
+    """
+    for start in least_starts(search, plain):
+        for power in LEAST_POWERS:
+            _lower_peak(search, start.copy(), power)
+    if search.best_state is not None:
+        state = search.best_state.copy()
+        fill(state, search.budget_bytes, search)
+        search.offer(state)
+
+
+def least_starts(search: Search, plain: State) -> Iterator[State]:
+    """Schedules to go down from: the one that keeps all, and cuts near the least peak."""
+    yield plain
+    problem = search.problem
+    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
+    peak_bytes = plain.peak_bytes
+    place = int(np.argmax(peak_bytes[: problem.n_ops]))
+    room = int(peak_bytes[place]) - problem.resident_bytes - floor
+    for part in LEAST_TARGETS:
+        if search.out_of_time():
+            return
+        target_bytes = problem.resident_bytes + floor + int(part * room)
+        program = CutProgram(problem, (place,), target_bytes)
+        solution = program.relaxed(max(search.left_s, 0.1))
+        if solution.values is not None:
+            yield State.from_recomputed(problem, expand(solution))
+
+
+def _lower_peak(search: Search, state: State, power: float) -> None:
+    """Lower the limit by 2 % as long as repair can follow."""
     while not search.out_of_time():
         peak_bytes = int(state.peak_bytes.max())
-        limit_bytes = max(search.budget_bytes, peak_bytes - max(peak_bytes // 50, 1))
-        reached = Repair(state, limit_bytes, 1.0, search).run()
-        fits = search.offer(state)
-        if fits or not reached:
+        search.offer_least(state)
+        limit_bytes = peak_bytes - max(peak_bytes // 50, 1)
+        if not Repair(state, limit_bytes, power, search).run():
+            search.offer_least(state)
             return

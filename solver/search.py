@@ -39,8 +39,8 @@ Listener = Callable[[Progress], None]
 class Search:
     """One solve of one graph at one budget.
 
-    `best` is the cheapest schedule found within the budget, `lowest` the one of the least
-    peak; both with their simulated figures.
+    `best` is the cheapest schedule found within the budget; `lowest`, where none fits, the
+    one of the least peak that can be found again whatever the budget.
     """
 
     graph: TrainingGraph
@@ -105,20 +105,22 @@ class Search:
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
         key = (self.graph.time_us + state.cost_us, peak_bytes)
         if peak_bytes > self.budget_bytes:
-            if peak_bytes < self.lowest_bytes:
-                self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
             return False
         if key < self.best_key:
             self.best, self.best_key = self._schedule(state), key
             self.best_state = state.copy()
         return True
 
+    def offer_least(self, state: State) -> None:
+        """Take `state`'s schedule if it fits or has the least peak yet."""
+        peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
+        if not self.offer(state) and peak_bytes < self.lowest_bytes:
+            self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
+
     def offer_schedule(self, schedule: Schedule) -> bool:
         """Take `schedule` if it is the best yet; return whether it fits."""
         found = simulate(self.graph, schedule)
         if found.peak_bytes > self.budget_bytes:
-            if found.peak_bytes < self.lowest_bytes:
-                self.lowest, self.lowest_bytes = schedule, found.peak_bytes
             return False
         key = (found.time_us, found.peak_bytes)
         if key < self.best_key:

@@ -53,6 +53,11 @@ def loss_function_with_target() -> Case:
     return mlp(), (batch(),), {}, nn.CrossEntropyLoss(), target
 
 
+def scalar_in_a_large_storage() -> Case:
+    """On a CPU `mse_loss` returns its mean in the storage of all the terms."""
+    return mlp(), (batch(),), {}, nn.MSELoss(), batch()
+
+
 def loss_function_alone() -> Case:
     return mlp(), (batch(),), {}, lambda out: out.square().mean(), None
 
@@ -328,7 +333,8 @@ def bfloat16() -> Case:
 MODELS: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
-        plain, logits_without_loss, loss_function_with_target, loss_function_alone, dropout,
+        plain, logits_without_loss, loss_function_with_target, scalar_in_a_large_storage,
+        loss_function_alone, dropout,
         dropout_with_a_scale_of_its_own, feature_and_alpha_dropout,
         dropout_of_nothing, batch_norm_in_place_relu, frozen_batch_norm, attention,
         attention_with_dropout, tied_weights, nested_outputs_and_kwargs, nested_outputs_returned,

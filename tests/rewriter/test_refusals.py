@@ -112,6 +112,14 @@ def test_another_python_argument_is_refused() -> None:
         module(*args, **{**kwargs, "scale": 3.0})
 
 
+def test_a_missing_target_is_asked_for() -> None:
+    model, args, _, loss_fn, target = make("loss_function_with_target")
+    graph = capture(model, args, loss_fn=loss_fn, target=target)
+    module = rewrite(model, schedule_of(graph, "store_all"))
+    with pytest.raises(RewriteError, match=r"call it with target=\.\.\."):
+        module(*args)
+
+
 def test_double_backward_is_refused() -> None:
     _, module, args = rewritten("plain")
     with pytest.raises(RewriteError, match=r"double backward through the rewritten Scalar"):

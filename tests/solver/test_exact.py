@@ -50,7 +50,7 @@ def tiny_cases() -> list[Any]:
 def test_checkmate_equals_published_optimum(data: dict[str, Any], backend: str) -> None:
     graph = graph_from_nodes(data)
     for row in data["reference"]["rows"]:
-        result = Checkmate(backend=backend, passes=1).solve(graph, row["budget"])  # type: ignore[arg-type]
+        result = Checkmate(backend=backend).solve(graph, row["budget"])  # type: ignore[arg-type]
         optimum = row["optimal_cost_fixed_order"]
         if optimum is None:
             assert result.status == "infeasible"
