@@ -104,3 +104,13 @@ def test_solvers_are_valid_on_any_graph(graph: TrainingGraph, percent: int) -> N
     simulate(graph, StoreAll().schedule(graph))
     for solver in ("cut", "chen_sqrt", "store_all"):
         check(graph, make_solver(solver).solve(graph, budget_bytes), budget_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(training_graphs(max_ops=14))
+def test_the_budget_that_an_infeasible_result_names_is_feasible(graph: TrainingGraph) -> None:
+    lost = solve(graph, 0, "cut")
+    least_bytes = lost.least_feasible_bytes or lost.peak_bytes
+    found = solve(graph, least_bytes, "cut")
+    assert found.schedule is not None
+    assert found.peak_bytes <= least_bytes
