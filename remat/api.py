@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import remat.solver as solvers
 from remat.budget import auto_bytes, parse_budget
 from remat.formats import bytes_text
 from remat.graph_capture.eager import as_eager
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.result import Result
 
@@ -36,14 +38,16 @@ def resolve_budget(
 ) -> int:
     """Bytes that `budget` means for `graph`.
 
-    Per cents are of the unmodified peak, ``auto`` is the free memory less a tenth, and
-    ``min`` is the least peak that `solver` can find.
+    Per cents are of the unmodified peak, ``auto`` is what the model and the batch take plus
+    the memory that is free less a tenth, and ``min`` is the least peak that `solver` knows.
     """
     parsed = parse_budget(budget)
     if parsed.kind == "share":
         return int(parsed.share * unmodified(graph).peak_bytes)
     if parsed.kind == "auto":
-        return auto_bytes()
+        resident = graph.resident
+        allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
+        return auto_bytes() + allocated_bytes
     if parsed.kind == "min":
         return solvers.solve(
             graph, 0, solver=solver, time_limit_s=time_limit_s
@@ -92,6 +96,7 @@ def rematerialize(
     accumulate: bool = False,
     solver: str = "auto",
     time_limit_s: float = 60.0,
+    check: bool | None = None,
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
@@ -99,9 +104,16 @@ def rematerialize(
     It shares the parameters and buffers of `model`, under the same names. Arguments are
     those of `remat.capture` and `remat.solve`.
 
+    Parameters
+    ----------
+    check : run a step of both modules and compare them, as `remat.check` does, before
+        returning. Left at None, that is done where the unmodified step fits into the
+        memory that is free, and left out with a warning where it does not.
+
     Raises
     ------
     BudgetError : no schedule fits; the message names the least budget known to.
+    RewriteError : the check found a difference, or a measured peak above the budget.
     RematError : the model cannot be captured, or an option is unknown.
     """
     from remat.graph_capture.pricing import price
@@ -112,10 +124,60 @@ def rematerialize(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
     )  # fmt: skip
-    result = solve(price(traced), budget, solver, time_limit_s, **options)
+    graph = price(traced)
+    result = solve(graph, budget, solver, time_limit_s, **options)
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
-    return rewrite(model, result.schedule, trace=traced)
+    module = rewrite(model, result.schedule, trace=traced)
+    if _is_checked(graph, check):
+        batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+        _require_equal(model, module, batch, result.budget_bytes)
+    return module
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is captured on."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    loss_fn: Callable[..., Any] | None
+    target: Any
+    optimizer: Optimizer
+    accumulate: bool
+
+
+def _is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+    if check is not None:
+        return check
+    need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
+    if need_bytes <= auto_bytes():
+        return True
+    warnings.warn(
+        f"the plan is not checked against the unmodified step, which needs "
+        f"{bytes_text(need_bytes)} more than is allocated now; pass check=True to run it anyway",
+        stacklevel=3,
+    )
+    return False
+
+
+def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int) -> None:
+    from remat.rewriter.checking import check
+
+    found = check(
+        model, module, batch.args, batch.kwargs, loss_fn=batch.loss_fn, target=batch.target,
+        optimizer=batch.optimizer, accumulate=batch.accumulate, steps=1,
+    )  # fmt: skip
+    if found.differences:
+        raise RewriteError(
+            f"the rewritten {type(model).__name__} differs from eager in "
+            f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
+        )
+    if found.plan_peak_bytes > budget_bytes:
+        raise RewriteError(
+            f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
+            f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"
+        )
 
 
 def infeasible_text(result: Result) -> str:

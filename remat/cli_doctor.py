@@ -13,7 +13,7 @@ from remat.cli_session import REFUSED, Session
 from remat.formats import bytes_text
 from remat.screen import plain_table
 
-PACKAGES = ("torch", "numpy", "networkx", "ortools", "pulp", "msgspec", "typer", "rich")
+PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
 
 
 def doctor(as_json: options.AsJson = False, debug: options.Debug = False) -> None:
