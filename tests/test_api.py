@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -11,6 +14,8 @@ from remat import api
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.rewriter import checking
 from tests.models import make
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_step_by_step() -> None:
@@ -40,6 +45,12 @@ def test_one_call_gives_a_module_whose_gradients_are_the_models() -> None:
         if g is not None
     )
     assert all(g is not None for g in found)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda p: p.stem)
+def test_notebooks_run(path: Path) -> None:
+    names = runpy.run_path(str(path))
+    assert names["found"].plan_peak_bytes <= names["result"].budget_bytes
 
 
 def test_budgets_of_every_kind_mean_bytes() -> None:
