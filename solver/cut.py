@@ -46,8 +46,8 @@ LEAST_TARGETS = (0.05, 0.2)
 LEAST_POWERS = (0.6, 1.0)
 NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
-MORE_CUTS_NODE_LIMIT = 20
-"""The same for a program of several cuts, whose nodes are slow."""
+FEW_NODES = 20
+"""The same for a program of several cuts or of many ops, whose nodes are slow."""
 ATTEMPTS_OPS = 100_000
 """Exchanges tried from a start, times ops: each costs about as much as there are ops."""
 
@@ -97,16 +97,31 @@ class Cut:
         place = best_cut(search, plain)
         if place is None:
             return
-        cuts = self._more_cuts(search, (place,), 2)
-        for target_bytes in targets(search):
+        if is_large(search):
+            self._close_large_gap(search, place)
+        else:
+            cuts = self._more_cuts(search, (place,), 2)
+            self._try_targets(search, place, TARGETS)
+            self._more_cuts(search, cuts, self.cuts)
+
+    def _close_large_gap(self, search: Search, place: int) -> None:
+        """As for a smaller graph, with what is slow on many ops left to the end."""
+        full = self._try_cuts(search, (place,))
+        self._try_targets(search, place, TARGETS[:2])
+        if full is not None:
+            self._more_cuts(search, tuple(sorted((place, full))), 2)
+        self._try_targets(search, place, TARGETS[2:])
+        if search.best_state is not None and self._is_open(search):
+            self._exchange(search, search.best_state)
+
+    def _try_targets(self, search: Search, place: int, parts: tuple[float, ...]) -> None:
+        for target_bytes in targets(search, parts):
             if self._is_open(search):
                 search.say(f"start for {target_bytes} bytes")
                 program = CutProgram(search.problem, (place,), target_bytes)
                 solution = program.relaxed(max(search.left_s, 0.1))
                 if solution.values is not None:
                     self._try_start(search, solution)
-        if search.problem.n_ops <= MANY_OPS:
-            self._more_cuts(search, cuts, self.cuts)
 
     def _more_cuts(self, search: Search, cuts: tuple[int, ...], most: int) -> tuple[int, ...]:
         """Try `cuts`, then add the fullest stage and try again, up to `most` cuts."""
@@ -134,27 +149,33 @@ class Cut:
     def _try_start(self, search: Search, solution: CutSolution) -> State:
         """Expand, repair, and exchange if the gap is still open; return the expansion."""
         start = State.from_recomputed(search.problem, expand(solution))
-        before_us = search.best_key[0]
         repaired = repair_from(search, start)
-        is_worth_it = search.best_key[0] < before_us or search.problem.n_ops <= MANY_OPS
-        if repaired is not None and is_worth_it and self._is_open(search):
-            search.say("exchanging what is kept")
-            attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
-            search.offer(exchange(repaired, search.budget_bytes, search, attempts))
+        if repaired is not None and not is_large(search) and self._is_open(search):
+            self._exchange(search, repaired)
         return start
+
+    def _exchange(self, search: Search, state: State) -> None:
+        search.say("exchanging what is kept")
+        attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
+        search.offer(exchange(state, search.budget_bytes, search, attempts))
 
     def _is_open(self, search: Search) -> bool:
         is_settled = search.gap <= self.gap or search.proved_infeasible
         return not is_settled and not search.out_of_time()
 
 
+def is_large(search: Search) -> bool:
+    """Whether the graph has so many ops that slow steps come last."""
+    return search.problem.n_ops > MANY_OPS
+
+
 def _has_room(search: Search) -> bool:
-    """Whether each op's own working set is within the budget."""
+    """Whether each op's own working set, and what must be live at the end, is in the budget."""
     problem = search.problem
     room_bytes = search.budget_bytes - problem.resident_bytes
     worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
     if working_set_bytes(problem, worst) <= room_bytes:
-        return True
+        return _has_room_at_end(search, room_bytes)
     op = search.graph.ops[worst]
     need_bytes = working_set_bytes(problem, worst) + problem.resident_bytes
     place = f" ({op.module})" if op.module else ""
@@ -162,12 +183,24 @@ def _has_room(search: Search) -> bool:
     return False
 
 
-def targets(search: Search) -> Iterator[int]:
+def _has_room_at_end(search: Search, room_bytes: int) -> bool:
+    problem = search.problem
+    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+    if end_bytes <= room_bytes:
+        return True
+    search.message = (
+        f"what must be live when the step ends, gradients above all, takes {end_bytes} bytes "
+        f"beside {problem.resident_bytes} that are resident"
+    )
+    return False
+
+
+def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
     """Budgets below the real one at which to solve for starts."""
     problem = search.problem
     floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
     floor += problem.resident_bytes
-    for part in TARGETS:
+    for part in parts:
         yield floor + int(part * (search.budget_bytes - floor))
 
 
@@ -206,7 +239,7 @@ def solve_cut(search: Search, cuts: tuple[int, ...], gap: float) -> CutSolution:
     limits = Limits(
         time_limit_s=max(search.left_s, 0.1),
         absolute_gap=gap / 4 * COST_SCALE,
-        node_limit=NODE_LIMIT if len(cuts) == 1 else MORE_CUTS_NODE_LIMIT,
+        node_limit=NODE_LIMIT if len(cuts) == 1 and not is_large(search) else FEW_NODES,
     )
     solution = CutProgram(search.problem, cuts, search.budget_bytes).solve(limits)
     if solution.bound_us == float("inf"):

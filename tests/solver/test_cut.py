@@ -180,3 +180,13 @@ def test_nothing_but_the_result_reaches_standard_output() -> None:
         [sys.executable, "-c", code], env={"PYTHONPATH": "."}, check=True, capture_output=True
     )
     assert ran.stdout.decode().split() in (["feasible"], ["optimal"])
+
+
+def test_infeasible_where_the_end_of_the_step_does_not_fit() -> None:
+    values = [Value(f"g{i}", 100, f"op{i}", "gradient") for i in range(4)]
+    ops = [Op(f"op{i}", "made", "backward", (), (f"g{i}",), 1.0) for i in range(4)]
+    graph = TrainingGraph("ends", tuple(ops), tuple(values), outputs=("g0", "g1", "g2", "g3"))
+    result = solve(graph, 350, "cut")
+    assert result.status == "infeasible"
+    assert result.least_feasible_bytes == 400
+    assert "live when the step ends" in result.message
