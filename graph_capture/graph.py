@@ -146,6 +146,12 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return sum(op.cost_us for op in self.ops)
 
     @functools.cached_property
+    def ordered_ops(self) -> tuple[str, ...]:
+        """Ops whose first runs keep their captured order: they draw, or have effects."""
+        states = {value.name for value in self.values if value.kind == "rng_state"}
+        return tuple(op.name for op in self.ops if op.pinned or states.intersection(op.inputs))
+
+    @functools.cached_property
     def signatures(self) -> tuple[str, ...]:
         """One line an op: what a plan made for this graph relies on."""
         return tuple(self._signature(op) for op in self.ops)

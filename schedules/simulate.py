@@ -71,6 +71,9 @@ class _Replay:
         self.time_us = 0.0
         self.forward_left = graph.n_forward
         self.held = set(graph.forward_outputs) & set(graph.outputs)
+        self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
+        self.ordered_done = 0
+        self.opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
 
     def run(self, steps: tuple[Step, ...]) -> Simulation:
         curve: list[int] = []
@@ -121,6 +124,8 @@ class _Replay:
         for value in fresh:
             self._require(value not in self.offloaded, i, f"{value} is offloaded: fetch it")
             self._add(value)
+        if not again:
+            self._check_order(i, op)
         self.time_us += op.cost_us
         self.computed.add(name)
         if not again and op.phase == "forward":
@@ -130,6 +135,17 @@ class _Replay:
         elif op.phase == "backward":
             self._require(self.forward_left == 0, i, f"backward op {name} runs before forward ends")
         return running
+
+    def _check_order(self, i: int, op: Op) -> None:
+        """First runs may be in any order, but for draws, effects and what opens backward."""
+        if op.name in self.rank:
+            due = self.graph.ordered_ops[self.ordered_done]
+            self._require(
+                op.name == due, i, f"op {op.name} must first run after {due}, as captured"
+            )
+            self.ordered_done += 1
+        is_opened = self.opening <= self.computed or op.name in self.opening
+        self._require(op.phase == "forward" or is_opened, i, f"op {op.name} runs before tangents")
 
     def _drop(self, i: int, step: Free | Offload) -> None:
         name = step.value

@@ -19,7 +19,8 @@ class Problem:
         outputs: its inputs, and for the last forward op the forward outputs. Entry n
         holds what must be live at the end.
     producer, size_bytes : of each value. cost_us, workspace_bytes, pinned : of each op.
-    held : values in the caller's hands from stage `n_forward` on.
+    forward_outputs : values that must be live when forward ends.
+    held : those in the caller's hands from stage `n_forward` on.
     resident_bytes : live throughout.
     """
 
@@ -33,6 +34,7 @@ class Problem:
     workspace_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     pinned: tuple[bool, ...]
+    forward_outputs: tuple[int, ...]
     held: frozenset[int]
     n_forward: int
     resident_bytes: int
@@ -73,6 +75,7 @@ class Problem:
             workspace_bytes=tuple(op.workspace_bytes for op in graph.ops),
             output_bytes=tuple(sum(size_bytes[v] for v in made_by) for made_by in outputs),
             pinned=tuple(bool(op.pinned) for op in graph.ops),
+            forward_outputs=forward_outputs,
             held=frozenset(forward_outputs) & frozenset(_indices(graph.outputs, index)),
             n_forward=graph.n_forward,
             resident_bytes=graph.resident.total_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,7 @@ from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
+from remat.solver.sequence import schedule_of
 from remat.solver.stages import State
 
 
@@ -126,6 +127,13 @@ class Search:
         if key < self.best_key:
             self.best, self.best_key, self.best_state = schedule, key, None
         return True
+
+    def offer_sequence(self, sequence: Sequence[int]) -> bool:
+        """Take the schedule that runs `sequence` if it is the best yet; return whether it fits."""
+        made = schedule_of(
+            self.problem, sequence, budget_bytes=self.budget_bytes, solver=self.solver
+        )
+        return self.offer_schedule(msgspec.structs.replace(made, options=self.options))
 
     def _schedule(self, state: State) -> Schedule:
         made = state.schedule(budget_bytes=self.budget_bytes, solver=self.solver)
