@@ -24,6 +24,8 @@ GRAPHS = {
     "resnet4": functools.partial(resnet_like, 4),
 }
 TIME_LIMIT_S = 4.0
+IGNORES_BUDGET = ("chen_sqrt",)
+"""Solvers that make one schedule, whatever the budget."""
 UNLIMITED_BYTES = 1 << 60
 
 
@@ -64,7 +66,7 @@ def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:
 def test_result_is_consistent(solver: str, name: str, percent: int) -> None:
     result = result_of(solver, name, percent)
     check(graph_of(name), result, peak_bytes_of(name) * percent // 100)
-    if percent == 100 and solver != "chen_sqrt":
+    if percent == 100 and solver not in IGNORES_BUDGET:
         assert result.status == "optimal"
         assert result.overhead == 0
 
