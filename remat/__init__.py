@@ -12,16 +12,21 @@ from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.front import Front, Price
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
+    from remat.fronts import sweep
     from remat.graph_capture.tracing import capture
     from remat.rewriter.checking import Check, check
     from remat.rewriter.rewriting import rewrite
+    from remat.solver.memory_price import least_peak, price_of_gib
 
 __all__ = [
     "Check",
+    "Front",
+    "Price",
     "RematError",
     "Result",
     "Schedule",
@@ -29,10 +34,13 @@ __all__ = [
     "TrainingGraph",
     "capture",
     "check",
+    "least_peak",
+    "price_of_gib",
     "rematerialize",
     "rewrite",
     "simulate",
     "solve",
+    "sweep",
 ]
 
 __version__ = "0.1.0"
@@ -41,9 +49,12 @@ _LAZY = {
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",
+    "least_peak": "remat.solver.memory_price",
+    "price_of_gib": "remat.solver.memory_price",
     "rematerialize": "remat.api",
     "rewrite": "remat.rewriter.rewriting",
     "solve": "remat.api",
+    "sweep": "remat.fronts",
 }
 
 

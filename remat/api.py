@@ -13,6 +13,7 @@ from remat.formats import bytes_text
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.pin_globs import Globs, as_globs
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ def resolve_budget(
     *,
     solver: str = "auto",
     time_limit_s: float = 60.0,
+    keep: Globs = (),
+    recompute: Globs = (),
 ) -> int:
     """Bytes that `budget` means for `graph`.
 
     Per cents are of the unmodified peak, ``auto`` is what the model and the batch take plus
-    the memory that is free less a tenth, and ``min`` is the least peak that `solver` knows.
+    the memory that is free less a tenth, and ``min`` is the least peak that `solver` knows
+    for these pins.
     """
     parsed = parse_budget(budget)
     if parsed.kind == "share":
@@ -49,9 +53,10 @@ def resolve_budget(
         allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
         return auto_bytes() + allocated_bytes
     if parsed.kind == "min":
-        return solvers.solve(
-            graph, 0, solver=solver, time_limit_s=time_limit_s
-        ).least_feasible_bytes
+        lost = solvers.solve(
+            graph, 0, solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute
+        )
+        return lost.least_feasible_bytes
     return parsed.size_bytes
 
 
@@ -60,6 +65,9 @@ def solve(
     budget: str | SupportsIndex,
     solver: str = "auto",
     time_limit_s: float = 60.0,
+    *,
+    keep: Globs = (),
+    recompute: Globs = (),
     **options: Any,
 ) -> Result:
     """The fastest schedule of `graph` within `budget` that `solver` finds.
@@ -70,6 +78,9 @@ def solve(
     budget : bytes as an int, or ``"8GiB"``, ``"60%"``, ``"auto"``, ``"min"``.
     solver : a name of `remat.solver`'s table.
     time_limit_s : wall clock, in seconds.
+    keep : globs over module paths, such as ``"*.attn"``: what forward computes there is never
+        recomputed. A glob covers all modules below those it matches.
+    recompute : globs as well: what backward reads from there is computed again in backward.
     **options : of that solver.
 
     Returns
@@ -78,10 +89,17 @@ def solve(
 
     Raises
     ------
-    BudgetError : the budget cannot be read. SolverError : an unknown solver or option.
+    BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
+        that matches nothing, an op pinned both ways.
     """
-    budget_bytes = resolve_budget(graph, budget, solver=solver, time_limit_s=time_limit_s)
-    return solvers.solve(graph, budget_bytes, solver=solver, time_limit_s=time_limit_s, **options)
+    keep, recompute = as_globs(keep), as_globs(recompute)
+    budget_bytes = resolve_budget(
+        graph, budget, solver=solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute
+    )
+    return solvers.solve(
+        graph, budget_bytes, solver,
+        time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
+    )  # fmt: skip
 
 
 def rematerialize(
@@ -96,6 +114,8 @@ def rematerialize(
     accumulate: bool = False,
     solver: str = "auto",
     time_limit_s: float = 60.0,
+    keep: Globs = (),
+    recompute: Globs = (),
     check: bool | None = None,
     **options: Any,
 ) -> fx.GraphModule:
@@ -125,7 +145,7 @@ def rematerialize(
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
     )  # fmt: skip
     graph = price(traced)
-    result = solve(graph, budget, solver, time_limit_s, **options)
+    result = solve(graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options)
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     module = rewrite(model, result.schedule, trace=traced)

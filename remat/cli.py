@@ -12,6 +12,7 @@ import typer
 from remat.cli_doctor import doctor
 from remat.cli_plan import capture, inspect, rewrite, solve
 from remat.cli_run import check, run
+from remat.cli_sweep import sweep
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (run, capture, solve, inspect, rewrite, check, doctor):
+for verb in (run, capture, solve, sweep, inspect, rewrite, check, doctor):
     app.command()(verb)
 
 

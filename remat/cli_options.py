@@ -34,6 +34,16 @@ Budget = Annotated[
 ]
 Solver = Annotated[str, typer.Option(help="one of " + ", ".join(TABLE))]
 TimeLimit = Annotated[float, typer.Option(min=0.0, help="seconds to search for a plan")]
+Keep = Annotated[
+    list[str], typer.Option("--keep", metavar="GLOB", help="modules never to recompute; repeatable")
+]
+Recompute = Annotated[
+    list[str],
+    typer.Option("--recompute", metavar="GLOB", help="modules always to recompute; repeatable"),
+]
+PriceOfGib = Annotated[
+    bool, typer.Option("--price-of-gib", help="also say what a GiB more or less is worth")
+]
 Optimizer = Annotated[OptimizerName, typer.Option(help="count this optimizer's state")]
 Accumulate = Annotated[
     bool, typer.Option("--accumulate", help="count accumulated gradients as resident")

@@ -12,7 +12,7 @@ import typer
 from remat import cli_options as options
 from remat import pipeline
 from remat.api import infeasible_text
-from remat.cli_run import asked, conclude, load_shown
+from remat.cli_run import asked, conclude, load_shown, priced, said_price, show_price
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.graph import TrainingGraph
@@ -55,6 +55,9 @@ def solve(
     budget: options.Budget = "auto",
     solver: options.Solver = "auto",
     time_limit: options.TimeLimit = 60.0,
+    keep: options.Keep = [],  # noqa: B006 typer copies it
+    recompute: options.Recompute = [],  # noqa: B006
+    price: options.PriceOfGib = False,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     output: options.Output = None,
@@ -64,15 +67,17 @@ def solve(
     """Find the fastest schedule that fits the budget."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        request = asked(budget, solver, time_limit, optimizer, accumulate)
-        graph = _graph_of(source, session, optimizer.value, accumulate)
+        request = asked(budget, solver, time_limit, optimizer, accumulate, keep, recompute)
+        graph = graph_of(source, session, optimizer.value, accumulate)
         result = pipeline.solve_request(graph, request, session.stages)
         if result.schedule:
             session.save(output, result.schedule.to_json(), "plan")
+        worth = priced(session, graph, result, request) if price else None
         if as_json:
-            session.emit(_result_json(graph, result))
+            session.emit(_result_json(graph, result) | said_price(worth))
         elif result.schedule:
             show_result(session.out, result)
+            show_price(session, worth)
         conclude(session, INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
 
 
@@ -133,10 +138,10 @@ def _rows_of(
         if b'"steps":' in data:
             return rows_of_plan(Schedule.from_json(data))
     schedule = Schedule.from_json(plan.read_bytes()) if plan else None
-    return rows_of_graph(_graph_of(source, session, optimizer, accumulate), schedule)
+    return rows_of_graph(graph_of(source, session, optimizer, accumulate), schedule)
 
 
-def _graph_of(source: str, session: Session, optimizer: Any, accumulate: bool) -> TrainingGraph:
+def graph_of(source: str, session: Session, optimizer: Any, accumulate: bool) -> TrainingGraph:
     """The graph in a file that `capture -o` kept, or of a model."""
     if source.endswith(".json"):
         return TrainingGraph.from_json(Path(source).read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from remat import cli_options as options
@@ -10,9 +11,14 @@ from remat.api import infeasible_text
 from remat.budget import parse_budget
 from remat.cli_session import CHECK_FAILED, INFEASIBLE, Session
 from remat.factory import Loaded, load
+from remat.fronts import price_json, price_text
+from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
 from remat.solver import solver_class
+from remat.solver.front import Price
+from remat.solver.memory_price import price_of_gib
+from remat.solver.result import Result
 
 
 def run(
@@ -20,6 +26,9 @@ def run(
     budget: options.Budget = "auto",
     solver: options.Solver = "auto",
     time_limit: options.TimeLimit = 60.0,
+    keep: options.Keep = [],  # noqa: B006 typer copies it
+    recompute: options.Recompute = [],  # noqa: B006
+    price: options.PriceOfGib = False,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     output: options.Output = None,
@@ -29,21 +38,23 @@ def run(
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        request = asked(budget, solver, time_limit, optimizer, accumulate)
+        request = asked(budget, solver, time_limit, optimizer, accumulate, keep, recompute)
         report = pipeline.run(load_shown(model, session), request, session.stages)
         if report.result.schedule:
             session.save(output, report.result.schedule.to_json(), "plan")
+        worth = priced(session, report.graph, report.result, request) if price else None
         if as_json:
-            session.emit(pipeline.report_json(report))
-        _conclude_run(session, report)
+            session.emit(pipeline.report_json(report) | said_price(worth))
+        _conclude_run(session, report, worth)
 
 
-def _conclude_run(session: Session, report: pipeline.Report) -> None:
+def _conclude_run(session: Session, report: pipeline.Report, price: Price | None) -> None:
     """Print the screen, unless JSON was, and end with the code that fits."""
     if report.result.schedule is None:
         conclude(session, INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
         show_run(session.out, report)
+        show_price(session, price)
     conclude(session, CHECK_FAILED, report.failures)
 
 
@@ -110,8 +121,36 @@ def asked(
     time_limit_s: float,
     optimizer: options.OptimizerName,
     accumulate: bool,
+    keep: Sequence[str] = (),
+    recompute: Sequence[str] = (),
 ) -> pipeline.Request:
     """The request, refused before anything runs if its budget or solver is unknown."""
     parse_budget(budget)
     solver_class(solver)
-    return pipeline.Request(budget, solver, time_limit_s, optimizer.value, accumulate)
+    return pipeline.Request(
+        budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute)
+    )
+
+
+def priced(
+    session: Session, graph: TrainingGraph, result: Result, request: pipeline.Request
+) -> Price | None:
+    """What a GiB is worth at that result, None where nothing fits."""
+    if result.schedule is None:
+        return None
+    with session.stages.stage("price", "pricing a GiB"):
+        return price_of_gib(
+            graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
+            keep=request.keep, recompute=request.recompute,
+        )  # fmt: skip
+
+
+def said_price(price: Price | None) -> dict[str, Any]:
+    """The price as an entry of the JSON object, if there is one."""
+    return {} if price is None else {"price_of_gib": price_json(price)}
+
+
+def show_price(session: Session, price: Price | None) -> None:
+    """One line with the price, if there is one."""
+    if price is not None:
+        session.out.print(f"price  {price_text(price)}")

@@ -75,6 +75,8 @@ class Request:
     time_limit_s: float = 60.0
     optimizer: Optimizer = "none"
     accumulate: bool = False
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,12 @@ def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Res
         def listen(state: solvers.Progress) -> None:
             progress(text=_solver_text(request.budget, state))
 
-        budget_bytes = resolve_budget(graph, request.budget, solver=name, time_limit_s=limit_s)
+        pins = {"keep": request.keep, "recompute": request.recompute}
+        budget_bytes = resolve_budget(
+            graph, request.budget, solver=name, time_limit_s=limit_s, **pins
+        )
         return solvers.solve(
-            graph, budget_bytes, solver=name, time_limit_s=limit_s, progress=listen
+            graph, budget_bytes, solver=name, time_limit_s=limit_s, progress=listen, **pins
         )
 
 

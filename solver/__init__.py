@@ -13,11 +13,13 @@ from typing import Any, Protocol, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.pin_globs import Globs
 from remat.solver.result import Holding, Result
 from remat.solver.search import Listener, Progress
 
 __all__ = [
     "TABLE",
+    "Globs",
     "Holding",
     "Progress",
     "Result",
@@ -30,9 +32,27 @@ __all__ = [
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
     "cut": "remat.solver.cut:Cut",
+    "hierarchical": "remat.solver.hierarchical:Hierarchical",
     "checkmate": "remat.solver.checkmate:Checkmate",
+    "rotor": "remat.solver.rotor:Rotor",
+    "revolve": "remat.solver.revolve:Revolve",
+    "chen_greedy": "remat.solver.chen_greedy:ChenGreedy",
     "chen_sqrt": "remat.solver.chen_sqrt:ChenSqrt",
+    "lower_set": "remat.solver.lower_set:LowerSet",
+    "lp_rounding": "remat.solver.lp_rounding:LpRounding",
+    "dtr": "remat.solver.dtr:Dtr",
+    "lru": "remat.solver.lru:Lru",
+    "largest": "remat.solver.largest:Largest",
+    "msps": "remat.solver.msps:Msps",
+    "dte": "remat.solver.dte:Dte",
+    "coop": "remat.solver.coop:Coop",
     "store_all": "remat.solver.store_all:StoreAll",
+    "full": "remat.solver.full:Full",
+    "every_n_layers": "remat.solver.every_n_layers:EveryNLayers",
+    "selective": "remat.solver.selective:Selective",
+    "keep_attention_output": "remat.solver.keep_attention_output:KeepAttentionOutput",
+    "norms_and_activations": "remat.solver.norms_and_activations:NormsAndActivations",
+    "torch_knapsack": "remat.solver.torch_knapsack:TorchKnapsack",
 }
 
 
@@ -83,6 +103,8 @@ def solve(
     *,
     time_limit_s: float = 60.0,
     progress: Listener | None = None,
+    keep: Globs = (),
+    recompute: Globs = (),
     **options: object,
 ) -> Result:
     """Find the schedule of least time whose true peak is within `budget_bytes`.
@@ -100,12 +122,23 @@ def solve(
         cut the search short.
     progress : callable
         Called with a `Progress` now and then.
+    keep, recompute : globs
+        Over module paths: forward ops there are never recomputed, or what backward reads of
+        them is not carried from forward into backward; see `remat.solver.pins`.
     **options : object
         Fields of the solver.
 
     Raises
     ------
-    SolverError : unknown solver or option. That nothing fits is a `Result`, no error.
+    SolverError : unknown solver or option, or a glob that matches nothing or is pinned both
+        ways. That nothing fits is a `Result`, no error.
     """
+    if keep or recompute:
+        from remat.solver.pins import solve_pinned
+
+        return solve_pinned(
+            graph, budget_bytes, solver, keep, recompute,
+            time_limit_s=time_limit_s, progress=progress, **options,
+        )  # fmt: skip
     made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
     return made.solve(graph, budget_bytes)

@@ -59,11 +59,17 @@ class ChenSqrt:
 def chen_state(problem: Problem, segments: int = 0) -> State:
     """The state of that schedule; `segments` as in `ChenSqrt`."""
     count = segments or max(1, math.isqrt(problem.n_forward))
-    segment = _segment_of(problem, _boundaries(problem, count))
+    return segmented_state(problem, _boundaries(problem, count))
+
+
+def segmented_state(problem: Problem, ends: Sequence[int]) -> State:
+    """The state with a checkpoint after each forward op of `ends`, which are ascending."""
+    segment = _segment_of(problem, ends)
     available = _kept(problem, segment)
+    reads = _late_reads(problem, segment)
     recomputed: list[list[int]] = []
     for t in range(problem.n_ops + 1):
-        recomputed.append(_recomputed_at(problem, segment, available, t))
+        recomputed.append(_recomputed_at(problem, segment, available, reads, t))
         for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
             if op >= problem.n_forward or t >= problem.n_forward:
                 for v in problem.outputs[op]:
@@ -119,8 +125,22 @@ def _kept(problem: Problem, segment: Sequence[int]) -> bytearray:
     return kept
 
 
+def _late_reads(problem: Problem, segment: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """For each segment the values that stages after forward read of it, with the stage."""
+    reads: list[list[tuple[int, int]]] = [[] for _ in range(max(segment, default=-1) + 1)]
+    for stage in range(problem.n_forward, problem.n_ops + 1):
+        for v in problem.needs[stage]:
+            if problem.producer[v] < problem.n_forward:
+                reads[segment[problem.producer[v]]].append((stage, v))
+    return reads
+
+
 def _recomputed_at(
-    problem: Problem, segment: Sequence[int], available: bytearray, t: int
+    problem: Problem,
+    segment: Sequence[int],
+    available: bytearray,
+    reads: Sequence[list[tuple[int, int]]],
+    t: int,
 ) -> list[int]:
     """Of each segment that stage t reads and that is gone: all that backward reads of it."""
     if t < problem.n_forward:
@@ -128,11 +148,7 @@ def _recomputed_at(
     gone = [v for v in problem.needs[t] if not available[v]]
     if not gone:
         return []
-    reached = {segment[problem.producer[v]] for v in gone}
-    wanted = dict.fromkeys(
-        v
-        for later in range(t, problem.n_ops + 1)
-        for v in problem.needs[later]
-        if problem.producer[v] < problem.n_forward and segment[problem.producer[v]] in reached
-    )
+    reached = dict.fromkeys(segment[problem.producer[v]] for v in gone)
+    late = sorted(read for s in reached for read in reads[s][bisect_left(reads[s], (t, -1)) :])
+    wanted = dict.fromkeys(v for _, v in late)
     return recomputed_in(problem, available, list(wanted), t, own_needs=False)

@@ -33,6 +33,7 @@ class CutProgram:
     program: MixedProgram = field(default_factory=MixedProgram)
     carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
     again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    through: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     is_empty: bool = False
 
     def __post_init__(self) -> None:

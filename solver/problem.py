@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from remat.graph_capture.graph import TrainingGraph
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1.
 
@@ -49,6 +50,15 @@ class Problem:
     def n_values(self) -> int:
         """Number of values that some op creates."""
         return len(self.producer)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the stages that need a value it makes: of ops, and n for the end."""
+        found: list[dict[int, None]] = [{} for _ in range(self.n_ops)]
+        for stage, needed in enumerate(self.needs):
+            for v in needed:
+                found[self.producer[v]][stage] = None
+        return tuple(tuple(stages) for stages in found)
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:

@@ -135,12 +135,19 @@ def _last_uses(problem: Problem, t: int, order: Sequence[int]) -> dict[int, int]
 def _rise_bytes(
     problem: Problem, carried_in: Row, carried_on: Row, t: int, order: Sequence[int]
 ) -> int:
+    return max(_heights_bytes(problem, carried_in, carried_on, t, order))
+
+
+def _heights_bytes(
+    problem: Problem, carried_in: Row, carried_on: Row, t: int, order: Sequence[int]
+) -> list[int]:
+    """Bytes above what was carried in while each op of `order` runs, and op t at last."""
     last = _last_uses(problem, t, order)
     size_bytes = problem.size_bytes
-    now = high = 0
+    now = 0
+    heights: list[int] = []
     for position, op in enumerate(order):
-        running = now + problem.output_bytes[op] + problem.workspace_bytes[op]
-        high = max(high, running)
+        heights.append(now + problem.output_bytes[op] + problem.workspace_bytes[op])
         for v in problem.outputs[op]:
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
                 now += size_bytes[v]
@@ -149,7 +156,16 @@ def _rise_bytes(
                 now -= size_bytes[v]
     if t < problem.n_ops:
         now += problem.output_bytes[t] + problem.workspace_bytes[t]
-    return max(high, now)
+    return [*heights, now]
+
+
+def fullest_op(
+    problem: Problem, carried_in: Row, carried_on: Row, t: int, order: Sequence[int]
+) -> int | None:
+    """The op at which most is live among those run again in stage t; None if op t itself is."""
+    heights = _heights_bytes(problem, carried_in, carried_on, t, order)
+    highest = max(range(len(heights)), key=lambda position: (heights[position], position))
+    return order[highest] if highest < len(order) else None
 
 
 def emit(problem: Problem, kept: Sequence[Row], stages: Sequence[Stage]) -> list[Step]:

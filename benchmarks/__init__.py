@@ -1,0 +1,1 @@
+"""Benchmarks: graphs, instance files, and what each solver makes of them."""

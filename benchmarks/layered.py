@@ -1,0 +1,178 @@
+"""Random layered graphs: `python -m benchmarks.layered --nodes 500 --seed 1 > file.json`.
+
+The kind of graph on which MOCCASIN is measured, after Gagrani et al. 2022, "Neural
+topological ordering for computation graphs", appendix A (https://arxiv.org/abs/2207.05899).
+How the four parameters act was read off the published graph RL1, whose file name gives
+n = 100, w = 0.27, nlv = 0.75, ed = 0.2, scd = 0.14, and whose 19 inner layers of 2 to 9
+nodes, 194 edges between neighbouring layers and 33 others the rules below give back:
+
+- width w: mean nodes in a layer over the number of layers;
+- layer variability nlv: a layer has (1 ± nlv) times the mean, uniformly;
+- edge density ed: between layers of a and b nodes there are max(a, b) edges, by which no
+  node is left alone, and ed of all other pairs, which widen a band along the diagonal;
+- skip density scd: share of all edges that join layers that are no neighbours.
+
+A source feeds the whole first layer, the whole last layer feeds a sink; both cost nothing.
+Costs are uniform in 1..1000; bytes are exponential with mean 3,000, cut to 80..6,200, in
+tens: RL1 has 80..6,150 with median 1,600. The order is layer by layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import random
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.instance_format import Instance, Node, checked, graph_of
+from remat.graph_capture.graph import TrainingGraph
+
+LEAST_NODES = 3
+MOST_COST = 1000
+MEAN_BYTES, LEAST_BYTES, MOST_BYTES, STEP_BYTES = 3000, 80, 6200, 10
+
+Edge = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The parameters of a random layered graph, with RL1's values."""
+
+    nodes: int = 100
+    width: float = 0.27
+    variability: float = 0.75
+    density: float = 0.2
+    skips: float = 0.14
+
+    def __post_init__(self) -> None:
+        if self.nodes < LEAST_NODES:
+            raise ValueError(f"nodes must be at least {LEAST_NODES}, found {self.nodes}")
+        if self.width <= 0:
+            raise ValueError(f"width must be positive, found {self.width}")
+        for name in ("variability", "density", "skips"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), found {getattr(self, name)}")
+
+
+def layered_instance(shape: Shape, seed: int) -> Instance:
+    """The graph of that shape and seed, the same in any process."""
+    source = random.Random(f"layered {seed}")
+    layers = _layers(shape, source)
+    edges = _edges(shape, layers, source)
+    last = shape.nodes - 1
+    nodes = tuple(
+        Node(i, 0 if i in (0, last) else source.randint(1, MOST_COST), _bytes(source), str(i))
+        for i in range(shape.nodes)
+    )
+    name = f"random_layered_n{shape.nodes}_w{shape.width}_nlv{shape.variability}"
+    return checked(
+        Instance(
+            nodes=nodes,
+            edges=tuple(sorted(edges)),
+            order=tuple(range(shape.nodes)),
+            name=f"{name}_ed{shape.density}_scd{shape.skips}_seed{seed}",
+        )
+    )
+
+
+def layered_graph(n: int, seed: int) -> TrainingGraph:
+    """A layered graph of `n` nodes with RL1's parameters; see `layered_instance`."""
+    return graph_of(layered_instance(Shape(n), seed))
+
+
+def _layers(shape: Shape, source: random.Random) -> list[range]:
+    """Node ids of each layer, source and sink included; sizes add up to the nodes asked for."""
+    inner = shape.nodes - 2
+    count = min(inner, max(1, round(math.sqrt(inner / shape.width))))
+    low, high = 1 - shape.variability, 1 + shape.variability
+    wanted = [source.uniform(low, high) for _ in range(count)]
+    spare = inner - count
+    ends = [round(spare * sum(wanted[:i]) / sum(wanted)) for i in range(count + 1)]
+    sizes = [1, *(1 + b - a for a, b in itertools.pairwise(ends)), 1]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _edges(shape: Shape, layers: list[range], source: random.Random) -> set[Edge]:
+    edges: set[Edge] = set()
+    for i, (above, below) in enumerate(itertools.pairwise(layers)):
+        is_end = i in (0, len(layers) - 2)
+        density = 1.0 if is_end else shape.density
+        edges |= {(above[a], below[b]) for a, b in _band(len(above), len(below), density, source)}
+    count = round(shape.skips / (1 - shape.skips) * len(edges))
+    return edges | _skips(layers, count, source)
+
+
+def _band(a: int, b: int, density: float, source: random.Random) -> set[Edge]:
+    """Pairs around the diagonal of an grid of a by b: each row and column has one, then more."""
+    most = max(a, b)
+    pairs = dict.fromkeys((i * a // most, i * b // most) for i in range(most))
+    border: list[Edge] = []
+    for i, j in list(pairs):
+        _widen(border, pairs, (i, j), a, b)
+    wanted = most + round(density * (a * b - most))
+    while len(pairs) < wanted:
+        k = source.randrange(len(border))
+        border[k], border[-1] = border[-1], border[k]
+        pair = border.pop()
+        if pair not in pairs:
+            pairs[pair] = None
+            _widen(border, pairs, pair, a, b)
+    return set(pairs)
+
+
+def _widen(border: list[Edge], pairs: dict[Edge, None], pair: Edge, a: int, b: int) -> None:
+    """Put the neighbours of `pair` in the grid that are no pairs yet onto the border."""
+    x, y = pair
+    for i, j in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)):
+        if 0 <= i < a and 0 <= j < b and (i, j) not in pairs:
+            border.append((i, j))
+
+
+def _skips(layers: list[range], count: int, source: random.Random) -> set[Edge]:
+    """Edges between random nodes of inner layers that are two or more apart."""
+    inner = layers[1:-1]
+    layer_of = {node: i for i, layer in enumerate(inner) for node in layer}
+    nodes = list(layer_of)
+    reachable = sum(
+        len(above) * len(below) for i, above in enumerate(inner) for below in inner[i + 2 :]
+    )
+    found: dict[Edge, None] = {}
+    while len(found) < min(count, reachable):
+        u, v = sorted(source.sample(nodes, 2))
+        if layer_of[v] - layer_of[u] >= 2:
+            found[u, v] = None
+    return set(found)
+
+
+def _bytes(source: random.Random) -> int:
+    drawn = math.inf
+    while drawn > MOST_BYTES:
+        drawn = source.expovariate(1 / MEAN_BYTES)
+    return max(LEAST_BYTES, STEP_BYTES * round(drawn / STEP_BYTES))
+
+
+def main() -> int:
+    """Write one instance to standard output."""
+    parser = argparse.ArgumentParser(prog="benchmarks.layered", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    for option in dataclasses.fields(Shape):
+        kind = int if isinstance(option.default, int) else float
+        parser.add_argument(f"--{option.name}", type=kind, default=option.default)
+    asked = vars(parser.parse_args())
+    seed = asked.pop("seed")
+    try:
+        instance = layered_instance(Shape(**asked), seed)
+    except ValueError as error:
+        parser.error(str(error))
+    print(msgspec.json.encode(instance).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Writes docs/solvers.md's tables: `python -m benchmarks.solver_table [RESULTS.json]`.
+
+What stands between `<!-- table -->` and `<!-- /table -->` is made from the file that
+`benchmarks.solvers` wrote; what stands between `<!-- solvers -->` and `<!-- /solvers -->` from
+the headers of the solvers' files. All else in the document is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from remat.solver import TABLE
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "solvers.md"
+SLACK = 1e-9
+
+Cells = list[dict[str, Any]]
+
+
+def header_lines() -> list[str]:
+    """One line a solver: the first paragraph of its file, and what it says it solves."""
+    lines: list[str] = []
+    for name, place in TABLE.items():
+        path = ROOT / "solver" / f"{place.partition(':')[0].rsplit('.', 1)[1]}.py"
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+        _, _, solves = " ".join(paragraphs[1:]).partition("Solves: ")
+        sentence = re.split(r"(?<=\.) (?=[A-Z])", solves, maxsplit=1)[0]
+        lines.append(f"- `{name}`: {paragraphs[0]}" + (f" Solves: {sentence}" if sentence else ""))
+    return lines
+
+
+def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
+    """All tables of the results."""
+    lines = [_made_on(cells), "", "### The best known of each graph", ""]
+    lines += _best_table(graphs, cells)
+    lines += ["", "### Each solver over all cells", "", *_summary_table(cells)]
+    lines += ["", "### Overhead by solver"]
+    for graph in graphs:
+        rows = _detail_table([cell for cell in cells if cell["graph"] == graph])
+        if rows:
+            lines += ["", f"**{graph}**, {graphs[graph]['ops']} ops", "", *rows]
+    return lines
+
+
+def _made_on(cells: Cells) -> str:
+    """On what, with what and when the figures were made."""
+    facts = {
+        what: _distinct(str(cell[what]) for cell in cells if what in cell)
+        for what in ("cpu", "date", "time_limit_s")
+    }
+    versions = _distinct(
+        f"{name} {version}" for cell in cells for name, version in cell.get("versions", {}).items()
+    )
+    days = sorted(facts["date"])
+    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    limits = " or ".join(facts["time_limit_s"])
+    return f"{'; '.join(facts['cpu'])}. {', '.join(versions)}. {span}. {limits} s a cell."
+
+
+def _distinct(items: Any) -> list[str]:
+    return list(dict.fromkeys(items))
+
+
+def _fractions(cells: Cells) -> list[str]:
+    found = _distinct(cell["f"] for cell in cells)
+    return sorted(found, key=lambda f: math.inf if f == "least" else -float(f))
+
+
+def _best_table(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
+    fractions = _fractions(cells)
+    lines = _head(["graph", "ops", "peak MiB", *(_title(f) for f in fractions)])
+    for graph, facts in graphs.items():
+        own = [cell for cell in cells if cell["graph"] == graph]
+        if own:
+            shown = [_best([cell for cell in own if cell["f"] == f]) for f in fractions]
+            peak = f"{facts['peak_bytes'] / 2**20:.2f}"
+            lines.append(_row([graph, str(facts["ops"]), peak, *shown]))
+    return lines
+
+
+def _title(fraction: str) -> str:
+    return "least budget" if fraction == "least" else f"f = {fraction}"
+
+
+def _best(cells: Cells) -> str:
+    """Least overhead, who found it first, and the best bound."""
+    found = [cell for cell in cells if cell["overhead"] is not None]
+    if not found:
+        return "none found" if cells else "-"
+    least = min(cell["overhead"] for cell in found)
+    fastest = min(
+        (cell for cell in found if cell["overhead"] <= least + SLACK),
+        key=lambda cell: cell["seconds"],
+    )
+    bound = max(_bound(cell) for cell in cells)
+    end = f"bound {_percent(bound)}"
+    if abs(least - bound) <= SLACK:
+        end = "optimal"
+    elif least < bound:
+        end = f"in another order; bound of the captured one {_percent(bound)}"
+    return f"{_percent(least)} ({fastest['solver']}, {end})"
+
+
+def _bound(cell: dict[str, Any]) -> float:
+    """The bound that a cell proves for the captured order; none where others are allowed."""
+    has_other_order = "order=free" in cell["solver"]
+    return 0.0 if has_other_order else cell.get("bound_overhead") or 0.0
+
+
+def _summary_table(cells: Cells) -> list[str]:
+    """One row a solver: how often it finds a schedule, how good, how fast, how large."""
+    least: dict[tuple[str, str], float] = {}
+    for cell in cells:
+        if cell["overhead"] is not None:
+            key = cell["graph"], cell["f"]
+            least[key] = min(cell["overhead"], least.get(key, math.inf))
+    titles = ["solver", "found", "best", "proved", "mean step over best", "median s", "max MiB"]
+    lines = _head(titles)
+    for solver in _distinct(cell["solver"] for cell in cells):
+        own = [cell for cell in cells if cell["solver"] == solver]
+        possible = [cell for cell in own if (cell["graph"], cell["f"]) in least]
+        found = [cell for cell in own if cell["overhead"] is not None]
+        over = [
+            (1 + cell["overhead"]) / (1 + least[cell["graph"], cell["f"]]) - 1 for cell in found
+        ]
+        counts = [
+            f"{len(found)} of {len(possible)}",
+            str(sum(extra <= SLACK for extra in over)),
+            str(sum(cell["status"] == "optimal" for cell in found)),
+            _percent(statistics.mean(over)) if over else "-",
+            f"{statistics.median(cell['seconds'] for cell in own):.1f}",
+            f"{max(cell.get('solver_memory_bytes', 0) for cell in own) / 2**20:.0f}",
+        ]
+        lines.append(_row([f"`{solver}`", *counts]))
+    return lines
+
+
+def _detail_table(cells: Cells) -> list[str]:
+    """Rows are solvers, columns budgets; entries are overheads, and seconds in brackets."""
+    if not cells:
+        return []
+    fractions = _fractions(cells)
+    lines = _head(["solver", *(_title(f) for f in fractions)])
+    for solver in _distinct(cell["solver"] for cell in cells):
+        entry = {cell["f"]: _entry(cell) for cell in cells if cell["solver"] == solver}
+        lines.append(_row([f"`{solver}`", *(entry.get(f, "-") for f in fractions)]))
+    return lines
+
+
+def _entry(cell: dict[str, Any]) -> str:
+    seconds = f"({cell['seconds']:.1f} s)"
+    if cell["overhead"] is None:
+        return f"{cell['status']} {seconds}"
+    mark = " optimal" if cell["status"] == "optimal" else ""
+    return f"{_percent(cell['overhead'])}{mark} {seconds}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * max(fraction, 0.0):.2f} %"
+
+
+def _head(titles: list[str]) -> list[str]:
+    return [_row(titles), _row(["---"] * len(titles))]
+
+
+def _row(entries: list[str]) -> str:
+    return f"| {' | '.join(entries)} |"
+
+
+def replaced(document: str, marker: str, lines: list[str]) -> str:
+    """The document with `lines` between the markers of that name.
+
+    Raises
+    ------
+    ValueError : it has no such markers.
+    """
+    start, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    before, found, rest = document.partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the document has no {start} followed by {end}")
+    body = "\n".join(lines)
+    return f"{before}{start}\n{body}\n{end}{after}"
+
+
+def main() -> int:
+    """Write the document anew."""
+    parser = argparse.ArgumentParser(prog="benchmarks.solver_table", description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, help="without it, only the headers")
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    asked = parser.parse_args()
+    document = replaced(asked.docs.read_text(), "solvers", header_lines())
+    if asked.results:
+        results = json.loads(asked.results.read_text())
+        cells = list(results["cells"].values())
+        if cells:
+            document = replaced(document, "table", table_lines(results["graphs"], cells))
+    asked.docs.write_text(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

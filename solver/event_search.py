@@ -1,0 +1,115 @@
+"""Solves one neighbourhood by CP-SAT. The one file that speaks to OR-Tools CP-SAT for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from remat.solver.events import ALWAYS, NEVER, EventProgram, Runs
+
+COST_UNITS = 10_000_000
+"""Units the time of the step is cut into: CP-SAT counts in integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a try found: `runs` is None where there is nothing better; `finished` says whether
+    the neighbourhood was searched to its end."""
+
+    runs: Runs | None
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long a try may take; `deterministic` is in CP-SAT's own unit, about a second."""
+
+    deterministic: float
+    seconds: float
+    seed: int = 0
+
+
+def solve_events(
+    program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float, effort: Effort
+) -> Outcome:
+    """Runs that cost less than `below_us` in all, `base` with the program's choice put in.
+
+    `fixed` are the ops that the program does not decide: their runs are those of `base`.
+    """
+    if program.is_empty:
+        return Outcome(None, True)
+    from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
+
+    api = cast(Any, cp_model)
+    model, variables = _model(api, program, base, fixed, below_us)
+    if model is None:
+        return Outcome(None, True)
+    solver = api.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = effort.seed
+    solver.parameters.max_deterministic_time = effort.deterministic
+    solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
+    import os
+    for kv in os.environ.get("CPP","").split(","):
+        if kv: setattr(solver.parameters, kv.split("=")[0], eval(kv.split("=")[1]))
+    status = solver.solve(model)
+    finished = status in (api.OPTIMAL, api.INFEASIBLE)
+    if status not in (api.OPTIMAL, api.FEASIBLE):
+        return Outcome(None, finished)
+    chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
+    return Outcome(_merged(base, fixed, chosen), finished)
+
+
+def _model(
+    api: Any, program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float
+) -> tuple[Any, list[Any]]:
+    model = api.CpModel()
+    variables = [model.new_bool_var("") for _ in program.costs]
+    for variable, bit in zip(variables, program.hint, strict=True):
+        model.add_hint(variable, bit)
+    for left, right in program.implications:
+        _imply(model, variables, left, right)
+    for terms, room in program.rows:
+        _row(api, model, variables, terms, room)
+    unit_us = sum(program.problem.cost_us) / COST_UNITS or 1.0
+    scaled = [(x, round(cost / unit_us)) for x, cost in enumerate(program.costs) if cost]
+    objective = api.LinearExpr.weighted_sum([variables[x] for x, _ in scaled], [c for _, c in scaled])
+    kept = set(fixed)
+    spent_us = sum(program.problem.cost_us[op] for again in base for op in again if op in kept)
+    room_us = below_us - spent_us
+    if room_us <= 0:
+        return None, variables
+    if math.isfinite(room_us):
+        model.add(objective <= math.ceil(room_us / unit_us) - 1)
+    model.minimize(objective)
+    return model, variables
+
+
+def _imply(model: Any, variables: list[Any], left: int, right: Sequence[int]) -> None:
+    if left == NEVER:
+        return
+    clause = [variables[x] for x in right if x != NEVER]
+    if left != ALWAYS:
+        clause.append(~variables[left])
+    model.add_bool_or(clause)
+
+
+def _row(
+    api: Any, model: Any, variables: list[Any], terms: Sequence[tuple[int, int]], room: int
+) -> None:
+    sizes = [size_bytes for _, size_bytes in terms]
+    unit = math.gcd(*sizes) or 1
+    total = api.LinearExpr.weighted_sum(
+        [variables[x] for x, _ in terms], [size_bytes // unit for size_bytes in sizes]
+    )
+    model.add(total <= room // unit)
+
+
+def _merged(base: Runs, fixed: Sequence[int], chosen: set[tuple[int, int]]) -> Runs:
+    kept = set(fixed)
+    merged = [[op for op in again if op in kept] for again in base]
+    for stage, op in sorted(chosen):
+        merged[stage].append(op)
+    return [sorted(again) for again in merged]

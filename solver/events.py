@@ -1,0 +1,255 @@
+"""A neighbourhood of a schedule as a 0-1 program over events and retention gaps.
+
+An event is a run of an op in a stage; in a stage repeated runs come in captured order, then
+the op of the stage. Ops of a chosen set may run again at candidate stages; all other runs
+are as in the schedule at hand. Between two touches of a value (a run that makes or reads
+it) lies a gap; `kept[v, i]` says that v is live in gap i.
+
+minimise    Σ cost · runs[e]
+subject to  kept[v, i] <= kept[v, i-1] + runs[e_i]  (the last term where event e_i makes v)
+            runs[e] <= kept[v, i]                   (event e reads v and ends gap i)
+            Σ size · kept + own bytes of e · runs[e] <= room    for each event e
+
+Optimal for the candidate stages given, no more: it proves nothing about other schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from remat.solver.problem import Problem
+
+Runs = list[list[int]]
+"""For each stage the ops that run again in it, in captured order."""
+Literal = int
+"""Index of a 0-1 variable, or one of the two constants below."""
+NEVER, ALWAYS = -2, -1
+
+
+@dataclass(slots=True)
+class EventProgram:
+    """The program, in plain numbers; `solve` of `event_search` hands it to CP-SAT.
+
+    Attributes
+    ----------
+    costs : of each variable, 0 for gaps. hint : the schedule at hand, one bit a variable.
+    implications : (a, terms): a <= sum of the terms. rows : (terms, room): Σ bytes · x <= room.
+    run_of : event (stage, op) of each variable that is a run.
+    """
+
+    problem: Problem
+    room_bytes: int
+    costs: list[float] = field(default_factory=list[float])
+    hint: list[bool] = field(default_factory=list[bool])
+    implications: list[tuple[Literal, list[Literal]]] = field(
+        default_factory=list[tuple[Literal, list[Literal]]]
+    )
+    rows: list[tuple[list[tuple[int, int]], int]] = field(
+        default_factory=list[tuple[list[tuple[int, int]], int]]
+    )
+    run_of: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    is_empty: bool = False
+
+    def variable(self, cost_us: float, hint: bool) -> Literal:
+        """Add a 0-1 variable."""
+        self.costs.append(cost_us)
+        self.hint.append(hint)
+        return len(self.costs) - 1
+
+
+def candidate_stages(
+    problem: Problem, runs: Runs, chosen: Sequence[int], most: int
+) -> dict[int, list[int]]:
+    """Stages in which each chosen op may run again, at most `most` beside present ones.
+
+    Those where it does now, those in which an op that reads it runs or may run, and those
+    that touch its inputs for the last time.
+    """
+    present: dict[int, list[int]] = {}
+    for stage, again in enumerate(runs):
+        for op in again:
+            present.setdefault(op, []).append(stage)
+    stages_of: dict[int, list[int]] = {}
+    last = last_touches(problem, runs)
+    for op in sorted(set(chosen), reverse=True):
+        if problem.pinned[op]:
+            continue
+        wanted: dict[int, None] = {}
+        for reader in problem.readers[op]:
+            wanted[reader] = None
+            wanted.update(dict.fromkeys(present.get(reader, ())))
+            wanted.update(dict.fromkeys(stages_of.get(reader, ())))
+        found = sorted(t for t in wanted if t > op)
+        ends = sorted({last[v] for v in problem.inputs[op]})
+        found = thinned(found, most) + [t for t in ends if op < t < problem.n_ops]
+        stages_of[op] = sorted({*found, *present.get(op, ())})
+    return stages_of
+
+
+def thinned(stages: list[int], most: int) -> list[int]:
+    """At most `most` of `stages`, the last always among them."""
+    if len(stages) <= most:
+        return stages
+    step = len(stages) / most
+    return [stages[len(stages) - 1 - int(i * step)] for i in range(most)]
+
+
+def last_touches(problem: Problem, runs: Runs) -> list[int]:
+    """The last stage that reads each value, or makes it first."""
+    last = list(problem.producer)
+    for stage, again in enumerate(runs):
+        for op in again:
+            for v in problem.inputs[op]:
+                last[v] = stage
+        for v in problem.needs[stage]:
+            last[v] = stage
+    return last
+
+
+class EventBuilder:
+    """Builds the program of one neighbourhood."""
+
+    def __init__(self, problem: Problem, runs: Runs, stages_of: dict[int, list[int]]) -> None:
+        self.problem = problem
+        self.events: list[tuple[int, int]] = []
+        self.ran: list[bool] = []
+        self.literal: list[Literal] = []
+        extra: list[set[int]] = [set() for _ in runs]
+        for op, stages in stages_of.items():
+            for stage in stages:
+                extra[stage].add(op)
+        for stage, again in enumerate(runs):
+            now = set(again)
+            for op in sorted(now | extra[stage]):
+                self._event(stage, op, op in now, op not in stages_of)
+            self._event(stage, stage, True, True)
+
+    def _event(self, stage: int, op: int, ran: bool, is_fixed: bool) -> None:
+        self.events.append((stage, op))
+        self.ran.append(ran)
+        self.literal.append(ALWAYS if is_fixed else NEVER)
+
+    def build(self, room_bytes: int) -> EventProgram:
+        """The program within `room_bytes`, resident bytes left out."""
+        program = EventProgram(self.problem, room_bytes)
+        for e, (stage, op) in enumerate(self.events):
+            if self.literal[e] == NEVER:
+                self.literal[e] = program.variable(self.problem.cost_us[op], self.ran[e])
+                program.run_of[self.literal[e]] = (stage, op)
+        self._gaps(program)
+        return program
+
+    def _touches(self) -> list[list[int]]:
+        """For each value the events that make or read it, in order."""
+        problem, n_ops = self.problem, self.problem.n_ops
+        touches: list[list[int]] = [[] for _ in range(problem.n_values)]
+        for e, (stage, op) in enumerate(self.events):
+            for v in self._reads(stage, op):
+                touches[v].append(e)
+            if op < n_ops:
+                for v in problem.outputs[op]:
+                    touches[v].append(e)
+        return touches
+
+    def _reads(self, stage: int, op: int) -> tuple[int, ...]:
+        return self.problem.needs[stage] if op == stage else self.problem.inputs[op]
+
+    def _gaps(self, program: EventProgram) -> None:
+        """Gap variables and the memory they take, event by event."""
+        n_events = len(self.events)
+        change = [0] * (n_events + 1)
+        starts: list[list[tuple[int, int, int]]] = [[] for _ in range(n_events + 1)]
+        for v, touches in enumerate(self._touches()):
+            for here, following, gap in self._gaps_of(program, v, touches):
+                size_bytes = self.problem.size_bytes[v]
+                if gap == ALWAYS:
+                    change[here + 1] += size_bytes
+                    change[following + 1] -= size_bytes
+                elif size_bytes:
+                    starts[here + 1].append((gap, size_bytes, following))
+        self._memory(program, change, starts)
+
+    def _gaps_of(
+        self, program: EventProgram, v: int, touches: list[int]
+    ) -> list[tuple[int, int, Literal]]:
+        """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
+        problem, maker = self.problem, self.problem.producer[v]
+        reads = [self._is_read(v, e) for e in touches]
+        is_settled = all(self.literal[e] == ALWAYS for e in touches)
+        hints = self._present_gaps(v, touches, reads)
+        found: list[tuple[int, int, Literal]] = []
+        before = NEVER
+        for i in range(len(touches) - 1):
+            here, following = touches[i], touches[i + 1]
+            must = v in problem.held and self.events[following][0] >= problem.n_forward
+            if is_settled or must:
+                gap = ALWAYS if hints[i] or must else NEVER
+            elif reads[i + 1] and self.literal[following] == ALWAYS:
+                gap = ALWAYS
+            else:
+                gap = program.variable(0.0, hints[i])
+            if not is_settled:
+                self._flow(program, gap, before, here, maker, must)
+                if reads[i + 1] and gap != ALWAYS:
+                    program.implications.append((self.literal[following], [gap]))
+            if gap != NEVER:
+                found.append((here, following, gap))
+            before = gap
+        return found
+
+    def _is_read(self, v: int, e: int) -> bool:
+        stage, op = self.events[e]
+        return v in self._reads(stage, op)
+
+    def _present_gaps(self, v: int, touches: list[int], reads: list[bool]) -> list[bool]:
+        """Whether each gap is kept by the schedule at hand: a read follows before a making."""
+        hints = [False] * len(touches)
+        wanted = False
+        for i in range(len(touches) - 1, 0, -1):
+            stage, op = self.events[touches[i]]
+            if self.ran[touches[i]]:
+                makes = op == self.problem.producer[v]
+                wanted = reads[i] or (wanted and not makes)
+            hints[i - 1] = wanted
+        return hints
+
+    def _flow(
+        self, program: EventProgram, gap: Literal, before: Literal, here: int, maker: int, must: bool
+    ) -> None:
+        """A value is live after a touch only if it was before, or is made there."""
+        makes = self.events[here][1] == maker
+        if must and not makes:
+            return
+        sources = [before] if before != NEVER else []
+        sources += [self.literal[here]] if makes else []
+        if ALWAYS not in sources:
+            program.implications.append((gap, sources))
+
+    def _memory(
+        self,
+        program: EventProgram,
+        change: list[int],
+        starts: list[list[tuple[int, int, int]]],
+    ) -> None:
+        base_bytes = 0
+        open_gaps: list[tuple[int, int, int]] = []
+        for e, (_, op) in enumerate(self.events):
+            base_bytes += change[e]
+            open_gaps = [gap for gap in open_gaps if gap[2] >= e] + starts[e]
+            terms = [(gap, size_bytes) for gap, size_bytes, _ in open_gaps]
+            own_bytes = self._own_bytes(op)
+            room = program.room_bytes - base_bytes
+            if self.literal[e] == ALWAYS:
+                room -= own_bytes
+            else:
+                terms.append((self.literal[e], own_bytes))
+            if room < 0:
+                program.is_empty = True
+            if sum(size_bytes for _, size_bytes in terms) > room:
+                program.rows.append((terms, room))
+
+    def _own_bytes(self, op: int) -> int:
+        if op == self.problem.n_ops:
+            return 0
+        return self.problem.output_bytes[op] + self.problem.workspace_bytes[op]

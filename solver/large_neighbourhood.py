@@ -1,0 +1,197 @@
+"""Large neighbourhood search around the best schedule, each neighbourhood solved by CP-SAT.
+
+Source: P. Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle
+Routing Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30; the neighbourhoods are
+those of `events`.
+
+A round picks `workers` sets of ops, lets each set run again wherever that may help, and
+takes the best outcome. Sets grow while they are searched to the end, and shrink where time
+ends the search. Sets and efforts do not depend on the clock, so a seed and a number of
+workers give the same schedules, until the time limit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remat.schedules.schedule import Compute, Schedule
+from remat.solver.event_search import Effort, Outcome, solve_events
+from remat.solver.events import EventBuilder, Runs, candidate_stages
+from remat.solver.problem import Problem
+from remat.solver.repair import fill
+from remat.solver.search import Search
+from remat.solver.sequence import recomputed_by_stage
+from remat.solver.stages import State
+
+FIRST_SIZE = 40
+"""Ops in the first sets."""
+GROWTH, SHRINKAGE = 1.15, 0.85
+EFFORT = 1.5
+"""CP-SAT's deterministic time for one try."""
+MOST_STAGES = 6
+"""Stages in which an op may run again, beside those where it does."""
+FULL = 0.98
+"""A stage is full from this part of the budget on."""
+
+
+@dataclass(slots=True)
+class LargeNeighbourhoods:
+    """Improves `search`'s best schedule; `stop` says when it is good enough."""
+
+    search: Search
+    stop: Callable[[], bool]
+    seed: int = 0
+    workers: int = 1
+    size: float = FIRST_SIZE
+    idle: int = 0
+    source: random.Random = field(init=False)
+    runs: Runs = field(init=False)
+    state: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.search.best is not None
+        self.source = random.Random(self.seed)
+        self._take(runs_of(self.search.problem, self.search.best))
+
+    @property
+    def cost_us(self) -> float:
+        """Time of all recomputations of the schedule at hand."""
+        costs = self.search.problem.cost_us
+        return sum(costs[op] for again in self.runs for op in again)
+
+    def run(self, rounds: int) -> None:
+        """At most so many rounds, until time is up, the stop says so or all is searched."""
+        with ThreadPoolExecutor(self.workers) as pool:
+            for _ in range(rounds):
+                if self.stop() or self.search.out_of_time():
+                    return
+                if self._round(pool):
+                    return
+
+    def _round(self, pool: ThreadPoolExecutor) -> bool:
+        """One round; return whether the whole graph was a neighbourhood and gave nothing."""
+        sets = [self._pick() for _ in range(self.workers)]
+        self.search.say(f"neighbourhoods of {int(self.size)} ops")
+        seeds = [self.source.randrange(1 << 30) for _ in sets]
+        outcomes = list(pool.map(self._try, sets, seeds))
+        better = [found for found in outcomes if found.runs is not None]
+        for found in better:
+            assert found.runs is not None
+            if self._cost_of(found.runs) < self.cost_us:
+                self._take(found.runs)
+        all_finished = all(found.finished for found in outcomes)
+        self.size *= GROWTH if all_finished else SHRINKAGE
+        self.size = min(max(self.size, 8), self.search.problem.n_ops)
+        self.idle = 0 if better else self.idle + 1
+        is_whole = len(sets[0]) >= self.search.problem.n_ops
+        return is_whole and all_finished and not better
+
+    def _cost_of(self, runs: Runs) -> float:
+        costs = self.search.problem.cost_us
+        return sum(costs[op] for again in runs for op in again)
+
+    def _try(self, chosen: Sequence[int], seed: int) -> Outcome:
+        search, problem = self.search, self.search.problem
+        stages_of = candidate_stages(problem, self.runs, chosen, MOST_STAGES)
+        program = EventBuilder(problem, self.runs, stages_of).build(
+            search.budget_bytes - problem.resident_bytes
+        )
+        fixed = [op for op in range(problem.n_ops) if op not in stages_of]
+        effort = Effort(EFFORT, search.left_s, seed)
+        return solve_events(program, self.runs, fixed, self.cost_us * (1 - 1e-9), effort)
+
+    def _take(self, runs: Runs) -> None:
+        """Make `runs` the schedule at hand, with what still fits carried, and offer it."""
+        problem = self.search.problem
+        self.search.offer_sequence(sequence_of(problem, runs))
+        self.state = State.from_recomputed(problem, runs)
+        fill(self.state, self.search.budget_bytes, self.search)
+        if self.search.offer(self.state):
+            runs = [sorted(stage.recomputed) for stage in self.state.stages]
+        self.runs = runs
+
+    def _pick(self) -> list[int]:
+        """A set of ops, by one of four rules in turn of the dice."""
+        size = int(self.size)
+        if size >= self.search.problem.n_ops:
+            return list(range(self.search.problem.n_ops))
+        rule = self.source.choice((self._at_moment, self._around, self._near_moment, self._window))
+        chosen = rule(size)
+        return sorted(dict.fromkeys(chosen))[: 2 * size]
+
+    def _full_stage(self) -> int:
+        peak_bytes = self.state.peak_bytes[: self.search.problem.n_ops]
+        full = np.flatnonzero(peak_bytes >= FULL * self.search.budget_bytes).tolist()
+        return self.source.choice(full or [int(np.argmax(peak_bytes))])
+
+    def _at_moment(self, size: int) -> list[int]:
+        """Producers of values live, or run again, at a full moment."""
+        problem, t = self.search.problem, self._full_stage()
+        live = [problem.producer[v] for v in np.flatnonzero(self.state.kept[t]).tolist()]
+        found = list(dict.fromkeys([*self.runs[t], *live]))
+        rest = found[len(self.runs[t]) :]
+        self.source.shuffle(rest)
+        found = [*self.runs[t], *rest][:size]
+        return [*found, *self._inputs_of(found)][: size + size // 2]
+
+    def _around(self, size: int) -> list[int]:
+        """Ops nearest in the graph to one that runs again."""
+        problem = self.search.problem
+        again = [op for stage in self.runs for op in stage]
+        root = self.source.choice(again or list(range(problem.n_ops)))
+        found: dict[int, None] = {root: None}
+        waiting = [root]
+        while waiting and len(found) < size:
+            following: list[int] = []
+            for op in waiting:
+                readers = [t for t in problem.readers[op] if t < problem.n_ops]
+                near = [*self._inputs_of([op]), *readers]
+                self.source.shuffle(near)
+                following += [other for other in near if other not in found]
+                found.update(dict.fromkeys(near))
+            waiting = list(dict.fromkeys(following))
+        return list(found)[:size]
+
+    def _near_moment(self, size: int) -> list[int]:
+        """What runs again in the stages nearest a full moment, with its inputs."""
+        t = self._full_stage()
+        stages = sorted(range(len(self.runs)), key=lambda stage: (abs(stage - t), stage))
+        found: dict[int, None] = {}
+        for stage in stages:
+            found.update(dict.fromkeys(self.runs[stage]))
+            found.update(dict.fromkeys(self._inputs_of(self.runs[stage])))
+            if len(found) >= size:
+                break
+        return list(found)
+
+    def _window(self, size: int) -> list[int]:
+        """Neighbours in captured order."""
+        n_ops = self.search.problem.n_ops
+        first = self.source.randrange(max(n_ops - size, 1))
+        return list(range(first, min(first + size, n_ops)))
+
+    def _inputs_of(self, ops: Sequence[int]) -> list[int]:
+        problem = self.search.problem
+        return [problem.producer[v] for op in ops for v in problem.inputs[op]]
+
+
+def runs_of(problem: Problem, schedule: Schedule) -> Runs:
+    """What runs again in each stage of `schedule`, in captured order."""
+    index = problem.graph.op_index
+    sequence = [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
+    return [sorted(set(again)) for again in recomputed_by_stage(problem, sequence)]
+
+
+def sequence_of(problem: Problem, runs: Runs) -> list[int]:
+    """The ops in the order in which `runs` has them."""
+    sequence: list[int] = []
+    for stage, again in enumerate(runs):
+        sequence += again
+        if stage < problem.n_ops:
+            sequence.append(stage)
+    return sequence

@@ -1,0 +1,226 @@
+"""Instance files: what is refused, what is printed, and the sequence replayed from scratch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.instance import History, main, rounded_bound
+from benchmarks.instance_format import Instance, Node, checked, graph_of
+from remat.solver import Progress, solve
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT.parent / "shared" / "bench"
+FIELDS = (
+    "status", "cost", "overhead", "peak", "bound", "gap", "seconds",
+    "first_feasible_seconds", "history", "solver",
+)  # fmt: skip
+DIAMOND: dict[str, Any] = {
+    "nodes": [
+        {"id": "a", "cost": 2, "bytes": 4},
+        {"id": "b", "cost": 3, "bytes": 4},
+        {"id": "c", "cost": 5, "bytes": 4},
+        {"id": "d", "cost": 7, "bytes": 1},
+    ],
+    "edges": [["a", "b"], ["b", "c"], ["a", "d"], ["c", "d"]],
+    "order": ["a", "b", "c", "d"],
+}
+"""12 bytes with all kept, since a is read last of all; 9 with a computed again."""
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.instance", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def written(folder: Path, data: object) -> Path:
+    path = folder / "instance.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def sequence_peak(sequence: list[Any], data: dict[str, Any]) -> int:
+    """Peak of a sequence in which each use reads the latest computation before it."""
+    size = {node["id"]: node["bytes"] for node in data["nodes"]}
+    reads = {node: [u for u, v in data["edges"] if v == node] for node in size}
+    until: list[int] = []
+    latest: dict[Any, int] = {}
+    for now, node in enumerate(sequence):
+        for read in reads[node]:
+            until[latest[read]] = now
+        latest[node] = now
+        until.append(now)
+    assert set(latest) == set(size)
+    return max(
+        sum(size[sequence[i]] for i in range(now + 1) if until[i] >= now)
+        for now in range(len(sequence))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"edges": [["a", "b"], ["b", "c"], ["c", "b"]]}, "cycle: b -> c -> b"),
+        ({"edges": [["a", "a"]]}, "cycle: a -> a"),
+        ({"edges": [["a", "z"]]}, "edge ['a', 'z'] names a missing node: 'z'"),
+        ({"nodes": [{"id": "a", "cost": 1, "bytes": -1}]}, "node 'a' has negative bytes: -1"),
+        ({"nodes": [{"id": "a", "cost": -2, "bytes": 1}]}, "negative or infinite cost: -2"),
+        ({"nodes": [{"id": 1, "cost": 1, "bytes": 1}] * 2}, "node id 1 is given twice"),
+        ({"nodes": [{"id": 1, "cost": 1}]}, "missing required field `bytes` - at `$.nodes[0]`"),
+        ({"nodes": []}, "there are no nodes"),
+        ({"order": ["a", "b", "c"]}, "order is no permutation: it lacks node 'd'"),
+        ({"order": ["a", "b", "c", "c"]}, "order is no permutation: it has 'c' twice"),
+        ({"order": ["a", "b", "c", "d", "e"]}, "order is no permutation: 'e' is no node"),
+        ({"order": ["b", "a", "c", "d"]}, "order contradicts edge ['a', 'b']: 'b' comes first"),
+        ({"constant_bytes": -1}, "constant_bytes is negative: -1"),
+    ],
+)
+def test_bad_instances_are_refused_in_one_line(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    path = written(tmp_path, {**DIAMOND, **change})
+    done = run(path, "--budget", 10)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert str(path) in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--budget", "0"], "budgets must be positive bytes, found '0'"),
+        (["--budget", "-3"], "budgets must be positive bytes, found '-3'"),
+        (["--budget", "9", "--workers", "0"], "must be a whole number from 1 on, found '0'"),
+        (["--budget", "9", "--time-limit", "0"], "must be a positive number of seconds"),
+        (["--budget", "9", "--order", "any"], "invalid choice: 'any'"),
+        (["--budget", "9", "--solver", "cat"], "unknown solver 'cat'"),
+        (["--budget", "9", "--solver", "cut", "--order", "free"], "solver 'cut' keeps the given"),
+        (["--budget", "9", "--out", "/no/such/folder/x"], "no folder /no/such/folder"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    path = str(written(tmp_path, DIAMOND))
+    monkeypatch.setattr(sys, "argv", ["benchmarks.instance", path, *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_missing_file_and_text_are_refused(tmp_path: Path) -> None:
+    missing = run(tmp_path / "none.json", "--budget", 9)
+    text = run(written(tmp_path, "nodes"), "--budget", 9)
+    assert (missing.returncode, text.returncode) == (2, 2)
+    assert "No such file" in missing.stderr
+    assert "is not JSON" in text.stderr
+
+
+def test_a_recomputation_is_found_and_the_sequence_replays(tmp_path: Path) -> None:
+    out = tmp_path / "sequence.json"
+    done = run(written(tmp_path, DIAMOND), "--budget", 9, "--out", out)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert set(FIELDS) <= set(found)
+    assert json.loads(out.read_text()) == ["a", "b", "c", "a", "d"]
+    assert (found["status"], found["cost"], found["bound"]) == ("optimal", 19, 19)
+    assert isinstance(found["cost"], int)
+    assert found["overhead"] == pytest.approx(2 / 17)
+    assert (found["peak"], found["gap"]) == (9, 0)
+    assert found["history"][-1][1:] == [19, 19]
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    done = run(written(tmp_path, DIAMOND), "--budget", 8, "--out", tmp_path / "sequence.json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 3
+    assert (found["status"], found["cost"], found["peak"]) == ("infeasible", None, None)
+    assert found["first_feasible_seconds"] is None
+    assert found["least_feasible"] == 9
+    assert not (tmp_path / "sequence.json").exists()
+
+
+def test_constants_count_unless_kept_apart(tmp_path: Path) -> None:
+    path = written(tmp_path, {**DIAMOND, "constant_bytes": 3})
+    resident = json.loads(run(path, "--budget", 12).stdout)
+    apart = json.loads(run(path, "--budget", 12, "--constants", "apart").stdout)
+    assert (resident["cost"], resident["peak"]) == (19, 12)
+    assert (apart["cost"], apart["peak"]) == (17, 12)
+
+
+def test_real_costs_stay_real_and_no_order_is_needed(tmp_path: Path) -> None:
+    nodes = [{**node, "cost": node["cost"] + 0.5} for node in DIAMOND["nodes"]]
+    data = {"nodes": nodes, "edges": DIAMOND["edges"]}
+    found = json.loads(run(written(tmp_path, data), "--budget", 9).stdout)
+    assert found["cost"] == 21.5
+
+
+def test_equals_the_published_optimum(tmp_path: Path) -> None:
+    if not (BENCH / "tiny_exact.json").exists():
+        pytest.skip(f"the reference instances are not at {BENCH}")
+    data = json.loads((BENCH / "tiny_exact.json").read_text())["graphs"][0]
+    row = data["reference"]["rows"][1]
+    out = tmp_path / "sequence.json"
+    path = written(tmp_path, data)
+    found = json.loads(run(path, "--budget", row["budget"], "--out", out).stdout)
+    sequence = json.loads(out.read_text())
+    cost = {node["id"]: node["cost"] for node in data["nodes"]}
+    assert (found["status"], found["cost"]) == ("optimal", row["optimal_cost_fixed_order"])
+    assert sum(cost[node] for node in sequence) == found["cost"]
+    assert sequence_peak(sequence, data) == found["peak"] <= row["budget"]
+
+
+@pytest.mark.parametrize("name", ["checkmate_test", "moccasin_fcn8", "moccasin_rl1"])
+def test_memory_is_counted_as_the_files_do(name: str) -> None:
+    path = BENCH / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"the reference instances are not at {BENCH}")
+    data = json.loads(path.read_text())
+    fields = {key: data[key] for key in ("edges", "order")}
+    nodes = tuple(Node(node["id"], node["cost"], node["bytes"]) for node in data["nodes"])
+    edges = tuple((u, v) for u, v in fields["edges"])
+    graph = graph_of(checked(Instance(nodes, edges, tuple(fields["order"]))))
+    kept = solve(graph, 1 << 60, "store_all")
+    assert kept.peak_bytes == data["reference"]["no_remat_peak"]
+    assert kept.time_us == data["reference"]["no_remat_cost"]
+
+
+def test_history_keeps_what_is_new_only() -> None:
+    instance = Instance((Node(0, 10, 1),), ())
+    history = History(instance, 10.0)
+    history(Progress(0.1, None, 0.0, ""))
+    history(Progress(0.2, None, 0.0, ""))
+    history(Progress(0.3, 0.5, 0.1, ""))
+    history(Progress(0.4, 0.2, 0.2, ""))
+    assert history.rows == [(0.1, None, 10), (0.3, 15, 11), (0.4, 12, 12)]
+    assert history.first_feasible_seconds == 0.3
+
+
+@pytest.mark.parametrize(
+    ("bound", "cost", "shown"),
+    [
+        (45.3, 47, 46),
+        (46.0000001, 47, 46),
+        (46.0, None, 46),
+        (48.2, 47, 47),
+        (1e12 + 0.5, None, 1e12 + 0.5),
+    ],
+)
+def test_a_bound_on_whole_costs_is_rounded_up_with_care(
+    bound: float, cost: int | None, shown: float
+) -> None:
+    assert rounded_bound(bound, cost, whole=True) == shown
+    assert rounded_bound(45.3, 47, whole=False) == 45.3

@@ -1,0 +1,251 @@
+"""Pins: kept ops run once, recomputed values do not cross, bounds hold, errors help."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import random
+from collections.abc import Collection
+
+import msgspec
+import pytest
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.simulate import simulate
+from remat.solver import Result, solve
+from remat.solver.pin_globs import Pins
+from remat.solver.pins import kept_graph
+from remat.solver.problem import Problem
+from remat.solver.twins import TWIN, with_twins
+from tests.solver.exhaustive import least_time_us
+from tests.solver.random_graphs import chain, gpt_like, random_graph
+
+UNLIMITED_BYTES = 1 << 60
+MODULES = ("blocks.0.norm", "blocks.0.attn", "blocks.1.norm", "blocks.1.mlp", "head")
+
+
+def with_modules(graph: TrainingGraph, period: int = 1) -> TrainingGraph:
+    """`graph` with its forward ops in modules of `MODULES`, `period` ops each in turn."""
+    ops = tuple(
+        msgspec.structs.replace(op, module=MODULES[i // period % len(MODULES)])
+        if op.phase == "forward"
+        else op
+        for i, op in enumerate(graph.ops)
+    )
+    return msgspec.structs.replace(graph, ops=ops)
+
+
+@functools.cache
+def gpt() -> TrainingGraph:
+    return with_modules(gpt_like(1), 3)
+
+
+def peak_bytes(graph: TrainingGraph) -> int:
+    return solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
+
+
+def live_when_backward_opens(graph: TrainingGraph, schedule: Schedule) -> set[str]:
+    """Values live after forward has ended and the frees that follow at once."""
+    live: set[str] = set()
+    waiting = {op.name for op in graph.ops if op.phase == "forward"}
+    for step in schedule.steps:
+        if isinstance(step, Free):
+            live.discard(step.value)
+        elif isinstance(step, Compute):
+            if not waiting:
+                break
+            live.update(graph.ops[graph.op_index[step.op]].outputs)
+            waiting.discard(step.op)
+    return live
+
+
+def check_pins(graph: TrainingGraph, result: Result, keep: str = "", recompute: str = "") -> None:
+    """The schedule is valid, within the budget, and keeps the pins."""
+    if result.schedule is None:
+        return
+    found = simulate(graph, result.schedule)
+    assert found.peak_bytes == result.peak_bytes <= result.budget_bytes
+    assert found.time_us == result.time_us >= result.lower_bound_us * (1 - 1e-9)
+    assert result.schedule.budget_bytes == result.budget_bytes
+    assert (result.status == "optimal") == (result.gap <= 1e-9)
+    pins = Pins.of(graph, (keep,) if keep else (), (recompute,) if recompute else ())
+    runs = result.schedule.computations()
+    assert all(runs[name] == 1 for name in pins.kept)
+    lost = {v for name in pins.again for v in graph.ops[graph.op_index[name]].outputs}
+    if 0 < graph.n_forward < len(graph.ops):
+        assert not lost & live_when_backward_opens(graph, result.schedule)
+
+
+def least_time_with_loss(graph: TrainingGraph, budget_bytes: int, lost: Collection[str]) -> float:
+    """Time of the fastest schedule that drops `lost` when forward ends; infinite if none is."""
+    problem = Problem.of(graph)
+    masks = [
+        (sum(1 << v for v in problem.inputs[op]), sum(1 << v for v in problem.outputs[op]))
+        for op in range(problem.n_ops)
+    ]
+    index = {name: i for i, name in enumerate(problem.names)}
+    lost_mask = sum(1 << index[name] for name in lost)
+    handed = sum(1 << v for v in problem.forward_outputs)
+    held = sum(1 << v for v in problem.held)
+    wanted = sum(1 << v for v in problem.needs[problem.n_ops])
+    room = budget_bytes - problem.resident_bytes
+
+    @functools.cache
+    def size_of(live: int) -> int:
+        return sum(size for v, size in enumerate(problem.size_bytes) if live >> v & 1)
+
+    best = {(0, 0): 0.0}
+    queue = [(0.0, 0, 0)]
+    while queue:
+        time_us, following, live = heapq.heappop(queue)
+        if following == problem.n_ops and live & wanted == wanted:
+            return time_us
+        if best[following, live] < time_us:
+            continue
+        free = [v for v in range(problem.n_values) if live >> v & 1]
+        if following >= problem.n_forward:
+            free = [v for v in free if not held >> v & 1]
+        moves = [(time_us, following, live & ~(1 << v)) for v in free]
+        for op in range(min(following + 1, problem.n_ops)):
+            reads, makes = masks[op]
+            own = problem.output_bytes[op] + problem.workspace_bytes[op]
+            is_first = op == following
+            may_run = is_first or (not problem.pinned[op] and makes & ~live)
+            if reads & ~live or not may_run or size_of(live) + own > room:
+                continue
+            after = live | makes
+            if is_first and op == problem.n_forward - 1:
+                if handed & ~after:
+                    continue
+                after &= ~lost_mask
+            moves.append((time_us + problem.cost_us[op], following + is_first, after))
+        for move in moves:
+            if move[0] < best.get(move[1:], float("inf")):
+                best[move[1:]] = move[0]
+                heapq.heappush(queue, move)
+    return float("inf")
+
+
+@pytest.mark.parametrize("percent", [100, 75, 60])
+@pytest.mark.parametrize("solver", ["auto", "chen_sqrt"])
+@pytest.mark.parametrize(
+    ("keep", "recompute"),
+    [("*.attn", ""), ("", "*.norm"), ("blocks.1", "blocks.0.norm"), ("head", "blocks.*.attn")],
+)
+def test_pins_hold_on_a_transformer(solver: str, percent: int, keep: str, recompute: str) -> None:
+    graph = gpt()
+    budget_bytes = peak_bytes(graph) * percent // 100
+    result = solve(
+        graph, budget_bytes, solver, time_limit_s=4.0, keep=keep, recompute=recompute
+    )  # fmt: skip
+    check_pins(graph, result, keep, recompute)
+    if percent == 100 and solver == "auto":
+        assert result.schedule is not None
+        assert result.schedule.options["keep" if keep else "recompute"] == (keep or recompute)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pins_against_exhaustive_search(seed: int) -> None:
+    source = random.Random(seed)
+    n_ops = source.randint(5, 8)
+    graph = with_modules(random_graph(source, n_ops, source.randint(3, n_ops - 2)))
+    budget_bytes = int(peak_bytes(graph) * source.choice([0.6, 0.8, 1.0]))
+    try:
+        pins = Pins.of(graph, ("*.attn",), ("*.norm",))
+    except SolverError:
+        return
+    result = solve(graph, budget_bytes, keep=["*.attn"], recompute=["*.norm"], time_limit_s=4.0)
+    check_pins(graph, result, "*.attn", "*.norm")
+    lost = [v for name in pins.again for v in graph.ops[graph.op_index[name]].outputs]
+    least_us = least_time_with_loss(kept_graph(graph, pins.kept), budget_bytes, lost)
+    assert result.lower_bound_us <= least_us * (1 + 1e-9)
+    if result.schedule is not None:
+        assert result.time_us >= least_us * (1 - 1e-9)
+    only_kept = solve(graph, budget_bytes, keep="*.attn", time_limit_s=4.0)
+    least_us = least_time_us(kept_graph(graph, pins.kept), budget_bytes) or float("inf")
+    assert only_kept.lower_bound_us <= least_us * (1 + 1e-9)
+    if only_kept.status == "optimal":
+        assert only_kept.time_us == pytest.approx(least_us)
+
+
+@pytest.mark.parametrize("pinned", ["keep", "recompute"])
+@pytest.mark.parametrize("graph", [chain(10), gpt_like(1)], ids=lambda g: g.name)
+def test_the_budget_that_an_infeasible_result_names_is_feasible(
+    graph: TrainingGraph, pinned: str
+) -> None:
+    placed = with_modules(graph, 2)
+    lost = solve(placed, 1, "cut", **{pinned: "blocks.0"})
+    assert lost.status == "infeasible"
+    assert "@" not in lost.message
+    assert all(item.name in placed.value_by_name for item in lost.held_at_peak)
+    found = solve(placed, lost.least_feasible_bytes, "cut", **{pinned: "blocks.0"})
+    assert found.schedule is not None
+    check_pins(placed, found, **{pinned: "blocks.0"})
+
+
+def test_without_a_budget_only_what_must_run_again_does() -> None:
+    graph = gpt()
+    pins = Pins.of(graph, (), ("*.norm",))
+    twinned = with_twins(graph, frozenset(graph.op_index[name] for name in pins.again))
+    twins = {op.name.removesuffix(TWIN): op for op in twinned.ops if op.name.endswith(TWIN)}
+    assert twins
+    assert twins.keys() <= pins.again.keys()
+    result = solve(graph, UNLIMITED_BYTES, recompute="*.norm")
+    assert result.schedule is not None
+    runs = result.schedule.computations()
+    assert {name for name in runs if runs[name] > 1} == twins.keys()
+    assert result.time_us == pytest.approx(twinned.time_us)
+    assert result.status == "optimal"
+
+
+def test_recomputing_all_that_may_be_lowers_the_peak() -> None:
+    graph = with_modules(chain(12))
+    result = solve(graph, UNLIMITED_BYTES, recompute="*")
+    check_pins(graph, result, recompute="*")
+    assert result.overhead > 0
+    assert solve(graph, UNLIMITED_BYTES, keep="*").overhead == 0
+
+
+def test_globs_match_modules_and_all_below() -> None:
+    graph = gpt()
+    of_block = [op.name for op in graph.ops if op.module.startswith("blocks.0.")]
+    assert list(Pins.of(graph, "blocks.0", ()).kept) == of_block
+    assert list(Pins.of(graph, ["blocks.0.*"], ()).kept) == of_block
+    assert Pins.of(graph, ("*.norm", "*.attn"), ()).kept["f0"] == "*.norm"
+
+
+@pytest.mark.parametrize(
+    ("pins", "text"),
+    [
+        ({"keep": "*.atn"}, r"keep '\*.atn' matches no module .*did you mean blocks.0.attn\?"),
+        ({"recompute": "blocks.7"}, "recompute 'blocks.7' .* did you mean .*blocks"),
+        ({"keep": ["zzz"]}, "Modules are blocks.0.norm, blocks.0.attn"),
+        (
+            {"keep": "blocks.0", "recompute": "*.norm"},
+            r"op f0 \(blocks.0.norm\) is pinned both ways, by keep 'blocks.0' and by "
+            r"recompute '\*.norm'",
+        ),
+    ],
+)
+def test_errors_name_what_was_near(pins: dict[str, str], text: str) -> None:
+    with pytest.raises(SolverError, match=text):
+        solve(gpt(), UNLIMITED_BYTES, **pins)  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_again_is_left_alone_or_refused() -> None:
+    graph = with_modules(chain(4))
+    last = graph.ops[graph.n_forward - 1]
+    assert last.module == "head"
+    with pytest.raises(SolverError, match=f"{last.name}: the step hands over its value"):
+        solve(graph, UNLIMITED_BYTES, recompute="head")
+    kept = kept_graph(graph, dict.fromkeys(["f0"], "test"))
+    with pytest.raises(SolverError, match="f0: it must not run twice: kept by --keep 'test'"):
+        solve(kept, UNLIMITED_BYTES, recompute="blocks.0.norm")
+    assert last.name not in Pins.of(graph, (), "*").again
+
+
+def test_a_graph_without_modules_says_so() -> None:
+    with pytest.raises(SolverError, match="no op of this graph names its module"):
+        solve(chain(4), UNLIMITED_BYTES, keep="blocks.0")
