@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class PhaseEmitter:
         self.copies: dict[str, dict[fx.Node, fx.Node]] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
+        self.updates: dict[str, tuple[fx.Node, fx.Node]] = {}
 
     def put(self, node: fx.Node, copy: fx.Node) -> None:
         """Let `copy` stand for `node` as long as its value lives."""
@@ -110,8 +111,9 @@ class PhaseEmitter:
         if op.target == SAVE_RNG:
             self._save_rng_state(op)
         elif op.target == STATISTICS:
-            batch_norm = self.joint.node_of_op[op.name.removesuffix("_statistics")]
-            self._pick_results(batch_norm, op)
+            for name in op.outputs:
+                if name in self.updates:
+                    self.put(*self.updates.pop(name))
         else:
             self._run(op, self.joint.node_of_op[op.name], again)
 
@@ -131,7 +133,10 @@ class PhaseEmitter:
             copy = self._copy(node, f"{node.name}_again" if again else node.name)
         if isinstance(node.meta.get("val"), (tuple, list)):
             self.tuples[node] = copy
-            self._pick_results(node, op)
+            for picked, result in self._picked_results(node, op):
+                self.put(picked, result)
+            if not again:
+                self._pick_updates(node, op)
         else:
             self.put(node, copy)
 
@@ -160,8 +165,19 @@ class PhaseEmitter:
         copy.meta["val"] = node.meta["val"][:N_BATCH_NORM_RESULTS]
         return copy
 
-    def _pick_results(self, node: fx.Node, op: Op) -> None:
-        """Take those results of a multi-output op that are not live already."""
+    def _pick_updates(self, node: fx.Node, op: Op) -> None:
+        """Take a batch norm's new statistics at once: its next run makes none.
+
+        They wait for the op that updates the statistics, which may come much later; until
+        then the tuple would keep all other results alive.
+        """
+        index = self.joint.graph.op_index.get(f"{op.name}_statistics")
+        if index is not None:
+            for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
+                self.updates[self.joint.value_of_node[picked]] = picked, copy
+
+    def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
             picked = self.joint.base_of_value.get(name)
             if picked is None or not is_getitem(picked) or picked in self.copies.get(name, {}):
@@ -170,7 +186,7 @@ class PhaseEmitter:
                 "call_function", picked.target, (self.tuples[node], picked.args[1]), {}, picked.name
             )
             copy.meta = dict(picked.meta)
-            self.put(picked, copy)
+            yield picked, copy
 
 
 def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:

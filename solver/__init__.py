@@ -34,6 +34,7 @@ TABLE: dict[str, str] = {
     "cut": "remat.solver.cut:Cut",
     "hierarchical": "remat.solver.hierarchical:Hierarchical",
     "checkmate": "remat.solver.checkmate:Checkmate",
+    "retention": "remat.solver.retention:Retention",
     "rotor": "remat.solver.rotor:Rotor",
     "revolve": "remat.solver.revolve:Revolve",
     "chen_greedy": "remat.solver.chen_greedy:ChenGreedy",
@@ -53,6 +54,7 @@ TABLE: dict[str, str] = {
     "keep_attention_output": "remat.solver.keep_attention_output:KeepAttentionOutput",
     "norms_and_activations": "remat.solver.norms_and_activations:NormsAndActivations",
     "torch_knapsack": "remat.solver.torch_knapsack:TorchKnapsack",
+    "exhaustive": "remat.solver.exact_order:Exhaustive",
 }
 
 

@@ -25,10 +25,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver.cut_bound import (
     COST_SCALE,
     CutProgram,
-    CutSolution,
     expand,
     working_set_bytes,
 )
+from remat.solver.lazy_cuts import Climbed, LazyCuts
 from remat.solver.mip import Limits
 from remat.solver.repair import Repair, exchange, fill
 from remat.solver.result import Result
@@ -47,7 +47,7 @@ LEAST_POWERS = (0.6, 1.0)
 NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
 FEW_NODES = 20
-"""The same for a program of several cuts or of many ops, whose nodes are slow."""
+"""The same for a program of many ops, whose nodes are slow."""
 ATTEMPTS_OPS = 100_000
 """Exchanges tried from a start, times ops: each costs about as much as there are ops."""
 
@@ -84,7 +84,7 @@ class Cut:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not _has_room(search):
+        if not has_room(search):
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
@@ -93,75 +93,63 @@ class Cut:
             take_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
-        search.say("choosing where to cut")
-        place = best_cut(search, plain)
-        if place is None:
-            return
-        if is_large(search):
-            self._close_large_gap(search, place)
-        else:
-            cuts = self._more_cuts(search, (place,), 2)
-            self._try_targets(search, place, TARGETS)
-            self._more_cuts(search, cuts, self.cuts)
-
-    def _close_large_gap(self, search: Search, place: int) -> None:
-        """As for a smaller graph, with what is slow on many ops left to the end."""
-        full = self._try_cuts(search, (place,))
-        self._try_targets(search, place, TARGETS[:2])
-        if full is not None:
-            self._more_cuts(search, tuple(sorted((place, full))), 2)
-        self._try_targets(search, place, TARGETS[2:])
-        if search.best_state is not None and self._is_open(search):
-            self._exchange(search, search.best_state)
-
-    def _try_targets(self, search: Search, place: int, parts: tuple[float, ...]) -> None:
-        for target_bytes in targets(search, parts):
-            if self._is_open(search):
-                search.say(f"start for {target_bytes} bytes")
-                program = CutProgram(search.problem, (place,), target_bytes)
-                solution = program.relaxed(max(search.left_s, 0.1))
-                if solution.values is not None:
-                    self._try_start(search, solution)
-
-    def _more_cuts(self, search: Search, cuts: tuple[int, ...], most: int) -> tuple[int, ...]:
-        """Try `cuts`, then add the fullest stage and try again, up to `most` cuts."""
-        while len(cuts) <= min(most, self.cuts):
-            full = self._try_cuts(search, cuts)
-            if full is None:
+        lazy = begin(search, plain, self.gap)
+        while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
+            if not is_open(search, self.gap):
                 break
-            cuts = tuple(sorted((*cuts, full)))
-        return cuts
+            climb(search, lazy, self.gap)
+        if search.best_state is not None and is_open(search, self.gap):
+            search.say("exchanging what is kept")
+            attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
+            search.offer(exchange(search.best_state, search.budget_bytes, search, attempts))
 
-    def _try_cuts(self, search: Search, cuts: tuple[int, ...]) -> int | None:
-        """Bound and start from `cuts`; return the fullest stage that is none of them yet."""
-        if not self._is_open(search):
-            return None
-        search.say(f"cut at {', '.join(search.graph.ops[t].name for t in cuts)}")
-        solution = solve_cut(search, cuts, self.gap)
-        if solution.values is None:
-            return None
-        start = self._try_start(search, solution)
-        over = start.peak_bytes[: search.problem.n_ops] - search.budget_bytes
-        over[list(cuts)] = 0
-        fullest = int(np.argmax(over))
-        return fullest if over[fullest] > 0 else None
 
-    def _try_start(self, search: Search, solution: CutSolution) -> State:
-        """Expand, repair, and exchange if the gap is still open; return the expansion."""
-        start = State.from_recomputed(search.problem, expand(solution))
-        repaired = repair_from(search, start)
-        if repaired is not None and not is_large(search) and self._is_open(search):
-            self._exchange(search, repaired)
-        return start
+def is_open(search: Search, gap: float) -> bool:
+    """Whether there is something left to do, and time."""
+    return search.gap > gap and not search.proved_infeasible and not search.out_of_time()
 
-    def _exchange(self, search: Search, state: State) -> None:
-        search.say("exchanging what is kept")
-        attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
-        search.offer(exchange(state, search.budget_bytes, search, attempts))
 
-    def _is_open(self, search: Search) -> bool:
-        is_settled = search.gap <= self.gap or search.proved_infeasible
-        return not is_settled and not search.out_of_time()
+def begin(search: Search, plain: State, gap: float) -> LazyCuts | None:
+    """The best single cut: its bound, and schedules from it; None where nothing fits."""
+    search.say("choosing where to cut")
+    place = best_cut(search, plain)
+    if place is None:
+        return None
+    lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
+    climb(search, lazy, gap)
+    for target_bytes in targets(search, TARGETS):
+        if is_open(search, gap):
+            search.say(f"start for {target_bytes} bytes")
+            program = CutProgram(search.problem, (place,), target_bytes)
+            solution = program.relaxed(max(search.left_s, 0.1))
+            if solution.values is not None:
+                repair_from(search, State.from_recomputed(search.problem, expand(solution)))
+    return lazy
+
+
+def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
+    """Solve the cuts so far for a bound and a start."""
+    search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
+    take_climbed(search, lazy.climb(limits_of(search, lazy, gap)))
+
+
+def take_climbed(search: Search, climbed: Climbed) -> None:
+    """Record the bound; repair the expansion, unless a clock chose it and there is a schedule."""
+    if climbed.solution.bound_us == float("inf"):
+        search.proved_infeasible = True
+        return
+    search.raise_bound(climbed.solution.bound_us)
+    if climbed.start is not None and (climbed.solution.finished or search.best is None):
+        repair_from(search, climbed.start)
+
+
+def limits_of(search: Search, lazy: LazyCuts, gap: float) -> Limits:
+    """How far to take the program of `lazy`."""
+    return Limits(
+        time_limit_s=max(search.left_s, 0.1),
+        absolute_gap=gap / 4 * COST_SCALE,
+        node_limit=FEW_NODES if is_large(search) else NODE_LIMIT,
+    )
 
 
 def is_large(search: Search) -> bool:
@@ -169,7 +157,7 @@ def is_large(search: Search) -> bool:
     return search.problem.n_ops > MANY_OPS
 
 
-def _has_room(search: Search) -> bool:
+def has_room(search: Search) -> bool:
     """Whether each op's own working set, and what must be live at the end, is in the budget."""
     problem = search.problem
     room_bytes = search.budget_bytes - problem.resident_bytes
@@ -232,21 +220,6 @@ def candidate_cuts(search: Search, plain: State) -> list[int]:
     inside = [t for t in dict.fromkeys(near) if 0 <= t < problem.n_ops]
     over = [t for t in inside if peak_bytes[t] > search.budget_bytes]
     return over or [fullest]
-
-
-def solve_cut(search: Search, cuts: tuple[int, ...], gap: float) -> CutSolution:
-    """Solve the program of `cuts` at the budget and record its bound."""
-    limits = Limits(
-        time_limit_s=max(search.left_s, 0.1),
-        absolute_gap=gap / 4 * COST_SCALE,
-        node_limit=NODE_LIMIT if len(cuts) == 1 and not is_large(search) else FEW_NODES,
-    )
-    solution = CutProgram(search.problem, cuts, search.budget_bytes).solve(limits)
-    if solution.bound_us == float("inf"):
-        search.proved_infeasible = True
-    else:
-        search.raise_bound(solution.bound_us)
-    return solution
 
 
 def repair_from(search: Search, start: State) -> State | None:

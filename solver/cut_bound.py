@@ -44,7 +44,7 @@ class CutProgram:
             self._variables(k, values)
         for k in range(len(self.cuts)):
             self._cover(k)
-            self._recompute_needs_inputs(k)
+            self._needs_inputs(k, self.again[k])
             self._memory(k)
         for k in range(1, len(self.cuts)):
             self._carry_what_is_there(k)
@@ -59,9 +59,13 @@ class CutProgram:
     def wanted_in(self, k: int) -> list[int]:
         """Values first made at or before t_k that interval k must have, once each."""
         last = self.cuts[k + 1] if k + 1 < len(self.cuts) else self.problem.n_ops
-        stages = range(self.cuts[k] + 1, last + 1)
+        return self._wanted_between(self.cuts[k], last)
+
+    def _wanted_between(self, t: int, last: int) -> list[int]:
+        """Values first made at or before t that stages t + 1 to `last` read, once each."""
+        stages = range(t + 1, last + 1)
         wanted = dict.fromkeys(v for stage in stages for v in self.problem.needs[stage])
-        return [v for v in wanted if self.problem.producer[v] <= self.cuts[k]]
+        return [v for v in wanted if self.problem.producer[v] <= t]
 
     def _relevant(self) -> list[list[int]]:
         """For each cut the values that may have to be carried or recomputed."""
@@ -105,26 +109,26 @@ class CutProgram:
         self.carried.append(carried)
         self.again.append(again)
 
-    def _presence(self, k: int, v: int) -> list[tuple[int, float]] | None:
-        """carried[k, v] + again[k, producer of v]; None where v is there anyway."""
+    def _presence(self, k: int, v: int, runs: dict[int, int]) -> list[tuple[int, float]] | None:
+        """carried[k, v] + runs[producer of v]; None where v is there anyway."""
         index = self.carried[k].get(v)
         if index is None:
             return None
-        op = self.again[k].get(self.problem.producer[v])
+        op = runs.get(self.problem.producer[v])
         return [(index, 1.0)] if op is None else [(index, 1.0), (op, 1.0)]
 
     def _cover(self, k: int) -> None:
         """carried[k, v] + again[k, producer of v] >= 1 for v that interval k reads."""
         for v in self.wanted_in(k):
-            terms = self._presence(k, v)
+            terms = self._presence(k, v, self.again[k])
             if terms is not None:
                 self.program.row(terms, lower=1.0)
 
-    def _recompute_needs_inputs(self, k: int) -> None:
-        """again[k, op] <= carried[k, u] + again[k, producer of u] for each input u."""
-        for op, index in self.again[k].items():
+    def _needs_inputs(self, k: int, runs: dict[int, int]) -> None:
+        """runs[op] <= carried[k, u] + runs[producer of u] for each input u."""
+        for op, index in runs.items():
             for u in self.problem.inputs[op]:
-                terms = self._presence(k, u)
+                terms = self._presence(k, u, runs)
                 if terms is not None:
                     self.program.row([*terms, (index, -1.0)], lower=0.0)
 
@@ -132,7 +136,7 @@ class CutProgram:
         """carried[k, v] <= carried[k-1, v] + again[k-1, producer of v], v older than t_(k-1)."""
         for v, index in self.carried[k].items():
             if self.problem.producer[v] <= self.cuts[k - 1]:
-                terms = self._presence(k - 1, v)
+                terms = self._presence(k - 1, v, self.again[k - 1])
                 if terms is not None:
                     self.program.row([*terms, (index, -1.0)], lower=0.0)
 
@@ -167,10 +171,11 @@ class CutProgram:
             return CutSolution(self, None, float("inf"), float("inf"))
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
         if answer.values is None:
-            return CutSolution(self, None, bound_us, float("inf"))
+            return CutSolution(self, None, bound_us, float("inf"), answer.finished)
         cost_us = base_us + self._rounded_cost_us(answer)
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
-        return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us)
+        best_us = cost_us if is_tight else bound_us
+        return CutSolution(self, answer.values, best_us, cost_us, answer.finished)
 
     def _rounded_cost_us(self, answer: Answer) -> float:
         assert answer.values is not None
@@ -184,12 +189,16 @@ class CutProgram:
 
 @dataclass(frozen=True, slots=True)
 class CutSolution:
-    """A point of a `CutProgram` (None if there is none), its cost and the proven bound."""
+    """A point of a `CutProgram` (None if there is none), its cost and the proven bound.
+
+    `finished` is False where a limit of time or nodes ended the solve.
+    """
 
     source: CutProgram
     values: list[float] | None
     bound_us: float
     cost_us: float
+    finished: bool = True
 
     def carried_past(self, k: int) -> set[int]:
         """Values live while op t_k runs and after."""

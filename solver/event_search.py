@@ -9,17 +9,23 @@ from typing import Any, cast
 
 from remat.solver.events import ALWAYS, NEVER, EventProgram, Runs
 
+LEAST_EFFORT = 0.05
+"""What a try is held to take at least, for building the program."""
 COST_UNITS = 10_000_000
 """Units the time of the step is cut into: CP-SAT counts in integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a try found: `runs` is None where there is nothing better; `finished` says whether
-    the neighbourhood was searched to its end."""
+    """What a try found.
+
+    `runs` is None where there is nothing better; `finished` says whether the neighbourhood
+    was searched to its end; `effort` is CP-SAT's deterministic time, and a little more.
+    """
 
     runs: Runs | None
     finished: bool
+    effort: float = LEAST_EFFORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,32 @@ class Effort:
     seed: int = 0
 
 
+class Running:
+    """The CP-SAT solvers at work, so that all of them can be stopped."""
+
+    def __init__(self) -> None:
+        self._solvers: list[Any] = []
+        self._stopped = False
+
+    def add(self, solver: Any) -> bool:
+        """Take note of `solver`; return whether it may begin."""
+        self._solvers.append(solver)
+        return not self._stopped
+
+    def stop(self) -> None:
+        """Stop all, and let none begin."""
+        self._stopped = True
+        for solver in self._solvers:
+            solver.stop_search()
+
+
 def solve_events(
-    program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float, effort: Effort
+    program: EventProgram,
+    base: Runs,
+    fixed: Sequence[int],
+    below_us: float,
+    effort: Effort,
+    running: Running,
 ) -> Outcome:
     """Runs that cost less than `below_us` in all, `base` with the program's choice put in.
 
@@ -44,22 +74,24 @@ def solve_events(
 
     api = cast(Any, cp_model)
     model, variables = _model(api, program, base, fixed, below_us)
-    if model is None:
-        return Outcome(None, True)
     solver = api.CpSolver()
+    if model is None or not running.add(solver):
+        return Outcome(None, True)
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = effort.seed
+    solver.parameters.linearization_level = 2
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.max_deterministic_time = effort.deterministic
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
-    import os
-    for kv in os.environ.get("CPP","").split(","):
-        if kv: setattr(solver.parameters, kv.split("=")[0], eval(kv.split("=")[1]))
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.max_presolve_iterations = 1
     status = solver.solve(model)
     finished = status in (api.OPTIMAL, api.INFEASIBLE)
+    spent = LEAST_EFFORT + solver.response_proto.deterministic_time
     if status not in (api.OPTIMAL, api.FEASIBLE):
-        return Outcome(None, finished)
+        return Outcome(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
-    return Outcome(_merged(base, fixed, chosen), finished)
+    return Outcome(_merged(base, fixed, chosen), finished, spent)
 
 
 def _model(
@@ -75,7 +107,9 @@ def _model(
         _row(api, model, variables, terms, room)
     unit_us = sum(program.problem.cost_us) / COST_UNITS or 1.0
     scaled = [(x, round(cost / unit_us)) for x, cost in enumerate(program.costs) if cost]
-    objective = api.LinearExpr.weighted_sum([variables[x] for x, _ in scaled], [c for _, c in scaled])
+    objective = api.LinearExpr.weighted_sum(
+        [variables[x] for x, _ in scaled], [units for _, units in scaled]
+    )
     kept = set(fixed)
     spent_us = sum(program.problem.cost_us[op] for again in base for op in again if op in kept)
     room_us = below_us - spent_us

@@ -207,7 +207,7 @@ class EventBuilder:
         hints = [False] * len(touches)
         wanted = False
         for i in range(len(touches) - 1, 0, -1):
-            stage, op = self.events[touches[i]]
+            op = self.events[touches[i]][1]
             if self.ran[touches[i]]:
                 makes = op == self.problem.producer[v]
                 wanted = reads[i] or (wanted and not makes)
@@ -215,7 +215,13 @@ class EventBuilder:
         return hints
 
     def _flow(
-        self, program: EventProgram, gap: Literal, before: Literal, here: int, maker: int, must: bool
+        self,
+        program: EventProgram,
+        gap: Literal,
+        before: Literal,
+        here: int,
+        maker: int,
+        must: bool,
     ) -> None:
         """A value is live after a touch only if it was before, or is made there."""
         makes = self.events[here][1] == maker

@@ -73,6 +73,14 @@ class Hierarchical:
             search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
+    def first(self, search: Search) -> None:
+        """Offer the composition of single repetitions, if there are any and it fits."""
+        message = search.message
+        layers = self._layers(search, 1)
+        if layers is not None:
+            self._compose(search, layers)
+        search.message = message
+
     def _run(self, search: Search) -> None:
         plain = store_all_state(search.problem)
         search.offer_least(plain)

@@ -12,15 +12,16 @@ workers give the same schedules, until the time limit.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from remat.schedules.schedule import Compute, Schedule
-from remat.solver.event_search import Effort, Outcome, solve_events
+from remat.solver.background import Task
+from remat.solver.event_search import Effort, Outcome, Running, solve_events
 from remat.solver.events import EventBuilder, Runs, candidate_stages
 from remat.solver.problem import Problem
 from remat.solver.repair import fill
@@ -31,10 +32,10 @@ from remat.solver.stages import State
 FIRST_SIZE = 40
 """Ops in the first sets."""
 GROWTH, SHRINKAGE = 1.15, 0.85
-EFFORT = 1.5
+EFFORT = 0.7
 """CP-SAT's deterministic time for one try."""
-MOST_STAGES = 6
-"""Stages in which an op may run again, beside those where it does."""
+FEW_STAGES = 3
+"""Stages in which an op may run again, beside those where it does, until all is searched."""
 FULL = 0.98
 """A stage is full from this part of the budget on."""
 
@@ -48,14 +49,20 @@ class LargeNeighbourhoods:
     seed: int = 0
     workers: int = 1
     size: float = FIRST_SIZE
-    idle: int = 0
+    most_stages: int = FEW_STAGES
+    is_exhausted: bool = False
     source: random.Random = field(init=False)
     runs: Runs = field(init=False)
     state: State = field(init=False)
 
     def __post_init__(self) -> None:
-        assert self.search.best is not None
         self.source = random.Random(self.seed)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again from the best schedule of the search."""
+        assert self.search.best is not None
+        self.is_exhausted = False
         self._take(runs_of(self.search.problem, self.search.best))
 
     @property
@@ -64,46 +71,53 @@ class LargeNeighbourhoods:
         costs = self.search.problem.cost_us
         return sum(costs[op] for again in self.runs for op in again)
 
-    def run(self, rounds: int) -> None:
-        """At most so many rounds, until time is up, the stop says so or all is searched."""
-        with ThreadPoolExecutor(self.workers) as pool:
-            for _ in range(rounds):
-                if self.stop() or self.search.out_of_time():
-                    return
-                if self._round(pool):
-                    return
+    def run(self, effort: float) -> None:
+        """Rounds until so much of CP-SAT's deterministic time is spent, or there is no need."""
+        spent = 0.0
+        while spent < effort and not self.is_exhausted:
+            if self.stop() or self.search.out_of_time():
+                return
+            spent += self._round()
 
-    def _round(self, pool: ThreadPoolExecutor) -> bool:
-        """One round; return whether the whole graph was a neighbourhood and gave nothing."""
-        sets = [self._pick() for _ in range(self.workers)]
+    def _round(self) -> float:
+        """Try some sets at once; take what is better; return the effort of a worker."""
         self.search.say(f"neighbourhoods of {int(self.size)} ops")
+        sets = [self._pick() for _ in range(self.workers)]
         seeds = [self.source.randrange(1 << 30) for _ in sets]
-        outcomes = list(pool.map(self._try, sets, seeds))
+        running = Running()
+        tasks = [
+            Task(functools.partial(self._try, chosen, seed, running), running.stop)
+            for chosen, seed in zip(sets, seeds, strict=True)
+        ]
+        outcomes = [task.wait() for task in tasks]
         better = [found for found in outcomes if found.runs is not None]
         for found in better:
-            assert found.runs is not None
-            if self._cost_of(found.runs) < self.cost_us:
+            if found.runs is not None and self._cost_of(found.runs) < self.cost_us:
                 self._take(found.runs)
         all_finished = all(found.finished for found in outcomes)
         self.size *= GROWTH if all_finished else SHRINKAGE
         self.size = min(max(self.size, 8), self.search.problem.n_ops)
-        self.idle = 0 if better else self.idle + 1
         is_whole = len(sets[0]) >= self.search.problem.n_ops
-        return is_whole and all_finished and not better
+        if is_whole and all_finished and not better:
+            self.is_exhausted = self.most_stages >= self.search.problem.n_ops
+            self.most_stages *= 2
+            self.size = FIRST_SIZE
+        return max(found.effort for found in outcomes)
 
     def _cost_of(self, runs: Runs) -> float:
         costs = self.search.problem.cost_us
         return sum(costs[op] for again in runs for op in again)
 
-    def _try(self, chosen: Sequence[int], seed: int) -> Outcome:
+    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Outcome:
         search, problem = self.search, self.search.problem
-        stages_of = candidate_stages(problem, self.runs, chosen, MOST_STAGES)
+        stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages)
         program = EventBuilder(problem, self.runs, stages_of).build(
             search.budget_bytes - problem.resident_bytes
         )
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
         effort = Effort(EFFORT, search.left_s, seed)
-        return solve_events(program, self.runs, fixed, self.cost_us * (1 - 1e-9), effort)
+        below_us = self.cost_us * (1 - 1e-9)
+        return solve_events(program, self.runs, fixed, below_us, effort, running)
 
     def _take(self, runs: Runs) -> None:
         """Make `runs` the schedule at hand, with what still fits carried, and offer it."""

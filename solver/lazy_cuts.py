@@ -1,10 +1,10 @@
 """Lazy multi-cut: cuts, and rows inside stages, added where the expanded point is too full.
 
 Begins with one cut. The point of each program is expanded into a schedule; its fullest
-stage over the budget becomes the next cut, or, if it is one, the stage before it does, so
-that the stage stands alone; and then the op that is fullest when it runs again gets a
-row (`stage_rows`). The bounds hold in the given order of first computations, for any
-number of recomputations. They never fall: each is a row of the next program.
+stage over the budget, stages next to a cut counting less, becomes the next cut. Where it
+is one already, the stage before it does, so that the stage stands alone; and then the op
+that is fullest when it runs again gets a row (`stage_rows`). The bounds hold in the given
+order of first computations, for any number of recomputations.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ from remat.solver.stages import State
 
 PLACES = 30
 """Stages over the budget that are looked at for the next cut."""
+FAR, AT_A_CUT = 4.0, 0.01
+"""Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """One program solved: the solution, and its expansion where it has a point."""
+
+    solution: CutSolution
+    start: State | None
 
 
 @dataclass(slots=True)
@@ -31,7 +41,7 @@ class LazyCuts:
     Attributes
     ----------
     cuts : ops at which there is a cut, ascending. rows : (stage, op) with a row each.
-    bound_us : the best bound proved.
+    bound_us : the best bound proved. is_done : whether there is nothing to add.
     """
 
     problem: Problem
@@ -39,9 +49,10 @@ class LazyCuts:
     cuts: tuple[int, ...]
     rows: tuple[tuple[int, int], ...] = ()
     bound_us: float = 0.0
+    is_done: bool = False
 
     def program(self) -> CutProgram:
-        """The program of the cuts and rows so far, between the bounds known."""
+        """The program of the cuts and rows so far."""
         made = CutProgram(self.problem, self.cuts, self.budget_bytes)
         for stage, op in self.rows:
             add_stage_row(made, self.cuts.index(stage), op)
@@ -52,26 +63,22 @@ class LazyCuts:
             made.program.row(terms, lower=lower * (1 - 1e-7) - 1e-6)
         return made
 
-    def solve(self, limits: Limits) -> CutSolution:
-        """Solve the program of now; its bound is taken over by `note`."""
-        return self.program().solve(limits)
-
-    def note(self, solution: CutSolution) -> None:
-        """Take over the bound of `solution`."""
+    def climb(self, limits: Limits) -> Climbed:
+        """Solve the program of now, take over its bound, add what its point violates most."""
+        solution = self.program().solve(limits)
         self.bound_us = max(self.bound_us, solution.bound_us)
+        start = None
+        if solution.values is not None:
+            start = State.from_recomputed(self.problem, expand(solution))
+        self.is_done = start is None or not self._refine(start)
+        return Climbed(solution, start)
 
-    def refine(self, solution: CutSolution) -> State | None:
-        """Add what the expansion of `solution` violates most.
-
-        Returns the expansion, or None where there is no point or nothing to add.
-        """
-        if solution.values is None:
-            return None
-        state = State.from_recomputed(self.problem, expand(solution))
-        return state if self._add(state) else None
-
-    def _add(self, state: State) -> bool:
-        over = state.peak_bytes[: self.problem.n_ops] - self.budget_bytes
+    def _refine(self, state: State) -> bool:
+        """Add what `state`, an expansion, violates most; return whether there was something."""
+        n_ops = self.problem.n_ops
+        over = (state.peak_bytes[:n_ops] - self.budget_bytes).astype(float)
+        distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
+        over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
         for stage in np.argsort(-over, kind="stable")[:PLACES].tolist():
             if over[stage] <= 0:
                 return False
@@ -92,4 +99,3 @@ class LazyCuts:
             return False
         self.rows = (*self.rows, (stage, op))
         return True
-

@@ -5,27 +5,25 @@ OR-Tools MathOpt (HiGHS) and PuLP (CBC), whose stubs are partial. `highspy` must
 be imported: OR-Tools carries its own HiGHS and the two break each other.
 
 MathOpt returns to Python only when the solver does, and HiGHS heeds no interrupter, so
-the solve runs in a daemon thread and the caller waits in short joins: Ctrl-C is heard at
-once, and the thread left behind ends at its time limit.
+the solve runs as a `Task`.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
-import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from remat.graph_capture.errors import SolverError
+from remat.solver.background import Task
 from remat.solver.quiet import quiet_stdout
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
-JOIN_S = 0.05
 
 
 @dataclass(slots=True)
@@ -103,29 +101,10 @@ def solve_program(
     """
     if backend == "mathopt":
         with quiet_stdout():
-            return _waiting_in_joins(lambda: _with_mathopt(program, limits, start))
+            return Task(lambda: _with_mathopt(program, limits, start)).wait()
     if backend == "pulp":
         return _with_pulp(program, limits, start)
     raise SolverError(f"unknown MIP backend '{backend}'; there are {', '.join(BACKENDS)}")
-
-
-def _waiting_in_joins(work: Callable[[], Answer]) -> Answer:
-    done: list[Answer] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="remat-mip", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(JOIN_S)
-    if failed:
-        raise failed[0]
-    return done[0]
 
 
 def _with_mathopt(program: MixedProgram, limits: Limits, start: Sequence[float] | None) -> Answer:

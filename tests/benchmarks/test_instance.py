@@ -153,10 +153,10 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert not (tmp_path / "sequence.json").exists()
 
 
-def test_constants_count_unless_kept_apart(tmp_path: Path) -> None:
+def test_constants_are_apart_unless_said_to_be_resident(tmp_path: Path) -> None:
     path = written(tmp_path, {**DIAMOND, "constant_bytes": 3})
-    resident = json.loads(run(path, "--budget", 12).stdout)
-    apart = json.loads(run(path, "--budget", 12, "--constants", "apart").stdout)
+    resident = json.loads(run(path, "--budget", 12, "--constants", "resident").stdout)
+    apart = json.loads(run(path, "--budget", 12).stdout)
     assert (resident["cost"], resident["peak"]) == (19, 12)
     assert (apart["cost"], apart["peak"]) == (17, 12)
 

@@ -26,6 +26,9 @@ GRAPHS = {
 TIME_LIMIT_S = 4.0
 IGNORES_BUDGET = ("chen_sqrt",)
 """Solvers that make one schedule, whatever the budget."""
+TINY_ONLY = ("exhaustive",)
+"""Solvers that refuse graphs as large as those of the grid."""
+GRID = [name for name in TABLE if name not in TINY_ONLY]
 UNLIMITED_BYTES = 1 << 60
 
 
@@ -62,7 +65,7 @@ def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:
 
 @pytest.mark.parametrize("percent", [100, 80, 60, 45])
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("solver", TABLE)
+@pytest.mark.parametrize("solver", GRID)
 def test_result_is_consistent(solver: str, name: str, percent: int) -> None:
     result = result_of(solver, name, percent)
     check(graph_of(name), result, peak_bytes_of(name) * percent // 100)
@@ -74,7 +77,7 @@ def test_result_is_consistent(solver: str, name: str, percent: int) -> None:
 @pytest.mark.parametrize("percent", [80, 60, 45])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_no_solver_beats_a_proven_bound(name: str, percent: int) -> None:
-    results = [result_of(solver, name, percent) for solver in TABLE]
+    results = [result_of(solver, name, percent) for solver in GRID]
     bound_us = max(r.lower_bound_us for r in results if r.solver != "checkmate")
     times_us = [result.time_us for result in results if result.schedule is not None]
     assert all(time_us >= bound_us * (1 - 1e-9) for time_us in times_us)

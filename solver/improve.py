@@ -1,0 +1,97 @@
+"""Bound and schedule brought together: lazy cuts from below, neighbourhoods from above.
+
+A round solves the program of the cuts so far in one thread while neighbourhoods of the best
+schedule are searched in the others; both are waited for before either is used, so the
+outcome depends on the seed and the number of workers, not on who was first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from remat.solver.background import Task
+from remat.solver.cut import is_open, limits_of, take_climbed
+from remat.solver.large_neighbourhood import LargeNeighbourhoods
+from remat.solver.lazy_cuts import Climbed, LazyCuts
+from remat.solver.mip import Limits
+from remat.solver.search import Search
+
+EFFORT = 3.0
+"""CP-SAT's deterministic time for neighbourhoods in a round, about as many seconds."""
+VARIABLES = 1500
+"""Programs of cuts go on in a round until they have had so many variables in all."""
+BOUND_S = 5.0
+"""Seconds that one program of cuts may take, at first."""
+PATIENCE = 1.5
+"""Growth of that time after a program that did not end in it."""
+STALLED = 3
+"""Programs in a row that raise no bound, after which cuts are given up."""
+
+
+@dataclass(slots=True)
+class Improvement:
+    """Works on `search` until its gap is closed to `gap`, time is up or ideas run out."""
+
+    search: Search
+    lazy: LazyCuts
+    gap: float
+    seed: int = 0
+    workers: int = 2
+    stalled: int = 0
+    bound_s: float = BOUND_S
+    around: LargeNeighbourhoods | None = field(default=None, init=False)
+
+    def run(self) -> None:
+        """Rounds until there is nothing left to do."""
+        while is_open(self.search, self.gap):
+            has_cuts = not self.lazy.is_done and self.stalled < STALLED
+            is_searched = self.around is not None and self.around.is_exhausted
+            if not has_cuts and (is_searched or self.search.best is None):
+                return
+            if has_cuts:
+                self._round_of_both()
+            else:
+                self._search_around(self.workers)
+
+    def _round_of_both(self) -> None:
+        """Some programs of cuts, and neighbourhoods beside them."""
+        before_us = self.lazy.bound_us
+        if self.search.best is None or self.workers == 1:
+            found = self._programs()
+            if self.search.best is not None:
+                self._search_around(1)
+        else:
+            solving = Task(self._programs)
+            self._search_around(self.workers - 1)
+            found = solving.wait()
+        for climbed in found:
+            take_climbed(self.search, climbed)
+        if not found[-1].solution.finished:
+            self.bound_s *= PATIENCE
+        is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
+        self.stalled = 0 if is_higher else self.stalled + 1
+
+    def _programs(self) -> list[Climbed]:
+        """Programs of cuts, each refined by the one before, up to a size in all."""
+        found: list[Climbed] = []
+        size = 0
+        while size < VARIABLES and not self.lazy.is_done:
+            found.append(self.lazy.climb(self._limits()))
+            size += len(found[-1].solution.source.program.objective)
+        return found
+
+    def _limits(self) -> Limits:
+        limits = limits_of(self.search, self.lazy, self.gap)
+        return replace(limits, time_limit_s=min(limits.time_limit_s, self.bound_s))
+
+    def _search_around(self, workers: int) -> None:
+        """Neighbourhoods of the best schedule known."""
+        best_us = self.search.best_key[0] - self.search.graph.time_us
+        if self.around is None:
+            self.around = LargeNeighbourhoods(
+                self.search, lambda: not is_open(self.search, self.gap), self.seed
+            )
+        elif best_us < self.around.cost_us * (1 - 1e-9):
+            self.around.restart()
+        self.around.workers = workers
+        self.around.run(EFFORT)

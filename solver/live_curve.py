@@ -1,0 +1,213 @@
+"""Live bytes of the step that runs every op once, op by op, as its order changes.
+
+What is live after some ops have run depends on the set of them alone. So when one op moves
+from one place to another, the bytes after the ops in between change only by its results, which
+come later or earlier, and by its operands of which it is the last reader, or no longer is.
+Between forward and backward stands a place of no op, which reads what forward hands over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.solver.ordering import predecessors
+from remat.solver.problem import Problem
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What an order needs to know of the ops 0..n-1, and of n, the end of forward.
+
+    Attributes
+    ----------
+    before, after : ops that must first run before and after an op.
+    own_bytes : outputs and workspace. lasting_bytes : outputs that something reads, or that
+        are live at the end. spendable : of each op, the bytes of each value that dies with its
+        last reader, and its other readers. n_forward : ops before the end of forward.
+    """
+
+    before: list[list[int]]
+    after: list[list[int]]
+    own_bytes: list[int]
+    lasting_bytes: list[int]
+    spendable: list[list[tuple[int, tuple[int, ...]]]]
+    n_forward: int
+    resident_bytes: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> OpFacts:
+        """Index `problem`."""
+        n = problem.n_ops
+        before = _with_end_of_forward(predecessors(problem.graph), problem.n_forward)
+        after: list[list[int]] = [[] for _ in range(n + 1)]
+        for op, earlier in enumerate(before):
+            for other in earlier:
+                after[other].append(op)
+        readers: list[list[int]] = [[] for _ in range(problem.n_values)]
+        for op, inputs in enumerate((*problem.inputs, problem.forward_outputs)):
+            for v in inputs:
+                readers[v].append(op)
+        lasting_bytes = [0] * (n + 1)
+        spendable: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(n + 1)]
+        wanted = frozenset(problem.needs[n])
+        for v, size_bytes in enumerate(problem.size_bytes):
+            if readers[v] or v in wanted:
+                lasting_bytes[problem.producer[v]] += size_bytes
+            for op in () if v in wanted else readers[v]:
+                others = tuple(other for other in readers[v] if other != op)
+                spendable[op].append((size_bytes, others))
+        own = zip(problem.output_bytes, problem.workspace_bytes, strict=True)
+        own_bytes = [*(outputs + workspace for outputs, workspace in own), 0]
+        return cls(
+            before, after, own_bytes, lasting_bytes, spendable,
+            problem.n_forward, problem.resident_bytes,
+        )  # fmt: skip
+
+
+def _with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
+    """Put an op n between the phases: a few edges in place of quadratically many."""
+    end = len(before)
+    joined = [list(dict.fromkeys(ops)) for ops in before]
+    for op in range(n_forward, end):
+        joined[op].append(end)
+    joined.append(list(range(n_forward)))
+    return joined
+
+
+class Move(NamedTuple):
+    """One op taken to another place, and what that makes of the places in between.
+
+    The op at place `start` goes to place `stop`; `first` is the lower of the two.
+    """
+
+    start: int
+    stop: int
+    first: int
+    entry_bytes: Bytes
+    own_bytes: Bytes
+    over_bytes: Bytes
+    overload_bytes: int
+    worst_bytes: int
+
+
+class LiveCurve:
+    """An order of the ops, and how far each is over a limit.
+
+    Attributes
+    ----------
+    order, place : the op at each place, and the place of each op.
+    entry_bytes : live before each place. own_bytes : of the op at each place.
+    over_bytes : bytes over the limit at each place. overload_bytes, worst_bytes : the sum and
+        the maximum of these.
+    """
+
+    def __init__(self, facts: OpFacts, order: Sequence[int], limit_bytes: int) -> None:
+        n, middle = len(order), facts.n_forward
+        self.facts = facts
+        self.order = [*order[:middle], n, *order[middle:]]
+        self.place = [0] * (n + 1)
+        for i, op in enumerate(self.order):
+            self.place[op] = i
+        self.own_bytes: Bytes = np.array([facts.own_bytes[op] for op in self.order], np.int64)
+        self.entry_bytes = self._entries()
+        self.limit(limit_bytes)
+
+    def limit(self, limit_bytes: int) -> None:
+        """Measure against another limit, resident bytes included."""
+        self.room_bytes = limit_bytes - self.facts.resident_bytes
+        running = self.entry_bytes[:-1] + self.own_bytes
+        self.over_bytes: Bytes = np.maximum(running - self.room_bytes, 0)
+        self.overload_bytes = int(self.over_bytes.sum())
+        self.worst_bytes = int(self.over_bytes.max(initial=0))
+
+    def _entries(self) -> Bytes:
+        change = [self.facts.lasting_bytes[op] for op in self.order]
+        for i, op in enumerate(self.order):
+            for size_bytes, others in self.facts.spendable[op]:
+                if all(self.place[other] < i for other in others):
+                    change[i] -= size_bytes
+        return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.array(change, np.int64))))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the step in this order, resident bytes included."""
+        running = self.entry_bytes[:-1] + self.own_bytes
+        return int(running.max(initial=0)) + self.facts.resident_bytes
+
+    def ops(self) -> tuple[int, ...]:
+        """The order, without the end of forward."""
+        end = len(self.order) - 1
+        return tuple(op for op in self.order if op != end)
+
+    def span(self, op: int) -> tuple[int, int]:
+        """First and last place to which `op` can go while the others keep theirs."""
+        place = self.place
+        first = max((place[b] for b in self.facts.before[op]), default=-1) + 1
+        last = min((place[a] for a in self.facts.after[op]), default=len(place)) - 1
+        return first, last
+
+    def moved(self, op: int, stop: int) -> Move:
+        """What taking `op` to place `stop` would do; nothing is changed yet."""
+        start = self.place[op]
+        if start < stop:
+            entry = self._entries_if_later(op, start, stop)
+            own = np.append(self.own_bytes[start + 1 : stop + 1], self.own_bytes[start])
+        else:
+            entry = self._entries_if_earlier(op, start, stop)
+            own = np.append(self.own_bytes[start], self.own_bytes[stop:start])
+        first, last = min(start, stop), max(start, stop)
+        over = own - self.room_bytes
+        over[0] += self.entry_bytes[first]
+        over[1:] += entry
+        np.maximum(over, 0, out=over)
+        old = self.over_bytes[first : last + 1]
+        overload_bytes = self.overload_bytes + int(over.sum()) - int(old.sum())
+        worst_bytes = int(over.max())
+        if worst_bytes < self.worst_bytes:
+            worst_bytes = max(worst_bytes, self._worst_outside(first, last, old))
+        return Move(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
+
+    def _worst_outside(self, first: int, last: int, old: Bytes) -> int:
+        if int(old.max()) < self.worst_bytes:
+            return self.worst_bytes
+        below = int(self.over_bytes[:first].max(initial=0))
+        return max(below, int(self.over_bytes[last + 1 :].max(initial=0)))
+
+    def _entries_if_later(self, op: int, start: int, stop: int) -> Bytes:
+        """Bytes before places start + 1 .. stop once `op` runs at `stop`."""
+        entry = self.entry_bytes[start + 2 : stop + 2] - self.facts.lasting_bytes[op]
+        place = self.place
+        for size_bytes, others in self.facts.spendable[op]:
+            spent = max((place[other] for other in others), default=-1)
+            if spent <= stop:
+                entry[max(spent - 1 - start, 0) :] += size_bytes
+        return entry
+
+    def _entries_if_earlier(self, op: int, start: int, stop: int) -> Bytes:
+        """Bytes before places stop + 1 .. start once `op` runs at `stop`."""
+        entry = self.entry_bytes[stop:start] + self.facts.lasting_bytes[op]
+        place = self.place
+        for size_bytes, others in self.facts.spendable[op]:
+            spent = max((place[other] for other in others), default=-1)
+            if spent < start:
+                entry[max(spent + 1 - stop, 0) :] -= size_bytes
+        return entry
+
+    def apply(self, move: Move) -> None:
+        """Make `move`."""
+        op = self.order.pop(move.start)
+        self.order.insert(move.stop, op)
+        last = max(move.start, move.stop)
+        for i in range(move.first, last + 1):
+            self.place[self.order[i]] = i
+        self.entry_bytes[move.first + 1 : last + 1] = move.entry_bytes
+        self.own_bytes[move.first : last + 1] = move.own_bytes
+        self.over_bytes[move.first : last + 1] = move.over_bytes
+        self.overload_bytes, self.worst_bytes = move.overload_bytes, move.worst_bytes

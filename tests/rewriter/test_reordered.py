@@ -1,0 +1,102 @@
+"""Schedules whose first runs come in another order than captured train bit-identically."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from remat.graph_capture import TrainingGraph, capture
+from remat.graph_capture.joint import STATISTICS
+from remat.rewriter import check, rewrite
+from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+from remat.solver.ordering import Order, for_graph, is_allowed, predecessors, reordered
+from remat.solver.problem import Problem
+from remat.solver.reorder import lowest_order
+from remat.solver.sequence import schedule_of
+from tests.models import make
+
+NAMES = [
+    "attention_with_dropout", "batch_norm_in_place_relu", "dropout", "feature_and_alpha_dropout",
+    "in_place_views", "lstm_cells", "nested_outputs_and_kwargs", "noise", "overwritten_buffer",
+    "tied_weights", "transformer_layers", "user_checkpoint",
+]  # fmt: skip
+
+
+def random_order(graph: TrainingGraph, seed: int) -> Order:
+    """An allowed order, each next op drawn from those that are ready."""
+    source = random.Random(seed)
+    before = predecessors(graph)
+    order: list[int] = []
+    for phase in (range(graph.n_forward), range(graph.n_forward, len(graph.ops))):
+        left = list(phase)
+        while left:
+            ready = [op for op in left if all(b in order for b in before[op])]
+            order.append(source.choice(ready))
+            left.remove(order[-1])
+    assert is_allowed(graph, order)
+    return tuple(order)
+
+
+def solved_in(graph: TrainingGraph, order: Order, part: float = 0.75) -> Schedule:
+    """A schedule whose first runs are in `order`, within that part of its peak if that fits."""
+    other = reordered(graph, order)
+    resident_bytes = graph.resident.total_bytes
+    peak_bytes = solve(other, 1 << 60, "store_all").peak_bytes
+    budget_bytes = resident_bytes + int(part * (peak_bytes - resident_bytes))
+    result = solve(other, budget_bytes, "cut", time_limit_s=5.0)
+    if result.schedule is None:
+        result = solve(other, result.least_feasible_bytes, "cut", time_limit_s=5.0)
+    assert result.schedule is not None
+    return for_graph(graph, result.schedule)
+
+
+def first_runs(schedule: Schedule) -> list[str]:
+    return list(dict.fromkeys(s.op for s in schedule.steps if isinstance(s, Compute)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_allowed_order_is_equal_to_eager(name: str) -> None:
+    model, args, kwargs, loss_fn, target = make(name)
+    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    schedule = solved_in(graph, random_order(graph, 1))
+    assert first_runs(schedule) != [op.name for op in graph.ops]
+    module = rewrite(model, schedule)
+    found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
+    assert found.differences == ()
+    assert found.outputs_equal
+    assert found.gradients_equal
+    assert found.buffers_equal
+    assert found.rng_equal
+    assert found.gradients == found.gradients_total > 0
+    assert found.plan_peak_bytes <= 1.01 * simulate(graph, schedule).peak_bytes
+
+
+def test_the_order_of_lowest_peak_is_equal_to_eager() -> None:
+    model, args, kwargs, loss_fn, target = make("transformer_layers")
+    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    start = reordered(graph, random_order(graph, 2))
+    order = lowest_order(start, moves=4000)
+    assert order is not None
+    schedule = for_graph(graph, solved_in(start, order))
+    assert first_runs(schedule) != [op.name for op in graph.ops]
+    found = check(model, rewrite(model, schedule), args, kwargs, loss_fn=loss_fn, steps=1)
+    assert found.differences == ()
+
+
+def test_a_batch_norm_runs_again_before_its_statistics_are_updated() -> None:
+    model, args, kwargs, loss_fn, target = make("batch_norm_in_place_relu")
+    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    late = [i for i, op in enumerate(graph.ops) if op.target == STATISTICS]
+    norms = [graph.op_index[graph.ops[i].name.removesuffix("_statistics")] for i in late]
+    forward = [i for i in range(graph.n_forward) if i not in late]
+    backward = range(graph.n_forward, len(graph.ops))
+    schedule = schedule_of(Problem.of(graph), [*forward, *norms, *late, *backward])
+    assert len(norms) == 3
+    assert all(schedule.computations()[graph.ops[norm].name] == 2 for norm in norms)
+    module = rewrite(model, schedule)
+    found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
+    assert found.differences == ()
+    assert found.buffers_equal
