@@ -43,11 +43,11 @@ class CutProgram:
         for k, values in enumerate(relevant):
             self._variables(k, values)
         for k in range(len(self.cuts)):
-            self._cover(k)
-            self._needs_inputs(k, self.again[k])
+            self.cover(k, self.wanted_in(k), self.again[k])
+            self.needs_inputs(k, self.again[k])
             self._memory(k)
         for k in range(1, len(self.cuts)):
-            self._carry_what_is_there(k)
+            self.carry_what_is_there(k, k - 1, self.again[k - 1])
 
     cost_unit_us: float = field(default=1.0, init=False)
 
@@ -59,9 +59,9 @@ class CutProgram:
     def wanted_in(self, k: int) -> list[int]:
         """Values first made at or before t_k that interval k must have, once each."""
         last = self.cuts[k + 1] if k + 1 < len(self.cuts) else self.problem.n_ops
-        return self._wanted_between(self.cuts[k], last)
+        return self.wanted_between(self.cuts[k], last)
 
-    def _wanted_between(self, t: int, last: int) -> list[int]:
+    def wanted_between(self, t: int, last: int) -> list[int]:
         """Values first made at or before t that stages t + 1 to `last` read, once each."""
         stages = range(t + 1, last + 1)
         wanted = dict.fromkeys(v for stage in stages for v in self.problem.needs[stage])
@@ -92,8 +92,12 @@ class CutProgram:
         return seen
 
     def _variables(self, k: int, values: list[int]) -> None:
-        """carried[k, v] in [0, 1]; again[k, op] in {0, 1} at the op's cost."""
+        """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost.
+
+        With one cut carried[k, v] may be in [0, 1]; with more, HiGHS needs to branch on it.
+        """
         problem, free = self.problem, self.free_at(k)
+        is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
         carried: dict[int, int] = {}
         again: dict[int, int] = {}
@@ -101,7 +105,7 @@ class CutProgram:
             if v in free:
                 continue
             lower = 1.0 if is_backward and v in problem.held else 0.0
-            carried[v] = self.program.variable(lower=lower)
+            carried[v] = self.program.variable(lower=lower, integer=is_whole)
             op = problem.producer[v]
             if not problem.pinned[op] and op not in again:
                 cost = problem.cost_us[op] / self.cost_unit_us
@@ -117,14 +121,14 @@ class CutProgram:
         op = runs.get(self.problem.producer[v])
         return [(index, 1.0)] if op is None else [(index, 1.0), (op, 1.0)]
 
-    def _cover(self, k: int) -> None:
-        """carried[k, v] + again[k, producer of v] >= 1 for v that interval k reads."""
-        for v in self.wanted_in(k):
-            terms = self._presence(k, v, self.again[k])
+    def cover(self, k: int, wanted: list[int], runs: dict[int, int]) -> None:
+        """carried[k, v] + runs[producer of v] >= 1 for each v that is wanted."""
+        for v in wanted:
+            terms = self._presence(k, v, runs)
             if terms is not None:
                 self.program.row(terms, lower=1.0)
 
-    def _needs_inputs(self, k: int, runs: dict[int, int]) -> None:
+    def needs_inputs(self, k: int, runs: dict[int, int]) -> None:
         """runs[op] <= carried[k, u] + runs[producer of u] for each input u."""
         for op, index in runs.items():
             for u in self.problem.inputs[op]:
@@ -132,11 +136,11 @@ class CutProgram:
                 if terms is not None:
                     self.program.row([*terms, (index, -1.0)], lower=0.0)
 
-    def _carry_what_is_there(self, k: int) -> None:
-        """carried[k, v] <= carried[k-1, v] + again[k-1, producer of v], v older than t_(k-1)."""
+    def carry_what_is_there(self, k: int, before: int, runs: dict[int, int]) -> None:
+        """carried[k, v] <= carried[before, v] + runs[producer of v], v older than `before`."""
         for v, index in self.carried[k].items():
-            if self.problem.producer[v] <= self.cuts[k - 1]:
-                terms = self._presence(k - 1, v, self.again[k - 1])
+            if self.problem.producer[v] <= self.cuts[before]:
+                terms = self._presence(before, v, runs)
                 if terms is not None:
                     self.program.row([*terms, (index, -1.0)], lower=0.0)
 
@@ -171,11 +175,15 @@ class CutProgram:
             return CutSolution(self, None, float("inf"), float("inf"))
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
         if answer.values is None:
-            return CutSolution(self, None, bound_us, float("inf"), answer.finished)
+            return CutSolution(
+                self, None, bound_us, float("inf"), answer.finished, answer.iterations
+            )
         cost_us = base_us + self._rounded_cost_us(answer)
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
         best_us = cost_us if is_tight else bound_us
-        return CutSolution(self, answer.values, best_us, cost_us, answer.finished)
+        return CutSolution(
+            self, answer.values, best_us, cost_us, answer.finished, answer.iterations
+        )
 
     def _rounded_cost_us(self, answer: Answer) -> float:
         assert answer.values is not None
@@ -191,7 +199,8 @@ class CutProgram:
 class CutSolution:
     """A point of a `CutProgram` (None if there is none), its cost and the proven bound.
 
-    `finished` is False where a limit of time or nodes ended the solve.
+    `finished` is False where a limit of time or nodes ended the solve, which took
+    `iterations` of the simplex algorithm.
     """
 
     source: CutProgram
@@ -199,6 +208,7 @@ class CutSolution:
     bound_us: float
     cost_us: float
     finished: bool = True
+    iterations: int = 0
 
     def carried_past(self, k: int) -> set[int]:
         """Values live while op t_k runs and after."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from remat.solver.problem import Problem
 
-Runs = list[list[int]]
+Runs = Sequence[Sequence[int]]
 """For each stage the ops that run again in it, in captured order."""
 Literal = int
 """Index of a 0-1 variable, or one of the two constants below."""
@@ -59,17 +59,18 @@ class EventProgram:
 
 
 def candidate_stages(
-    problem: Problem, runs: Runs, chosen: Sequence[int], most: int
+    problem: Problem, runs: Runs, chosen: Sequence[int], most: int, guide: Runs = ()
 ) -> dict[int, list[int]]:
     """Stages in which each chosen op may run again, at most `most` beside present ones.
 
-    Those where it does now, those in which an op that reads it runs or may run, and those
-    that touch its inputs for the last time.
+    Those where it does now or does in `guide`, those in which an op that reads it runs or
+    may run, and those that touch its inputs for the last time.
     """
     present: dict[int, list[int]] = {}
-    for stage, again in enumerate(runs):
-        for op in again:
-            present.setdefault(op, []).append(stage)
+    for source in (runs, guide):
+        for stage, again in enumerate(source):
+            for op in again:
+                present.setdefault(op, []).append(stage)
     stages_of: dict[int, list[int]] = {}
     last = last_touches(problem, runs)
     for op in sorted(set(chosen), reverse=True):

@@ -11,18 +11,23 @@ from dataclasses import dataclass, field, replace
 
 from remat.solver.background import Task
 from remat.solver.cut import is_open, limits_of, take_climbed
+from remat.solver.events import Runs
 from remat.solver.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.lazy_cuts import Climbed, LazyCuts
 from remat.solver.mip import Limits
 from remat.solver.search import Search
 
 EFFORT = 3.0
-"""CP-SAT's deterministic time for neighbourhoods in a round, about as many seconds."""
-VARIABLES = 1500
-"""Programs of cuts go on in a round until they have had so many variables in all."""
-BOUND_S = 5.0
+"""Seconds, about, that a round has at least; measured in what does not depend on the clock."""
+CP_SAT_S = 2.5
+"""Seconds for a unit of CP-SAT's deterministic time here, building its programs included."""
+ITERATION_S = 4e-4
+"""What HiGHS needs for an iteration of the simplex algorithm here, cuts and the rest included."""
+GROWTH = 1.5
+"""How much longer the next program of cuts is expected to take."""
+BOUND_S = 25.0
 """Seconds that one program of cuts may take, at first."""
-PATIENCE = 1.5
+PATIENCE = 1.6
 """Growth of that time after a program that did not end in it."""
 STALLED = 3
 """Programs in a row that raise no bound, after which cuts are given up."""
@@ -39,6 +44,8 @@ class Improvement:
     workers: int = 2
     stalled: int = 0
     bound_s: float = BOUND_S
+    effort: float = EFFORT
+    guide: Runs = ()
     around: LargeNeighbourhoods | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -51,40 +58,46 @@ class Improvement:
             if has_cuts:
                 self._round_of_both()
             else:
-                self._search_around(self.workers)
+                self._search_around(self.workers, EFFORT / CP_SAT_S)
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
         before_us = self.lazy.bound_us
+        effort = max(self.effort, EFFORT) / CP_SAT_S
         if self.search.best is None or self.workers == 1:
             found = self._programs()
             if self.search.best is not None:
-                self._search_around(1)
+                self._search_around(1, effort)
         else:
             solving = Task(self._programs)
-            self._search_around(self.workers - 1)
+            self._search_around(self.workers - 1, effort)
             found = solving.wait()
         for climbed in found:
             take_climbed(self.search, climbed)
+            if climbed.start is not None and climbed.solution.finished:
+                self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
         if not found[-1].solution.finished:
             self.bound_s *= PATIENCE
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
         self.stalled = 0 if is_higher else self.stalled + 1
 
     def _programs(self) -> list[Climbed]:
-        """Programs of cuts, each refined by the one before, up to a size in all."""
+        """Programs of cuts, each refined by the one before, until a round is filled."""
         found: list[Climbed] = []
-        size = 0
-        while size < VARIABLES and not self.lazy.is_done:
+        spent = 0.0
+        while spent < EFFORT and not self.lazy.is_done:
             found.append(self.lazy.climb(self._limits()))
-            size += len(found[-1].solution.source.program.objective)
+            self.effort = GROWTH * ITERATION_S * found[-1].solution.iterations
+            spent += max(self.effort, EFFORT / 20)
+            if not found[-1].solution.finished:
+                break
         return found
 
     def _limits(self) -> Limits:
         limits = limits_of(self.search, self.lazy, self.gap)
         return replace(limits, time_limit_s=min(limits.time_limit_s, self.bound_s))
 
-    def _search_around(self, workers: int) -> None:
+    def _search_around(self, workers: int, effort: float) -> None:
         """Neighbourhoods of the best schedule known."""
         best_us = self.search.best_key[0] - self.search.graph.time_us
         if self.around is None:
@@ -93,5 +106,5 @@ class Improvement:
             )
         elif best_us < self.around.cost_us * (1 - 1e-9):
             self.around.restart()
-        self.around.workers = workers
-        self.around.run(EFFORT)
+        self.around.workers, self.around.guide = workers, self.guide
+        self.around.run(effort)

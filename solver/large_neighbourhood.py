@@ -51,6 +51,7 @@ class LargeNeighbourhoods:
     size: float = FIRST_SIZE
     most_stages: int = FEW_STAGES
     is_exhausted: bool = False
+    guide: Runs = ()
     source: random.Random = field(init=False)
     runs: Runs = field(init=False)
     state: State = field(init=False)
@@ -110,7 +111,7 @@ class LargeNeighbourhoods:
 
     def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Outcome:
         search, problem = self.search, self.search.problem
-        stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages)
+        stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
         program = EventBuilder(problem, self.runs, stages_of).build(
             search.budget_bytes - problem.resident_bytes
         )
@@ -134,7 +135,10 @@ class LargeNeighbourhoods:
         size = int(self.size)
         if size >= self.search.problem.n_ops:
             return list(range(self.search.problem.n_ops))
-        rule = self.source.choice((self._at_moment, self._around, self._near_moment, self._window))
+        rules = [self._at_moment, self._around, self._near_moment, self._window]
+        if self.guide:
+            rules += [self._unlike_guide]
+        rule = self.source.choice(rules)
         chosen = rule(size)
         return sorted(dict.fromkeys(chosen))[: 2 * size]
 
@@ -182,6 +186,20 @@ class LargeNeighbourhoods:
             if len(found) >= size:
                 break
         return list(found)
+
+    def _unlike_guide(self, size: int) -> list[int]:
+        """Ops that the guide runs again at other stages, in a stretch of captured order."""
+        stages: list[dict[int, list[int]]] = [{}, {}]
+        for found, runs in zip(stages, (self.runs, self.guide), strict=True):
+            for stage, again in enumerate(runs):
+                for op in again:
+                    found.setdefault(op, []).append(stage)
+        ours, theirs = stages
+        unlike = sorted(op for op in {*ours, *theirs} if ours.get(op) != theirs.get(op))
+        if len(unlike) > size:
+            first = self.source.randrange(len(unlike) - size + 1)
+            unlike = unlike[first : first + size]
+        return unlike or self._window(size)
 
     def _window(self, size: int) -> list[int]:
         """Neighbours in captured order."""

@@ -9,7 +9,7 @@ order of first computations, for any number of recomputations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from remat.solver.cut_bound import CutProgram, CutSolution, expand
 from remat.solver.mip import Limits
 from remat.solver.problem import Problem
 from remat.solver.replay import fullest_op
+from remat.solver.spans import add_spans
 from remat.solver.stage_rows import add_stage_row
 from remat.solver.stages import State
 
@@ -40,7 +41,8 @@ class LazyCuts:
 
     Attributes
     ----------
-    cuts : ops at which there is a cut, ascending. rows : (stage, op) with a row each.
+    cuts : ops at which there is a cut, ascending; `added` has them in order of addition.
+    rows : (stage, op) with a row each.
     bound_us : the best bound proved. is_done : whether there is nothing to add.
     """
 
@@ -50,27 +52,31 @@ class LazyCuts:
     rows: tuple[tuple[int, int], ...] = ()
     bound_us: float = 0.0
     is_done: bool = False
+    added: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.added = self.cuts
 
     def program(self) -> CutProgram:
         """The program of the cuts and rows so far."""
         made = CutProgram(self.problem, self.cuts, self.budget_bytes)
         for stage, op in self.rows:
             add_stage_row(made, self.cuts.index(stage), op)
-        base_us = sum(self.problem.cost_us)
-        terms = [(x, cost) for x, cost in enumerate(made.program.objective) if cost]
-        if terms and self.bound_us > base_us:
-            lower = (self.bound_us - base_us) / made.cost_unit_us
-            made.program.row(terms, lower=lower * (1 - 1e-7) - 1e-6)
+        add_spans(made, self.added)
         return made
 
     def climb(self, limits: Limits) -> Climbed:
-        """Solve the program of now, take over its bound, add what its point violates most."""
+        """Solve the program of now, take over its bound, add what its point violates most.
+
+        A program that a limit ended stays as it is, to be taken further.
+        """
         solution = self.program().solve(limits)
         self.bound_us = max(self.bound_us, solution.bound_us)
         start = None
         if solution.values is not None:
             start = State.from_recomputed(self.problem, expand(solution))
-        self.is_done = start is None or not self._refine(start)
+        if solution.finished:
+            self.is_done = start is None or not self._refine(start)
         return Climbed(solution, start)
 
     def _refine(self, state: State) -> bool:
@@ -90,6 +96,7 @@ class LazyCuts:
         for place in (stage, stage - 1):
             if place >= 0 and place not in self.cuts:
                 self.cuts = tuple(sorted((*self.cuts, place)))
+                self.added = (*self.added, place)
                 return True
         op = fullest_op(
             self.problem, state.rows[stage], state.rows[stage + 1], stage,

@@ -65,7 +65,8 @@ class Answer:
     """What a backend found.
 
     `values` is None where no point was found; `bound` is proved (-inf if nothing is);
-    `finished` is False where a time or node limit ended the search.
+    `finished` is False where a time or node limit ended the search; `iterations`, of the
+    simplex algorithm, are a measure of effort that is the same on every machine.
     """
 
     values: list[float] | None
@@ -73,6 +74,7 @@ class Answer:
     bound: float
     proved_infeasible: bool
     finished: bool
+    iterations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def _mathopt_answer(api: Any, result: Any, variables: list[Any]) -> Answer:
         bound=float(bounds.dual_bound),
         proved_infeasible=reason in (kinds.INFEASIBLE, kinds.INFEASIBLE_OR_UNBOUNDED),
         finished=reason in (kinds.OPTIMAL, kinds.INFEASIBLE, kinds.INFEASIBLE_OR_UNBOUNDED),
+        iterations=int(result.solve_stats.simplex_iterations),
     )
 
 
