@@ -100,14 +100,12 @@ def options_for(solver: str, asked: argparse.Namespace) -> dict[str, object]:
 
     Raises
     ------
-    SolverError : unknown solver, or free order from a solver that keeps the given one.
+    SolverError : unknown solver.
     """
-    known = [option.name for option in dataclasses.fields(solver_class(solver))]
-    if asked.order == "free" and "order" not in known:
-        raise SolverError(f"solver '{solver}' keeps the given order: it has no --order free")
+    known = ["order", *(option.name for option in dataclasses.fields(solver_class(solver)))]
     given = {name: getattr(asked, name) for name in PASSED_ON}
     for name, value in given.items():
-        if value is not None and name not in known and name != "order":
+        if value is not None and name not in known:
             print(f"benchmarks.instance: {solver} has no option {name}", file=sys.stderr)
     return {name: value for name, value in given.items() if value is not None and name in known}
 
@@ -119,7 +117,7 @@ def solved(
 
     Raises
     ------
-    SolverError : unknown solver or option.
+    SolverError : unknown solver or option, or a free order from one that keeps the given one.
     """
     graph = graph_of(instance)
     history = History(instance, graph.time_us)
@@ -157,6 +155,8 @@ def _described(
         "solver": result.solver,
         "budget": result.budget_bytes,
         "least_feasible": result.least_feasible_bytes or None,
+        "least_bound": result.least_bound_bytes or None,
+        "floor": result.floor.size_bytes if result.floor else None,
         "message": result.message,
     }
 

@@ -15,6 +15,8 @@ import msgspec
 from remat.graph_capture.errors import GraphError
 
 SCHEMA_VERSION = 1
+KEPT = "kept by"
+"""How `Op.pinned` begins where only the user wants that the op does not run twice."""
 
 Phase = Literal["forward", "backward"]
 Kind = Literal[
@@ -149,7 +151,11 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def ordered_ops(self) -> tuple[str, ...]:
         """Ops whose first runs keep their captured order: they draw, or have effects."""
         states = {value.name for value in self.values if value.kind == "rng_state"}
-        return tuple(op.name for op in self.ops if op.pinned or states.intersection(op.inputs))
+        return tuple(
+            op.name
+            for op in self.ops
+            if (op.pinned and not op.pinned.startswith(KEPT)) or states.intersection(op.inputs)
+        )
 
     @functools.cached_property
     def signatures(self) -> tuple[str, ...]:

@@ -38,12 +38,13 @@ def resolve_budget(
     time_limit_s: float = 60.0,
     keep: Globs = (),
     recompute: Globs = (),
+    **options: Any,
 ) -> int:
     """Bytes that `budget` means for `graph`.
 
     Per cents are of the unmodified peak, ``auto`` is what the model and the batch take plus
     the memory that is free less a tenth, and ``min`` is the least peak that `solver` knows
-    for these pins.
+    for these pins and options.
     """
     parsed = parse_budget(budget)
     if parsed.kind == "share":
@@ -54,8 +55,9 @@ def resolve_budget(
         return auto_bytes() + allocated_bytes
     if parsed.kind == "min":
         lost = solvers.solve(
-            graph, 0, solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute
-        )
+            graph, 0, solver,
+            time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
+        )  # fmt: skip
         return lost.least_feasible_bytes
     return parsed.size_bytes
 
@@ -81,7 +83,8 @@ def solve(
     keep : globs over module paths, such as ``"*.attn"``: what forward computes there is never
         recomputed. A glob covers all modules below those it matches.
     recompute : globs as well: what backward reads from there is computed again in backward.
-    **options : of that solver.
+    **options : of that solver; of `auto` for example ``order="free"``, which also tries
+        other orders of first computations than the captured one.
 
     Returns
     -------
@@ -94,8 +97,9 @@ def solve(
     """
     keep, recompute = as_globs(keep), as_globs(recompute)
     budget_bytes = resolve_budget(
-        graph, budget, solver=solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute
-    )
+        graph, budget, solver=solver,
+        time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
+    )  # fmt: skip
     return solvers.solve(
         graph, budget_bytes, solver,
         time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
@@ -201,7 +205,10 @@ def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_byt
 
 
 def infeasible_text(result: Result) -> str:
-    """One sentence each: what was asked, what is possible, what holds it, what to try."""
+    """One sentence each: what was asked, what is possible, what holds it, what to try.
+
+    And, where the budget is below it, the floor; and what is proved to be needed.
+    """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if not least:
         return f"no schedule within {asked} was found. {result.message or 'Raise the budget'}"
@@ -216,6 +223,20 @@ def infeasible_text(result: Result) -> str:
     least_mib = -(-least // 2**20)
     return (
         f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {held}. Try --budget {least_mib}MiB, "
+        f"reach; its peak is held by {held}. {_floor_text(result)}Try --budget {least_mib}MiB, "
         "a smaller batch, or --budget min"
     )
+
+
+def _floor_text(result: Result) -> str:
+    """Sentences on the floor and on what is proved, each ending in a space."""
+    text = ""
+    if result.floor:
+        place = result.floor.module or result.floor.name
+        text = (
+            f"The floor, below which outputs of the step must be recomputed, is "
+            f"{bytes_text(result.floor.size_bytes)}, at {place}. "
+        )
+    if result.least_bound_bytes:
+        text += f"No schedule needs less than {bytes_text(result.least_bound_bytes)}. "
+    return text

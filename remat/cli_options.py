@@ -20,6 +20,13 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
 
 
+class OrderName(StrEnum):
+    """Orders of first computations."""
+
+    fixed = "fixed"
+    free = "free"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -33,6 +40,10 @@ Budget = Annotated[
     typer.Option(help="8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) or min"),
 ]
 Solver = Annotated[str, typer.Option(help="one of " + ", ".join(TABLE))]
+Order = Annotated[
+    OrderName,
+    typer.Option(help="of first computations: fixed keeps the captured one, free tries others"),
+]
 TimeLimit = Annotated[float, typer.Option(min=0.0, help="seconds to search for a plan")]
 Keep = Annotated[
     list[str], typer.Option("--keep", metavar="GLOB", help="modules never to recompute; repeatable")

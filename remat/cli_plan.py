@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from remat import cli_options as options
-from remat import pipeline
+from remat import json_report, pipeline
 from remat.api import infeasible_text
 from remat.cli_run import asked, conclude, load_shown, priced, said_price, show_price
 from remat.cli_session import INFEASIBLE, Session
@@ -54,6 +54,7 @@ def solve(
     source: GraphOrModel,
     budget: options.Budget = "auto",
     solver: options.Solver = "auto",
+    order: options.Order = options.OrderName.fixed,
     time_limit: options.TimeLimit = 60.0,
     keep: options.Keep = [],  # noqa: B006 typer copies it
     recompute: options.Recompute = [],  # noqa: B006
@@ -67,7 +68,7 @@ def solve(
     """Find the fastest schedule that fits the budget."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        request = asked(budget, solver, time_limit, optimizer, accumulate, keep, recompute)
+        request = asked(budget, solver, order, time_limit, optimizer, accumulate, keep, recompute)
         graph = graph_of(source, session, optimizer.value, accumulate)
         result = pipeline.solve_request(graph, request, session.stages)
         if result.schedule:
@@ -76,14 +77,15 @@ def solve(
         if as_json:
             session.emit(_result_json(graph, result) | said_price(worth))
         elif result.schedule:
-            show_result(session.out, result)
+            show_result(session.out, graph, result)
             show_price(session, worth)
         conclude(session, INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
 
 
 def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
-    said = msgspec.to_builtins(result) | {"bound": pipeline.bound_json(graph, result)}
-    return said if result.schedule else said | pipeline.infeasible_json(result)
+    said = msgspec.to_builtins(result) | {"bound": json_report.bound_json(graph, result)}
+    said |= json_report.kept_json(graph, result)
+    return said if result.schedule else said | json_report.infeasible_json(result)
 
 
 def inspect(

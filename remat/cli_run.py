@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat import cli_options as options
-from remat import pipeline
+from remat import json_report, pipeline
 from remat.api import infeasible_text
 from remat.budget import parse_budget
 from remat.cli_session import CHECK_FAILED, INFEASIBLE, Session
@@ -15,7 +15,7 @@ from remat.fronts import price_json, price_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
-from remat.solver import solver_class
+from remat.solver import make_solver
 from remat.solver.front import Price
 from remat.solver.memory_price import price_of_gib
 from remat.solver.result import Result
@@ -25,6 +25,7 @@ def run(
     model: options.Model,
     budget: options.Budget = "auto",
     solver: options.Solver = "auto",
+    order: options.Order = options.OrderName.fixed,
     time_limit: options.TimeLimit = 60.0,
     keep: options.Keep = [],  # noqa: B006 typer copies it
     recompute: options.Recompute = [],  # noqa: B006
@@ -38,13 +39,13 @@ def run(
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        request = asked(budget, solver, time_limit, optimizer, accumulate, keep, recompute)
+        request = asked(budget, solver, order, time_limit, optimizer, accumulate, keep, recompute)
         report = pipeline.run(load_shown(model, session), request, session.stages)
         if report.result.schedule:
             session.save(output, report.result.schedule.to_json(), "plan")
         worth = priced(session, report.graph, report.result, request) if price else None
         if as_json:
-            session.emit(pipeline.report_json(report) | said_price(worth))
+            session.emit(json_report.report_json(report) | said_price(worth))
         _conclude_run(session, report, worth)
 
 
@@ -87,7 +88,7 @@ def check(
 def _check_json(found: Any, schedule: Schedule, failures: list[str]) -> dict[str, Any]:
     return {
         "budget_bytes": schedule.budget_bytes,
-        "check": pipeline.check_json(found),
+        "check": json_report.check_json(found),
         "baseline": {
             "measured_peak_bytes": found.baseline_peak_bytes,
             "measured_step_us": found.baseline_step_us,
@@ -118,18 +119,20 @@ def load_shown(model: str, session: Session) -> Loaded:
 def asked(
     budget: str,
     solver: str,
+    order: options.OrderName,
     time_limit_s: float,
     optimizer: options.OptimizerName,
     accumulate: bool,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
 ) -> pipeline.Request:
-    """The request, refused before anything runs if its budget or solver is unknown."""
+    """The request, refused before anything runs if its budget, solver or order is unknown."""
     parse_budget(budget)
-    solver_class(solver)
+    make_solver(solver, order=order.value)
     return pipeline.Request(
-        budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute)
-    )
+        budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute),
+        order.value,
+    )  # fmt: skip
 
 
 def priced(
@@ -141,7 +144,7 @@ def priced(
     with session.stages.stage("price", "pricing a GiB"):
         return price_of_gib(
             graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
-            keep=request.keep, recompute=request.recompute,
+            keep=request.keep, recompute=request.recompute, order=request.order,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from remat.fronts import sweep as sweep_graph
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.screen import plain_table
-from remat.solver import TABLE, solver_class
+from remat.solver import TABLE, make_solver
 from remat.solver.front import Front
 from remat.solver.sweep import Tell, check_jobs
 
@@ -39,6 +39,7 @@ def sweep(
     source: GraphOrModel,
     budgets: BudgetList = "12",
     solver: Solvers = ["auto"],  # noqa: B006 typer copies it
+    order: options.Order = options.OrderName.fixed,
     time_limit: LimitEach = 60.0,
     jobs: Jobs = 1,
     keep: options.Keep = [],  # noqa: B006
@@ -53,12 +54,12 @@ def sweep(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         asked = asked_budgets(budgets)
-        _refuse_unknown(solver, jobs)
+        _refuse_unknown(solver, order.value, jobs)
         graph = graph_of(source, session, optimizer.value, accumulate)
         with session.stages.stage("sweep", "solving at several budgets") as progress:
             fronts = sweep_graph(
                 graph, asked, solvers=solver, time_limit_s=time_limit, jobs=jobs,
-                tell=_telling(progress), keep=keep, recompute=recompute,
+                tell=_telling(progress), keep=keep, recompute=recompute, order=order.value,
             )  # fmt: skip
         session.save(output, _kept(fronts), "front")
         if as_json:
@@ -86,9 +87,9 @@ def asked_budgets(text: str) -> Budgets:
     return parts
 
 
-def _refuse_unknown(solvers: list[str], jobs: int) -> None:
+def _refuse_unknown(solvers: list[str], order: str, jobs: int) -> None:
     for name in solvers:
-        solver_class(name)
+        make_solver(name, order=order)
     check_jobs(jobs)
 
 

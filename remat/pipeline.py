@@ -12,7 +12,6 @@ import remat.solver as solvers
 from remat.api import (
     UNBOUNDED_BYTES,
     Optimizer,
-    infeasible_text,
     resolve_budget,
     unmodified,
 )
@@ -77,6 +76,7 @@ class Request:
     accumulate: bool = False
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    order: str = "fixed"
 
 
 @dataclass(frozen=True)
@@ -155,21 +155,22 @@ def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Res
     with stages.stage("solve", f"solving for {request.budget}") as progress:
 
         def listen(state: solvers.Progress) -> None:
-            progress(text=_solver_text(request.budget, state))
+            progress(text=solver_text(request.budget, state))
 
-        pins = {"keep": request.keep, "recompute": request.recompute}
-        budget_bytes = resolve_budget(
-            graph, request.budget, solver=name, time_limit_s=limit_s, **pins
-        )
-        return solvers.solve(
-            graph, budget_bytes, solver=name, time_limit_s=limit_s, progress=listen, **pins
-        )
+        asked: dict[str, Any] = {
+            "solver": name, "time_limit_s": limit_s, "order": request.order,
+            "keep": request.keep, "recompute": request.recompute,
+        }  # fmt: skip
+        budget_bytes = resolve_budget(graph, request.budget, **asked)
+        return solvers.solve(graph, budget_bytes, progress=listen, **asked)
 
 
-def _solver_text(budget: str, state: solvers.Progress) -> str:
+def solver_text(budget: str, state: solvers.Progress) -> str:
+    """What is shown while it solves: best schedule, bound and gap, and what comes next."""
     best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
     bound = percent_text(state.bound_overhead)
-    return f"solving for {budget}: best {best}, bound {bound}, {state.doing}"
+    gap = "open" if state.gap is None else percent_text(state.gap)
+    return f"solving for {budget}: best {best}, bound {bound}, gap {gap}, {state.doing}"
 
 
 def check_schedule(
@@ -224,66 +225,3 @@ def _row(name: str, result: Result, check: Check | None = None, *, baseline: boo
     else:
         measured = check.plan_peak_bytes, check.plan_step_us, check.overhead
     return Row(name, result.peak_bytes, result.time_us, result.overhead, *measured)
-
-
-def report_json(report: Report) -> dict[str, Any]:
-    """The object that ``remat run --json`` prints."""
-    result, rows = report.result, {row.name: row for row in report.rows}
-    said = {
-        "status": result.status,
-        "solver": result.solver,
-        "budget_bytes": result.budget_bytes,
-        "model": report.graph.name,
-        "ops": len(report.graph.ops),
-        "baseline": _row_json(rows["unmodified"]),
-        "chen_sqrt": _row_json(rows["chen_sqrt"]),
-        "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
-        "bound": bound_json(report.graph, result),
-        "check": check_json(report.check) if report.check else None,
-        "failures": report.failures,
-        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
-    }
-    if result.schedule is None:
-        said |= infeasible_json(result)
-    return said
-
-
-def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
-    """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
-    bound_us = result.lower_bound_us
-    overhead = bound_us / graph.time_us - 1 if graph.time_us and bound_us else 0.0
-    return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
-
-
-def check_json(check: Check) -> dict[str, Any]:
-    """What was equal, and how many gradients were."""
-    equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
-    return {
-        **equal,
-        "gradients": check.gradients,
-        "gradients_total": check.gradients_total,
-    }
-
-
-def infeasible_json(result: Result) -> dict[str, Any]:
-    """What there is to say where nothing fits."""
-    held = [
-        {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
-        for item in result.held_at_peak
-    ]
-    return {
-        "least_feasible_bytes": result.least_feasible_bytes,
-        "held_at_peak": held,
-        "error": {"type": "Infeasible", "message": infeasible_text(result)},
-    }
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    return {
-        "predicted_peak_bytes": row.peak_bytes,
-        "measured_peak_bytes": row.measured_peak_bytes,
-        "predicted_step_us": row.time_us,
-        "measured_step_us": row.measured_step_us,
-        "overhead": row.overhead,
-        "measured_overhead": row.measured_overhead,
-    }

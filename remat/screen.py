@@ -14,6 +14,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
 from remat.schedules.simulate import Simulation
+from remat.solver.kept import kinds_of, kinds_text
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -68,12 +69,22 @@ def _verdict(report: Report) -> Table:
         table.add_row("peak held by", _held(graph, report.simulation))
     if report.check:
         table.add_row("equal", equal_text(report.check))
+    _add_kept(table, graph, result)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
     if result.message:
         table.add_row("note", Text(result.message))
     return table
+
+
+def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
+    """What runs again, and that attention does not, or how much of it does."""
+    kinds = kinds_text(kinds_of(graph, result.schedule)) if result.schedule else ""
+    if kinds:
+        table.add_row("recomputed", Text(kinds))
+    if result.attention:
+        table.add_row("attention", str(result.attention))
 
 
 def _gap(result: Result) -> str:
@@ -123,7 +134,7 @@ def show_check(console: Console, check: Check) -> None:
     console.print(f"\nequal  {equal_text(check)}")
 
 
-def show_result(console: Console, result: Result) -> None:
+def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
     """One line a figure of a solve."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_row("status", f"{result.status}, by {result.solver} in {result.wall_s:.1f} s")
@@ -132,8 +143,9 @@ def show_result(console: Console, result: Result) -> None:
     table.add_row("step", time_text(result.time_us))
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
+    _add_kept(table, graph, result)
     if result.message:
-        table.add_row("note", result.message)
+        table.add_row("note", Text(result.message))
     console.print(table)
 
 

@@ -84,13 +84,22 @@ def solver_class(name: str) -> type[Any]:
 def make_solver(name: str, **options: object) -> Solver:
     """The solver of that name with those options.
 
+    The option `order`, of `auto` and `exhaustive`, may be ``fixed`` for every solver.
+
     Raises
     ------
     SolverError : no such solver, or it has no such option.
     """
     made = solver_class(name)
     known = [field.name for field in dataclasses.fields(made)]
+    if "order" not in known and options.get("order") == "fixed":
+        del options["order"]
     for option in options:
+        if option == "order" and option not in known:
+            raise SolverError(
+                f"solver '{name}' keeps the given order of first computations: for order "
+                f"{options[option]} use solver auto, or exhaustive for a few ops"
+            )
         if option not in known:
             raise SolverError(
                 f"solver '{name}' has no option '{option}'; its options are {', '.join(known)}"

@@ -1,29 +1,43 @@
 """A portfolio by size: keep all, one cut, blocks, then cuts and neighbourhoods in turn.
 
-Solves: least time under a budget on the true peak; first runs in captured order, any
-number of recomputations. Keeps everything if that fits, which is optimal. Otherwise a single
-cut gives a bound and schedules; graphs of thousands of ops get their first one from
-`hierarchical`. Where the gap stays open, graphs of a few ops go to `checkmate`, larger
-ones to lazy cuts and large neighbourhoods side by side (`improve`).
+Solves: least time under a budget on the true peak, any number of recomputations; first runs
+in captured order, or in any (`order`). Keeps everything if that fits, which is optimal.
+Otherwise a single cut gives a bound and schedules; graphs of thousands of ops get their first
+one from `hierarchical`. Where the gap stays open, graphs of a few ops go to `checkmate`, larger
+ones to lazy cuts and large neighbourhoods side by side (`improve`). In a free order tiny
+graphs are searched exhaustively, others solved in several orders (`free_order`).
 Optimal where the result says so. Cost: near-linear where one cut closes the gap, which is
 the rule on transformers; else the time limit. Shortcomings: those of its parts.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import get_args
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.below_floor import note_floor, prove_nothing_fits
 from remat.solver.checkmate import Checkmate
-from remat.solver.cut import begin, has_room, is_large, is_open, take_least_peak
+from remat.solver.cut import begin, has_room, is_large, is_open
+from remat.solver.exact_order import Exhaustive
+from remat.solver.free_order import FreeOrder
 from remat.solver.hierarchical import Hierarchical
 from remat.solver.improve import Improvement
-from remat.solver.result import Result
+from remat.solver.least_peak import take_least_peak
+from remat.solver.order_attempts import Share
+from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Search
+from remat.solver.stages import State
+from remat.solver.state_space import OrderOption
 from remat.solver.store_all import store_all_state
 
 EXACT_GAP = 1e-9
+TINY_OPS = 14
+"""Graphs of at most so many ops are searched exhaustively in a free order."""
+TINY_PART = 0.5
+"""Part of the time limit that this may take."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class Auto:
     gap : stop once time is proved within this fraction of the best.
     seed, workers : of the neighbourhoods; the same two give the same schedule, unless the
         time limit cuts the search short.
+    order : first runs in captured order (``fixed``) or in any (``free``), for which then
+        the bound holds too.
     exact_ops : most ops of a graph that the exact MILP is tried on.
     exact_s : seconds it may take.
     time_limit_s, progress : as in `remat.solver.solve`.
@@ -43,6 +59,7 @@ class Auto:
     gap: float = 1e-3
     seed: int = 0
     workers: int = 2
+    order: OrderOption = "fixed"
     exact_ops: int = 32
     exact_s: float = 10.0
     time_limit_s: float = 60.0
@@ -53,34 +70,86 @@ class Auto:
             raise SolverError(f"workers must be 1 or more, not {self.workers}")
         if not self.gap >= 0:
             raise SolverError(f"gap must be 0 or more, not {self.gap}")
+        if self.order not in get_args(OrderOption):
+            raise SolverError(f"order must be fixed or free, not '{self.order}'")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule found within `budget_bytes`, and the best proven bound."""
-        search = Search(graph, budget_bytes, "auto", self.time_limit_s, self.progress)
-        search.options = {"gap": self.gap, "seed": self.seed, "workers": self.workers}
+        if self.order == "free":
+            return self._solve_free(graph, budget_bytes)
+        return self._solve_fixed(graph, budget_bytes, Share(self.time_limit_s, self.progress))
+
+    def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
+        """Solve in the order of `graph`."""
+        search = self._search(graph, budget_bytes, share)
         try:
-            self._run(search)
+            self._run(search, share)
         except KeyboardInterrupt:
             search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
+            search.message = f"{INTERRUPTED}: this is the best schedule found until then"
+        note_floor(search)
         return search.result()
 
-    def _run(self, search: Search) -> None:
+    def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
+        search = Search(graph, budget_bytes, "auto", share.time_limit_s, share.progress)
+        search.options = {
+            "gap": self.gap, "seed": self.seed, "workers": self.workers, "order": self.order,
+        }  # fmt: skip
+        return search
+
+    def _run(self, search: Search, share: Share) -> None:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not has_room(search):
-            search.proved_infeasible = True
+        if share.start is not None:
+            search.offer_schedule(share.start)
+        if has_room(search):
+            self._close_gap(search, plain, share)
         else:
-            if is_large(search):
-                Hierarchical().first(search)
-            is_small = len(search.graph.ops) <= self.exact_ops
-            gap = EXACT_GAP if is_small else self.gap
-            lazy = begin(search, plain, gap)
-            if lazy is not None:
-                Improvement(search, lazy, gap, self.seed, self.workers).run()
-            if is_small and is_open(search, gap):
-                Checkmate().run(search, min(self.exact_s, search.left_s))
-        if search.best is None:
-            search.say("looking for the least peak")
+            search.proved_infeasible = True
+        if search.best is None and not share.is_look:
             take_least_peak(search, plain)
+
+    def _close_gap(self, search: Search, plain: State, share: Share) -> None:
+        """All that may find a schedule or raise the bound, in turn; a look ends early."""
+        if is_large(search):
+            Hierarchical().first(search)
+        gap = self._gap_for(search.graph)
+        lazy = begin(search, plain, gap, has_start=share.start is not None)
+        prove_nothing_fits(search)
+        if share.is_look:
+            if is_open(search, gap):
+                search.cut_short = True
+            return
+        if lazy is not None:
+            Improvement(search, lazy, gap, self.seed, self.workers).run()
+        if len(search.graph.ops) <= self.exact_ops and is_open(search, gap):
+            Checkmate().run(search, min(self.exact_s, search.left_s))
+
+    def _gap_for(self, graph: TrainingGraph) -> float:
+        return EXACT_GAP if len(graph.ops) <= self.exact_ops else self.gap
+
+    def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """Solve in any order: by exhaustive search where that ends, else order by order."""
+        began_s = time.monotonic()
+        if len(graph.ops) <= TINY_OPS:
+            share = Share(TINY_PART * self.time_limit_s, self.progress)
+            found = self._solve_tiny(graph, budget_bytes, share)
+            if found.status != "time limit" or found.message.startswith(INTERRUPTED):
+                return found
+        return FreeOrder(
+            graph, budget_bytes, self._solve_fixed, self._gap_for(graph), self.seed,
+            time_limit_s=self.time_limit_s, progress=self.progress, began_s=began_s,
+        ).solve()  # fmt: skip
+
+    def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
+        search = self._search(graph, budget_bytes, share)
+        try:
+            Exhaustive(order="free").run(search)
+        except KeyboardInterrupt:
+            search.cut_short = True
+            search.message = f"{INTERRUPTED}: this is the best schedule found until then"
+        if search.proved_infeasible:
+            search.note("That holds for every order of first computations")
+        note_floor(search)
+        return search.result()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.below_floor import note_floor, prove_nothing_fits
 from remat.solver.cut_bound import (
     COST_SCALE,
     CutProgram,
@@ -29,6 +30,7 @@ from remat.solver.cut_bound import (
     working_set_bytes,
 )
 from remat.solver.lazy_cuts import Climbed, LazyCuts
+from remat.solver.least_peak import take_least_peak
 from remat.solver.mip import Limits
 from remat.solver.repair import Repair, exchange, fill
 from remat.solver.result import Result
@@ -41,9 +43,6 @@ MANY_OPS = 1000
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
-LEAST_TARGETS = (0.05, 0.2)
-"""Parts of the room between the largest working set and the peak that cuts aim for."""
-LEAST_POWERS = (0.6, 1.0)
 NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
 FEW_NODES = 20
@@ -77,6 +76,7 @@ class Cut:
         except KeyboardInterrupt:
             search.cut_short = True
             search.message = "interrupted: this is the best schedule found until then"
+        note_floor(search)
         return search.result()
 
     def run(self, search: Search) -> None:
@@ -89,11 +89,11 @@ class Cut:
         else:
             self._close_gap(search, plain)
         if search.best is None:
-            search.say("looking for the least peak")
             take_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
         lazy = begin(search, plain, self.gap)
+        prove_nothing_fits(search)
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
             if not is_open(search, self.gap):
                 break
@@ -109,15 +109,18 @@ def is_open(search: Search, gap: float) -> bool:
     return search.gap > gap and not search.proved_infeasible and not search.out_of_time()
 
 
-def begin(search: Search, plain: State, gap: float) -> LazyCuts | None:
-    """The best single cut: its bound, and schedules from it; None where nothing fits."""
+def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
+    """The best single cut: its bound, and schedules from it; None where nothing fits.
+
+    With `has_start` there is a schedule to improve on, and one more will do.
+    """
     search.say("choosing where to cut")
     place = best_cut(search, plain)
     if place is None:
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     climb(search, lazy, gap)
-    for target_bytes in targets(search, TARGETS):
+    for target_bytes in targets(search, () if has_start else TARGETS):
         if is_open(search, gap):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
@@ -236,47 +239,3 @@ def repair_from(search: Search, start: State) -> State | None:
                 best = state
         search.offer(state)
     return best
-
-
-def take_least_peak(search: Search, plain: State) -> None:
-    """Name the least peak known, or take its schedule if it fits after all.
-
-    The ways down start from the graph alone, not from the budget. So a solve for the
-    budget that an infeasible result names finds this schedule again.
-    """
-    for start in least_starts(search, plain):
-        for power in LEAST_POWERS:
-            _lower_peak(search, start.copy(), power)
-    if search.best_state is not None:
-        state = search.best_state.copy()
-        fill(state, search.budget_bytes, search)
-        search.offer(state)
-
-
-def least_starts(search: Search, plain: State) -> Iterator[State]:
-    """Schedules to go down from: the one that keeps all, and cuts near the least peak."""
-    yield plain
-    problem = search.problem
-    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
-    peak_bytes = plain.peak_bytes
-    place = int(np.argmax(peak_bytes[: problem.n_ops]))
-    room = int(peak_bytes[place]) - problem.resident_bytes - floor
-    for part in LEAST_TARGETS:
-        if search.out_of_time():
-            return
-        target_bytes = problem.resident_bytes + floor + int(part * room)
-        program = CutProgram(problem, (place,), target_bytes)
-        solution = program.relaxed(max(search.left_s, 0.1))
-        if solution.values is not None:
-            yield State.from_recomputed(problem, expand(solution))
-
-
-def _lower_peak(search: Search, state: State, power: float) -> None:
-    """Lower the limit by 2 % as long as repair can follow."""
-    while not search.out_of_time():
-        peak_bytes = int(state.peak_bytes.max())
-        search.offer_least(state)
-        limit_bytes = peak_bytes - max(peak_bytes // 50, 1)
-        if not Repair(state, limit_bytes, power, search).run():
-            search.offer_least(state)
-            return

@@ -65,21 +65,28 @@ class Exhaustive:
         """
         search = Search(graph, budget_bytes, "exhaustive", self.time_limit_s, self.progress)
         search.options = {"order": self.order, "most_ops": self.most_ops}
-        if search.offer(store_all_state(search.problem)):
-            return search.result()
-        if len(graph.ops) > self.most_ops:
-            raise SolverError(
-                f"exhaustive search takes at most {self.most_ops} ops (most_ops), this graph has "
-                f"{len(graph.ops)}: use solver auto, or raise most_ops and have patience"
-            )
         try:
-            self._run(search)
+            self.run(search)
         except KeyboardInterrupt:
             search.cut_short = True
             search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
-    def _run(self, search: Search) -> None:
+    def run(self, search: Search) -> None:
+        """Search until the best schedule is proved, or that there is none, or time is up.
+
+        Raises
+        ------
+        SolverError : as `solve` does.
+        """
+        if search.offer(store_all_state(search.problem)):
+            return
+        n_ops = search.problem.n_ops
+        if n_ops > self.most_ops:
+            raise SolverError(
+                f"exhaustive search takes at most {self.most_ops} ops (most_ops), this graph has "
+                f"{n_ops}: use solver auto, or raise most_ops and have patience"
+            )
         search.say(f"every state, {self.order} order")
         space = StateSpace.of(search.problem, self.order)
         walk = fastest(space, search.budget_bytes, search)

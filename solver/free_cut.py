@@ -15,6 +15,7 @@ Shortcomings: weak on wide graphs, where most ops neither precede nor follow a g
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.cut_bound import COST_SCALE, CutProgram
+from remat.solver.least_peak_bound import effort_for, least_peak_bound_bytes
 from remat.solver.mip import Limits
 from remat.solver.ordering import predecessors
 from remat.solver.problem import Problem
@@ -31,6 +33,8 @@ from remat.solver.problem import Problem
 PLACES = 6
 """Ops whose linear program is solved; the best one's integer program is solved too."""
 NODE_LIMIT = 100
+LEAST_S = 0.1
+"""Seconds that a linear program has at least."""
 END_OF_FORWARD = "remat.end_of_forward"
 
 
@@ -58,25 +62,48 @@ class Ancestry:
         return cls(before, after)
 
 
-def free_bound_us(graph: TrainingGraph, budget_bytes: int, *, time_limit_s: float = 10.0) -> float:
+def free_bound_us(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    *,
+    time_limit_s: float = 10.0,
+    enough_us: float = float("inf"),
+) -> float:
     """No schedule within `budget_bytes` takes less, whatever its order of first runs.
 
     Infinite where no schedule fits. Microseconds; `graph.time_us` if nothing better is proved.
+    Ends as soon as `enough_us` is proved, and about when `time_limit_s` is over.
     """
+    end_s = time.monotonic() + time_limit_s
     ancestry = Ancestry.of(graph)
     best: tuple[float, int] | None = None
     for t in _candidates(graph, ancestry, budget_bytes):
-        cut = FreeCut.at(graph, t, budget_bytes, ancestry)
-        bound_us = cut.relaxed_us(time_limit_s)
+        left_s = end_s - time.monotonic()
+        if best is not None and (best[0] >= enough_us or left_s <= 0):
+            return max(best[0], graph.time_us)
+        bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(max(left_s, LEAST_S))
         if bound_us == float("inf"):
             return bound_us
         if best is None or bound_us > best[0]:
             best = bound_us, t
-    if best is None:
-        return graph.time_us
-    limits = Limits(time_limit_s, absolute_gap=1e-4 * COST_SCALE, node_limit=NODE_LIMIT)
+    left_s = end_s - time.monotonic()
+    if best is None or best[0] >= enough_us or left_s <= 0:
+        return max(best[0] if best else 0.0, graph.time_us)
+    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=NODE_LIMIT)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
     return max(bound_us, best[0], graph.time_us)
+
+
+def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
+    """Bytes that the peak of any schedule reaches, whatever its order of first runs.
+
+    The bound of `least_peak_bound` for the graph with nothing pinned and nothing handed over
+    after forward: without these its proof needs no order, and all schedules of the graph are
+    schedules of that one.
+    """
+    ops = tuple(msgspec.structs.replace(op, pinned="") for op in graph.ops)
+    eased = Problem.of(msgspec.structs.replace(graph, ops=ops, forward_outputs=()))
+    return least_peak_bound_bytes(eased, effort_for(eased))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from remat.solver.problem import Problem
 
 EFFORT = 2000
 """Sets that the search for the bound looks at in all."""
+EFFORT_OPS = 4_000_000
+"""The same times ops, in large graphs: about a second."""
 MOST_MOMENTS = 200
 """Moments from which the search goes back: both ends of a phase, and those that need most."""
 SPECIAL_PART, OTHER_PART = 4, 50
@@ -81,6 +83,11 @@ def least_peak_bound_bytes(problem: Problem, effort: int = EFFORT) -> int:
     if effort < 0:
         raise SolverError(f"effort must be 0 or more, not {effort}")
     return Regression(problem).run(effort)
+
+
+def effort_for(problem: Problem) -> int:
+    """The effort that takes about a second at most."""
+    return min(EFFORT, EFFORT_OPS // max(problem.n_ops, 1))
 
 
 class Open(NamedTuple):

@@ -23,17 +23,24 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import KEPT, TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver import make_solver
 from remat.solver.cut import Cut
+from remat.solver.free_cut import free_bound_us
 from remat.solver.pin_globs import Globs, Pins, as_globs
 from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
 from remat.solver.search import Listener, Progress
 from remat.solver.sequence import schedule_of
-from remat.solver.twins import leave_out_runs, renewed_sequence, with_twins, without_twins
+from remat.solver.twins import (
+    leave_out_runs,
+    renewed_sequence,
+    said_of_twins,
+    with_twins,
+    without_twins,
+)
 
 TIGHTER = 4
 """Budgets tried, each lower, until the schedule fits with the runs that are put in."""
@@ -78,7 +85,7 @@ def solve_pinned(
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
     """`graph` in which the ops of `kept` must not run twice."""
     ops = [
-        msgspec.structs.replace(op, pinned=f"kept by --keep '{kept[op.name]}'")
+        msgspec.structs.replace(op, pinned=f"{KEPT} --keep '{kept[op.name]}'")
         if op.name in kept and not op.pinned
         else op
         for op in graph.ops
@@ -122,7 +129,7 @@ class _PinnedSearch:
         result = self._ask(self.kept, self.budget_bytes, self.time_limit_s)
         if result.schedule is None:
             return result
-        return judged(
+        found = judged(
             self.graph,
             self._stamped(result.schedule),
             budget_bytes=self.budget_bytes,
@@ -131,6 +138,7 @@ class _PinnedSearch:
             cut_short=self.cut_short,
             message=result.message,
         )
+        return msgspec.structs.replace(found, floor=result.floor)
 
     def solve_with_twins(self) -> Result:
         """Solve the graph with twins, for less and less, until its schedule fits."""
@@ -166,7 +174,7 @@ class _PinnedSearch:
             found,
             self.budget_bytes,
             self.elapsed_s,
-            f"{text}. {without_twins(lost.message)}" if lost.message else text,
+            f"{text}. {said_of_twins(lost.message)}" if lost.message else text,
         )
 
     def _unnamed(self, result: Result) -> Result:
@@ -176,8 +184,10 @@ class _PinnedSearch:
             least_feasible_bytes=0,
             held_at_peak=(),
             lower_bound_us=self.graph.time_us,
+            least_bound_bytes=0,
+            floor=None,
             wall_s=self.elapsed_s,
-            message=without_twins(result.message),
+            message=said_of_twins(result.message),
         )
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
@@ -208,6 +218,8 @@ class _PinnedSearch:
         limit_s = min(BOUND_S, self.left_s)
         if limit_s <= 0:
             return 0.0
+        if self.options.get("order") == "free":
+            return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)
         return Cut(time_limit_s=limit_s).solve(self.kept, self.budget_bytes).lower_bound_us
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:

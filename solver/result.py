@@ -9,8 +9,12 @@ import msgspec
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.kept import Attention, attention_of
 
 Status = Literal["optimal", "feasible", "infeasible", "time limit"]
+
+INTERRUPTED = "interrupted"
+"""How the message of a solve begins that Ctrl-C ended."""
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -31,10 +35,14 @@ class Result(msgspec.Struct, frozen=True):
     schedule : a schedule whose simulated peak is within the budget, or None.
     peak_bytes, time_us, overhead : of `schedule`, from `simulate`; 0 where there is none.
     lower_bound_us : no schedule of this budget, in the captured order of first
-        computations, takes less time.
+        computations, takes less time; with the option `order` free, none in any order.
     solver, wall_s : who solved it, and how long that took.
     least_feasible_bytes : where infeasible, the least budget known to be feasible.
     held_at_peak : where infeasible, what holds the memory at that schedule's peak.
+    least_bound_bytes : where infeasible, no schedule's peak is below; 0 where not sought.
+    floor : where the budget is below it, what any schedule needs that never computes an
+        output of the step again, in captured order: the op that sets it, and the bytes.
+    attention : where something runs again, how much of attention does; None without it.
     message : what to say to the user beyond the figures.
     """
 
@@ -49,6 +57,9 @@ class Result(msgspec.Struct, frozen=True):
     wall_s: float = 0.0
     least_feasible_bytes: int = 0
     held_at_peak: tuple[Holding, ...] = ()
+    least_bound_bytes: int = 0
+    floor: Holding | None = None
+    attention: Attention | None = None
     message: str = ""
 
     @property
@@ -64,7 +75,8 @@ class Result(msgspec.Struct, frozen=True):
         return (
             f"Result({self.status}, {self.solver}: peak {self.peak_bytes} of "
             f"{self.budget_bytes} bytes, overhead {100 * self.overhead:.2f} %, "
-            f"gap {100 * self.gap:.2f} %, {self.wall_s:.1f} s)"
+            f"gap {100 * self.gap:.2f} %, {self.wall_s:.1f} s"
+            + (f", {self.attention})" if self.attention else ")")
         )
 
 
@@ -98,6 +110,7 @@ def judged(
         overhead=simulation.overhead,
         lower_bound_us=min(bound_us, simulation.time_us) if proved else bound_us,
         wall_s=wall_s,
+        attention=attention_of(graph, schedule),
         message=message,
     )
 

@@ -12,7 +12,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem
-from remat.solver.result import Result, infeasible, judged
+from remat.solver.result import Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
 from remat.solver.stages import State
 
@@ -32,6 +32,13 @@ class Progress(msgspec.Struct, frozen=True):
     bound_overhead: float
     doing: str
 
+    @property
+    def gap(self) -> float | None:
+        """Time of the best schedule over the bound, minus one; None while there is none."""
+        if self.best_overhead is None:
+            return None
+        return max((1 + self.best_overhead) / (1 + self.bound_overhead) - 1, 0.0)
+
 
 Listener = Callable[[Progress], None]
 
@@ -41,7 +48,8 @@ class Search:
     """One solve of one graph at one budget.
 
     `best` is the cheapest schedule found within the budget; `lowest`, where none fits, the
-    one of the least peak that can be found again whatever the budget.
+    one of the least peak that can be found again whatever the budget. The listener hears of
+    every better schedule and bound at once, and of what is being done.
     """
 
     graph: TrainingGraph
@@ -61,6 +69,9 @@ class Search:
     proved_infeasible: bool = field(default=False, init=False)
     cut_short: bool = field(default=False, init=False)
     message: str = field(default="", init=False)
+    doing: str = field(default="keeping everything", init=False)
+    floor: Holding | None = field(default=None, init=False)
+    least_bound_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.problem = Problem.of(self.graph)
@@ -91,15 +102,26 @@ class Search:
 
     def say(self, doing: str) -> None:
         """Tell the listener what comes next."""
+        self.doing = doing
+        self.tell()
+
+    def note(self, text: str) -> None:
+        """Add a sentence to what the result will say."""
+        self.message = f"{self.message}. {text}" if self.message else text
+
+    def tell(self) -> None:
+        """Tell the listener what is known."""
         if self.listener is None:
             return
         base_us = self.graph.time_us or 1.0
         best = None if self.best is None else self.best_key[0] / base_us - 1
-        self.listener(Progress(self.elapsed_s, best, self.bound_us / base_us - 1, doing))
+        self.listener(Progress(self.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
         """Record that no schedule of this budget takes less than `bound_us`."""
-        self.bound_us = max(self.bound_us, bound_us)
+        if bound_us > self.bound_us:
+            self.bound_us = bound_us
+            self.tell()
 
     def offer(self, state: State) -> bool:
         """Take `state`'s schedule if it is the best yet; return whether it fits."""
@@ -110,6 +132,7 @@ class Search:
         if key < self.best_key:
             self.best, self.best_key = self._schedule(state), key
             self.best_state = state.copy()
+            self.tell()
         return True
 
     def offer_least(self, state: State) -> None:
@@ -126,6 +149,7 @@ class Search:
         key = (found.time_us, found.peak_bytes)
         if key < self.best_key:
             self.best, self.best_key, self.best_state = schedule, key, None
+            self.tell()
         return True
 
     def offer_sequence(self, sequence: Sequence[int]) -> bool:
@@ -141,13 +165,18 @@ class Search:
 
     def result(self) -> Result:
         """The outcome so far, every figure of it from `simulate`."""
-        if self.best is None:
-            return self._without_schedule()
+        if self.best is not None:
+            return msgspec.structs.replace(self._with_schedule(self.best), floor=self.floor)
+        return msgspec.structs.replace(
+            self._without_schedule(), floor=self.floor, least_bound_bytes=self.least_bound_bytes
+        )
+
+    def _with_schedule(self, best: Schedule) -> Result:
         best_us = self.best_key[0]
         assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
         return judged(
             self.graph,
-            self.best,
+            best,
             budget_bytes=self.budget_bytes,
             lower_bound_us=min(self.bound_us, best_us),
             wall_s=self.elapsed_s,
@@ -167,6 +196,7 @@ class Search:
                 message=self.message,
             )
         found = simulate(self.graph, self.lowest)
+        assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
         proof = "no schedule fits" if self.proved_infeasible else "no schedule found that fits"
         text = f"{proof} {self.budget_bytes} bytes; {found.peak_bytes} bytes are known to do"
         text = f"{text}. {self.message}" if self.message else text

@@ -22,14 +22,12 @@ from remat.solver import make_solver, solve
 from remat.solver.cut_bound import working_set_bytes
 from remat.solver.front import Front, Point
 from remat.solver.problem import Problem
-from remat.solver.result import Result, judged
+from remat.solver.result import INTERRUPTED, Result, judged
 from remat.solver.store_all import StoreAll
 
 BUDGETS = 12
 """Budgets of a sweep that names none."""
 PINS = ("keep", "recompute")
-INTERRUPTED = "interrupted"
-"""How the message of a solve begins that Ctrl-C ended; the budgets after it are not tried."""
 
 Tell = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
@@ -149,19 +147,26 @@ def _one_by_one(
     options: dict[str, Any],
     tell: Tell | None,
 ) -> list[Result]:
-    """From tight to loose, until nothing is recomputed: that serves all the rest."""
+    """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
     found: list[Result] = []
     for budget_bytes in budgets:
         if tell:
             tell(len(found), len(budgets))
         last = found[-1] if found else None
         if last is not None and is_ideal(graph, last):
-            found.append(msgspec.structs.replace(last, budget_bytes=budget_bytes, wall_s=0.0))
+            found.append(_at_larger_budget(last, budget_bytes))
         elif last is not None and last.message.startswith(INTERRUPTED):
             found.append(_untried(graph, solver, budget_bytes))
         else:
             found.append(solve(graph, budget_bytes, solver, **options))
     return found
+
+
+def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
+    message = "" if result.floor else result.message
+    return msgspec.structs.replace(
+        result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message
+    )
 
 
 def is_ideal(graph: TrainingGraph, result: Result) -> bool:
@@ -217,12 +222,13 @@ def _adopting(
     """`own` with the schedule of `better` and the bound, judged at its own budget."""
     if better is None or better.schedule is None:
         return own
-    return judged(
+    adopted = judged(
         graph,
         msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
         budget_bytes=own.budget_bytes,
         lower_bound_us=min(bound_us, better.time_us),
         wall_s=own.wall_s,
         cut_short=own.status == "time limit",
-        message=own.message if own.schedule is not None else "",
+        message=own.message if better is own else "",
     )
+    return msgspec.structs.replace(adopted, floor=own.floor)

@@ -15,6 +15,7 @@ import msgspec
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
+from remat.solver.below_floor import LEAST_BOUND
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 
@@ -27,6 +28,12 @@ TRIALS_OPS = 200_000
 def without_twins(text: str) -> str:
     """The name of the op or value that a twin stands for; also for several in a sentence."""
     return text.replace(TWIN, "")
+
+
+def said_of_twins(message: str) -> str:
+    """What a solver said of a graph with twins, but for a bound that holds for that alone."""
+    sentences = without_twins(message).split(". ")
+    return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
 
 def with_twins(graph: TrainingGraph, again: Set[int]) -> TrainingGraph:

@@ -63,14 +63,21 @@ def test_budgets_of_every_kind_mean_bytes() -> None:
     least = remat.solve(graph, "min")
     assert least.schedule is not None
     assert least.peak_bytes <= least.budget_bytes < 0.6 * peak_bytes
+    anyhow = remat.solve(graph, "min", order="free", time_limit_s=3)
+    assert anyhow.schedule is not None
+    assert anyhow.budget_bytes <= least.budget_bytes
 
 
 def test_what_cannot_be_done_is_said() -> None:
     model, args, *_ = make("plain")
     with pytest.raises(BudgetError, match=r"below .* the least .* held by .* Try --budget"):
         remat.rematerialize(model, args, budget="1KiB")
+    with pytest.raises(BudgetError, match=r"The floor, .* is .*iB, at .*No schedule needs less"):
+        remat.rematerialize(model, args, budget="1KiB")
     with pytest.raises(BudgetError, match="has no unit"):
         remat.rematerialize(model, args, budget="60")
+    with pytest.raises(SolverError, match="for order free use solver auto"):
+        remat.rematerialize(model, args, budget="80%", solver="cut", order="free")
     with pytest.raises(SolverError, match="did you mean checkmate"):
         remat.rematerialize(model, args, budget="80%", solver="chekmate")
 

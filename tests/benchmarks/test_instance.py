@@ -100,7 +100,7 @@ def test_bad_instances_are_refused_in_one_line(
         (["--budget", "9", "--time-limit", "0"], "must be a positive number of seconds"),
         (["--budget", "9", "--order", "any"], "invalid choice: 'any'"),
         (["--budget", "9", "--solver", "cat"], "unknown solver 'cat'"),
-        (["--budget", "9", "--solver", "cut", "--order", "free"], "solver 'cut' keeps the given"),
+        (["--budget", "9", "--solver", "cut", "--order", "free"], "order free use solver auto"),
         (["--budget", "9", "--out", "/no/such/folder/x"], "no folder /no/such/folder"),
     ],
 )
@@ -141,6 +141,47 @@ def test_a_recomputation_is_found_and_the_sequence_replays(tmp_path: Path) -> No
     assert found["overhead"] == pytest.approx(2 / 17)
     assert (found["peak"], found["gap"]) == (9, 0)
     assert found["history"][-1][1:] == [19, 19]
+
+
+WIDE: dict[str, Any] = {
+    "nodes": [
+        *({"id": f"l{i}", "cost": 2, "bytes": 8} for i in range(8)),
+        *({"id": f"s{i}", "cost": 1, "bytes": 1} for i in range(8)),
+        {"id": "end", "cost": 1, "bytes": 1},
+    ],
+    "edges": [*([f"l{i}", f"s{i}"] for i in range(8)), *([f"s{i}", "end"] for i in range(8))],
+    "order": [*(f"l{i}" for i in range(8)), *(f"s{i}" for i in range(8)), "end"],
+}
+"""Branch by branch 16 bytes are enough; in the given order that takes recomputation."""
+
+
+def test_a_free_order_saves_recomputation_and_its_sequence_replays(tmp_path: Path) -> None:
+    out, path = tmp_path / "sequence.json", written(tmp_path, WIDE)
+    fixed = json.loads(run(path, "--budget", 16).stdout)
+    done = run(path, "--budget", 16, "--order", "free", "--out", out, "--time-limit", 10)
+    free, sequence = json.loads(done.stdout), json.loads(out.read_text())
+    assert done.returncode == 0
+    assert fixed["cost"] > free["cost"] == 25
+    assert (free["status"], free["solver"], free["gap"]) == ("optimal", "auto", 0)
+    assert sorted(sequence) == sorted(WIDE["order"])
+    assert sequence_peak(sequence, WIDE) == free["peak"] <= 16
+
+
+def test_history_tells_the_first_schedule_and_each_better_one(tmp_path: Path) -> None:
+    found = json.loads(run(written(tmp_path, WIDE), "--budget", 16).stdout)
+    costs = [cost for _, cost, _ in found["history"] if cost is not None]
+    bounds = [bound for _, _, bound in found["history"]]
+    assert costs == sorted(costs, reverse=True)
+    assert bounds == sorted(bounds)
+    assert (costs[-1], bounds[-1]) == (found["cost"], found["bound"])
+    first_s = next(seconds for seconds, cost, _ in found["history"] if cost is not None)
+    assert found["first_feasible_seconds"] == first_s < found["seconds"]
+
+
+def test_what_is_proved_to_be_needed_is_named(tmp_path: Path) -> None:
+    found = json.loads(run(written(tmp_path, DIAMOND), "--budget", 8).stdout)
+    assert found["least_bound"] == found["least_feasible"] == 9
+    assert "No schedule has a peak below 9 bytes" in found["message"]
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

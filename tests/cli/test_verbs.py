@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from remat import pipeline
+from remat.solver import Progress
 from tests.cli.conftest import Remat
 
 QUICK = ("--time-limit", "2")
@@ -38,6 +39,53 @@ def test_run_prints_a_screen_of_sixty_columns(remat: Remat) -> None:
     for words in ("unmodified", "chen_sqrt", "this plan", "lower bound", "peak held by"):
         assert words in done.stdout
     assert "gradients bit-identical" in " ".join(done.stdout.split())
+
+
+def test_what_runs_again_is_said_and_that_attention_does_not(remat: Remat) -> None:
+    words = ("solve", remat.gpt, "--budget", "70%", *QUICK)
+    said = json.loads(remat(*words, "--json").stdout)
+    assert said["attention"]["outputs"] == 2
+    assert said["attention"]["says"] in (
+        "keeps all 2 attention outputs", "recomputes 1 of 2 attention outputs",
+        "recomputes 2 of 2 attention outputs",
+    )  # fmt: skip
+    assert said["recomputed"][0]["recomputed"] > 0
+    assert {"kind", "ops", "recomputed", "recomputed_us"} == set(said["recomputed"][0])
+    assert said["floor"] is None
+    shown = " ".join(remat(*words, columns=200).stdout.split())
+    assert " attention outputs" in shown
+    assert f"recomputed {said['recomputed'][0]['kind']} " in shown
+
+
+def test_run_says_what_runs_again(remat: Remat) -> None:
+    words = ("run", remat.gpt, "--budget", "70%", *QUICK)
+    said = json.loads(remat(*words, "--json").stdout)
+    assert said["attention"]["says"].endswith("attention outputs")
+    assert isinstance(said["message"], str)
+    shown = " ".join(remat(*words, columns=200).stdout.split())
+    assert said["attention"]["says"].split()[0] in shown
+    assert " attention outputs" in shown
+
+
+def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
+    for verb in ("run", "solve"):
+        done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")
+        assert done.exit_code == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert said["solver"] == "auto"
+        assert said["bound"]["gap"] >= 0
+    refused = remat("solve", remat.gpt, "--order", "free", "--solver", "cut")
+    assert refused.exit_code == 2
+    assert "solver 'cut' keeps the given order" in refused.stderr
+    assert "use solver auto" in refused.stderr
+    assert remat("solve", remat.gpt, "--order", "any").exit_code == 2
+
+
+def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
+    known = pipeline.solver_text("2GiB", Progress(1.0, 0.20, 0.125, "cuts"))
+    assert known == "solving for 2GiB: best 20.0 %, bound 12.5 %, gap 6.7 %, cuts"
+    start = pipeline.solver_text("60%", Progress(0.1, None, 0.0, "choosing where to cut"))
+    assert "best none, bound 0.0 %, gap open, choosing" in start
 
 
 def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 State: which op runs first next, and which values are live. Moves: run an op whose inputs
 are live (in captured order if for the first time), or drop a value. Dijkstra over time.
+With `one_sweep` a state also says which op ran again last, since the latest first run: what
+runs again between two first runs does so in captured order, each op at most once.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import heapq
 from remat.graph_capture.graph import TrainingGraph
 
 
-def least_time_us(graph: TrainingGraph, budget_bytes: int) -> float | None:
+def least_time_us(
+    graph: TrainingGraph, budget_bytes: int, *, one_sweep: bool = False
+) -> float | None:
     """Time of the fastest schedule in captured order within the budget, None if none is."""
     made = [value for value in graph.values if value.producer]
     bit = {value.name: 1 << i for i, value in enumerate(made)}
@@ -33,20 +37,20 @@ def least_time_us(graph: TrainingGraph, budget_bytes: int) -> float | None:
             weight[live] = sum(s for i, s in enumerate(sizes) if live >> i & 1)
         return weight[live]
 
-    best: dict[tuple[int, int], float] = {(0, 0): 0.0}
-    queue: list[tuple[float, int, int]] = [(0.0, 0, 0)]
+    best: dict[tuple[int, int, int], float] = {(0, -1, 0): 0.0}
+    queue: list[tuple[float, int, int, int]] = [(0.0, 0, -1, 0)]
     while queue:
-        time_us, following, live = heapq.heappop(queue)
-        if best[following, live] < time_us:
+        time_us, following, last, live = heapq.heappop(queue)
+        if best[following, last, live] < time_us:
             continue
         if following == n and live & wanted == wanted:
             return time_us
-        moves: list[tuple[float, int, int]] = []
+        moves: list[tuple[float, int, int, int]] = []
         for i in range(len(sizes)):
             is_held = following >= n_forward and (handed & wanted) >> i & 1
             if live >> i & 1 and not is_held:
-                moves.append((time_us, following, live & ~(1 << i)))
-        for op in range(min(following + 1, n)):
+                moves.append((time_us, following, last, live & ~(1 << i)))
+        for op in range(last + 1, min(following + 1, n)):
             if reads[op] & ~live or size_of(live) + own[op] > room:
                 continue
             is_first = op == following
@@ -55,7 +59,8 @@ def least_time_us(graph: TrainingGraph, budget_bytes: int) -> float | None:
             after = live | writes[op]
             if is_first and op == n_forward - 1 and after & handed != handed:
                 continue
-            moves.append((time_us + graph.ops[op].cost_us, following + is_first, after))
+            swept = op if one_sweep and not is_first else -1
+            moves.append((time_us + graph.ops[op].cost_us, following + is_first, swept, after))
         for move in moves:
             if move[0] < best.get(move[1:], float("inf")):
                 best[move[1:]] = move[0]

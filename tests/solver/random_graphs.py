@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 
 MIB = 1 << 20
+LARGE_BYTES = 100
+"""Size of the large values of `branches`."""
 
 
 @dataclass
@@ -193,6 +195,23 @@ def resnet_like(blocks: int, unit: int = MIB) -> TrainingGraph:
     x = tape.op([x], 4096, 5, saves=[])
     loss = tape.op([tape.op([x], 4096, 5, weight_bytes=unit)], 512, 1)
     return tape.finish(loss)
+
+
+def branches(count: int, pinned: str = "") -> TrainingGraph:
+    """Branches of a large and a small value; captured with all the large ones first.
+
+    In that order the large ones are live side by side, or made again; branch by branch, one
+    is live at a time. With `pinned` they cannot be made again.
+    """
+    large, small = ([f"{size}{i}" for i in range(count)] for size in ("large", "small"))
+    ops = [
+        *(Op(name, "t", "forward", (), (name,), 10.0, pinned=pinned) for name in large),
+        *(Op(name, "t", "forward", (large[i],), (name,), 10.0) for i, name in enumerate(small)),
+        Op("end", "t", "forward", tuple(small), ("end",), 10.0),
+    ]
+    sizes = {"large": LARGE_BYTES, "small": 1, "end": 1}
+    values = [Value(op.name, sizes[op.name.rstrip("0123456789")], op.name) for op in ops]
+    return TrainingGraph("branches", tuple(ops), tuple(values), outputs=("end",))
 
 
 @st.composite

@@ -20,7 +20,7 @@ from remat.solver.pins import kept_graph
 from remat.solver.problem import Problem
 from remat.solver.twins import TWIN, with_twins
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import chain, gpt_like, random_graph
+from tests.solver.random_graphs import LARGE_BYTES, branches, chain, gpt_like, random_graph
 
 UNLIMITED_BYTES = 1 << 60
 MODULES = ("blocks.0.norm", "blocks.0.attn", "blocks.1.norm", "blocks.1.mlp", "head")
@@ -168,6 +168,35 @@ def test_pins_against_exhaustive_search(seed: int) -> None:
     assert only_kept.lower_bound_us <= least_us * (1 + 1e-9)
     if only_kept.status == "optimal":
         assert only_kept.time_us == pytest.approx(least_us)
+
+
+def test_what_is_kept_may_come_in_another_order() -> None:
+    graph = branches(16)
+    placed = msgspec.structs.replace(
+        graph, ops=tuple(msgspec.structs.replace(op, module="wide") for op in graph.ops)
+    )
+    budget_bytes = LARGE_BYTES + 17
+    fixed = solve(placed, budget_bytes, keep="wide", time_limit_s=4.0)
+    free = solve(placed, budget_bytes, keep="wide", order="free", time_limit_s=4.0)
+    assert fixed.schedule is None
+    assert (free.status, free.overhead) == ("optimal", 0.0)
+    assert free.schedule is not None
+    assert simulate(placed, free.schedule).peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_bound_of_a_free_order_with_pins_is_below_every_schedule(seed: int) -> None:
+    source = random.Random(seed)
+    n_ops = source.randint(5, 8)
+    graph = with_modules(random_graph(source, n_ops, source.randint(3, n_ops - 2)))
+    budget_bytes = int(peak_bytes(graph) * 0.8)
+    for keep, recompute in (("*.attn", ""), ("", "*.norm")):
+        globs = {"keep": keep or (), "recompute": recompute or (), "time_limit_s": 2.0}
+        free = solve(graph, budget_bytes, order="free", **globs)
+        check_pins(graph, free, keep, recompute)
+        fixed = solve(graph, budget_bytes, **globs)
+        if fixed.schedule is not None:
+            assert free.lower_bound_us <= fixed.time_us * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("pinned", ["keep", "recompute"])

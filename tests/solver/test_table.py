@@ -36,6 +36,15 @@ def test_unknown_option_lists_the_options() -> None:
         make_solver("cut", gapp=1)
 
 
+@pytest.mark.parametrize("name", ["cut", "checkmate", "store_all"])
+def test_a_free_order_names_the_solvers_that_have_one(name: str) -> None:
+    text = f"solver '{name}' keeps the given order .* for order free use solver auto"
+    with pytest.raises(SolverError, match=text):
+        make_solver(name, order="free")
+    assert make_solver(name, order="fixed") == make_solver(name)
+    assert make_solver("auto", order="free") != make_solver("auto")
+
+
 @pytest.mark.parametrize(
     ("solver", "options", "text"),
     [

@@ -1,0 +1,262 @@
+"""Every row of the table on random graphs: judged, and its bounds against all schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Schedule
+from remat.solver import TABLE, Result, solve, solver_class
+from remat.solver.problem import Problem
+from remat.solver.sequence import keeps_order
+from remat.solver.sweep import sweep
+from tests.solver.exhaustive import least_time_us
+from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
+from tests.solver.test_contract import IGNORES_BUDGET, check
+from tests.solver.test_sweep import check_front
+from tests.solver.tight_cases import TightCase, peak_bytes_of, tight_cases
+
+LIMIT_S = 10.0
+SLACK = 1 + 1e-9
+PROOF = "no schedule fits"
+"""How a message begins that claims a proof."""
+
+
+class Variant(NamedTuple):
+    """A solver, in captured order or, where it can, in any."""
+
+    solver: str
+    order: str = "fixed"
+
+
+FREE = [
+    Variant(name, "free")
+    for name in TABLE
+    if "order" in {field.name for field in dataclasses.fields(solver_class(name))}
+]
+VARIANTS = [*(Variant(name) for name in TABLE), *FREE]
+SEARCHES = (
+    "auto", "cut", "hierarchical", "checkmate", "retention", "lower_set", "lp_rounding",
+    "exhaustive",
+)  # fmt: skip
+"""Solvers that search; all others are templates, policies and algorithms for chains."""
+BASELINES = [name for name in TABLE if name not in SEARCHES]
+
+
+def solved(variant: Variant, graph: TrainingGraph, budget_bytes: int) -> Result:
+    options: dict[str, Any] = {"order": "free"} if variant.order == "free" else {}
+    return solve(graph, budget_bytes, variant.solver, time_limit_s=LIMIT_S, **options)
+
+
+def cases() -> tuple[TightCase, ...]:
+    return tight_cases(12, 800)
+
+
+@functools.cache
+def results_of(variant: Variant) -> tuple[Result, ...]:
+    return tuple(solved(variant, case.graph, case.budget_bytes) for case in cases())
+
+
+def in_captured_order(graph: TrainingGraph, schedule: Schedule) -> bool:
+    ops = [graph.op_index[step.op] for step in schedule.steps if isinstance(step, Compute)]
+    return keeps_order(Problem.of(graph), ops)
+
+
+def check_bounds(graph: TrainingGraph, found: dict[Variant, Result]) -> None:
+    """No schedule is faster than a bound that holds for its order, or known not to exist."""
+    kept = {
+        variant: result.schedule is not None and in_captured_order(graph, result.schedule)
+        for variant, result in found.items()
+    }
+    for (maker, made), (prover, proved) in product(found.items(), repeat=2):
+        if made.schedule is None or not (kept[maker] or prover.order == "free"):
+            continue
+        assert proved.lower_bound_us <= made.time_us * SLACK, (maker, prover)
+        assert not proved.message.startswith(PROOF), (maker, prover)
+        if proved.status == "optimal" and prover.order == "free":
+            assert proved.time_us <= made.time_us * SLACK, (maker, prover)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: " ".join(variant))
+def test_results_on_random_graphs_are_as_the_judge_says(variant: Variant) -> None:
+    for case, result in zip(cases(), results_of(variant), strict=True):
+        check(case.graph, result, case.budget_bytes)
+        if result.schedule is not None:
+            assert result.schedule.solver == variant.solver
+            is_kept = in_captured_order(case.graph, result.schedule)
+            assert is_kept or variant.order == "free"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: " ".join(variant))
+def test_claims_on_random_graphs_are_true(variant: Variant) -> None:
+    """Bounds, optima and proofs against exhaustive search; a free order may be faster."""
+    for case, result in zip(cases(), results_of(variant), strict=True):
+        if case.optimum_us is None:
+            assert result.schedule is None or variant.order == "free"
+            continue
+        assert not result.message.startswith(PROOF)
+        assert result.lower_bound_us <= case.optimum_us * SLACK
+        if result.status == "optimal":
+            assert result.time_us <= case.optimum_us * SLACK
+        if result.schedule is not None and variant.order == "fixed":
+            assert result.time_us * SLACK >= case.optimum_us
+
+
+def test_no_solver_is_faster_than_any_bound_on_tight_cases() -> None:
+    for i, case in enumerate(cases()):
+        check_bounds(case.graph, {variant: results_of(variant)[i] for variant in VARIANTS})
+
+
+@settings(max_examples=12, deadline=None)
+@given(training_graphs(max_ops=12))
+def test_no_solver_is_faster_than_any_bound_on_larger_graphs(graph: TrainingGraph) -> None:
+    budget_bytes = peak_bytes_of(graph) - 1
+    found = {variant: solved(variant, graph, budget_bytes) for variant in VARIANTS}
+    for result in found.values():
+        check(graph, result, budget_bytes)
+    check_bounds(graph, found)
+
+
+@pytest.mark.parametrize("variant", FREE, ids=lambda variant: " ".join(variant))
+def test_a_free_order_is_never_worse(variant: Variant) -> None:
+    faster = 0
+    pairs = zip(results_of(Variant(variant.solver)), results_of(variant), strict=True)
+    for fixed, free in pairs:
+        if fixed.schedule is not None:
+            assert free.schedule is not None
+            assert free.time_us <= fixed.time_us * SLACK
+        faster += free.schedule is not None and not (
+            fixed.schedule is not None and fixed.time_us <= free.time_us * SLACK
+        )
+    assert faster, "the cases have none in which another order helps"
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_auto_finds_the_optimum_of_small_graphs_and_proves_it(seed: int) -> None:
+    """It ends by itself: what it has not searched, the exact program then settles."""
+    for graph, budget_bytes, optimum_us in tight_cases(25, seed):
+        result = solved(Variant("auto"), graph, budget_bytes)
+        assert result.status == ("infeasible" if optimum_us is None else "optimal")
+        assert (None if result.schedule is None else result.time_us) == optimum_us
+
+
+@pytest.mark.parametrize("solver", [name for name in TABLE if name != "auto"])
+def test_nothing_beats_auto_on_small_graphs(solver: str) -> None:
+    for best, other in zip(results_of(Variant("auto")), results_of(Variant(solver)), strict=True):
+        if other.schedule is not None:
+            assert best.schedule is not None
+            assert best.time_us <= other.time_us * SLACK
+
+
+@pytest.mark.parametrize("solver", TABLE)
+def test_every_front_is_monotone(solver: str) -> None:
+    graph = chain(6)
+    front = sweep(graph, 4, solver, time_limit_s=LIMIT_S)
+    check_front(graph, front)
+    if solver not in IGNORES_BUDGET:
+        assert front.points[-1].result.overhead == 0
+
+
+def test_more_memory_never_makes_auto_slower_on_small_graphs() -> None:
+    for graph, budget_bytes, optimum_us in tight_cases(6, 801):
+        if optimum_us is not None:
+            continue
+        budgets = range(budget_bytes, peak_bytes_of(graph) + 1)
+        results = [solved(Variant("auto"), graph, budget) for budget in budgets]
+        assert results[0].schedule is None
+        assert results[-1].overhead == 0
+        for tight, loose in pairwise(results[1:]):
+            assert tight.schedule is not None
+            assert loose.time_us <= tight.time_us
+            assert loose.lower_bound_us <= tight.lower_bound_us * SLACK
+            assert loose.time_us == least_time_us(graph, loose.budget_bytes)
+
+
+GAP = 0.01
+NETWORK_S = 3.0
+NETWORKS = {
+    "gpt": functools.partial(gpt_like, 1),
+    "resnet": functools.partial(resnet_like, 2),
+    "unet": functools.partial(unet_like, 1),
+}
+
+
+@functools.cache
+def network(name: str) -> TrainingGraph:
+    return NETWORKS[name]()
+
+
+@functools.cache
+def auto_of(name: str, percent: int) -> Result:
+    graph = network(name)
+    budget_bytes = peak_bytes_of(graph) * percent // 100
+    return solve(graph, budget_bytes, gap=GAP, time_limit_s=NETWORK_S)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_more_memory_never_makes_auto_slower_than_the_gap_on_networks(name: str) -> None:
+    results = [auto_of(name, percent) for percent in (55, 57, 70, 85, 100)]
+    fitting = [result for result in results if result.schedule is not None]
+    assert fitting == results[-len(fitting) :], "a larger budget is called too small"
+    assert len(fitting) >= 2
+    for tight, loose in pairwise(fitting):
+        assert loose.time_us <= tight.time_us * (1 + max(GAP, loose.gap))
+        assert loose.lower_bound_us <= tight.time_us * SLACK
+
+
+def check_nothing_beats(best: Result, graph: TrainingGraph, solvers: list[str]) -> None:
+    """No solver of these has a schedule where `best` has none, or one faster than its gap."""
+    for solver in solvers:
+        other = solve(graph, best.budget_bytes, solver, time_limit_s=LIMIT_S)
+        if other.schedule is not None:
+            assert best.schedule is not None, f"{solver} fits {best.budget_bytes} bytes"
+            assert best.time_us <= other.time_us * (1 + GAP), solver
+
+
+@pytest.mark.parametrize("percent", [85, 70, 55])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_baseline_beats_auto_on_networks(name: str, percent: int) -> None:
+    check_nothing_beats(auto_of(name, percent), network(name), BASELINES)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
+    graph = network(name)
+    lost = [solve(graph, 0, solver) for solver in BASELINES]
+    least_bytes = min(result.least_feasible_bytes for result in lost)
+    best = solve(graph, least_bytes, gap=GAP, time_limit_s=NETWORK_S)
+    check_nothing_beats(best, graph, BASELINES)
+    assert best.schedule is not None
+
+
+@functools.cache
+def traced(name: str) -> TrainingGraph:
+    """A small network as captured, with the prices of a stated machine."""
+    from benchmarks.networks import gpt, resnet, unet
+    from benchmarks.roofline import roofline
+    from remat.graph_capture.tracing import trace
+
+    networks = {
+        "gpt": lambda: gpt(1, 64, seq=64, batch=8, vocab=64),
+        "resnet": lambda: resnet((1, 1), bottleneck=False, batch=16, image=64),
+        "unet": lambda: unet(4, 2, batch=2, image=16),
+    }
+    return roofline(trace(**networks[name]()))
+
+
+@pytest.mark.parametrize("percent", [85, 75])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "unet"])
+def test_no_baseline_beats_auto_on_traced_networks(name: str, percent: int) -> None:
+    graph = traced(name)
+    budget_bytes = peak_bytes_of(graph) * percent // 100
+    best = solve(graph, budget_bytes, gap=GAP, time_limit_s=LIMIT_S)
+    assert best.schedule is not None
+    assert best.overhead > 0
+    check(graph, best, budget_bytes)
+    check_nothing_beats(best, graph, [*BASELINES, "cut", "hierarchical"])

@@ -1,0 +1,117 @@
+"""Budgets below the floor: what is said, what is proved, and what is still found."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import Result, solve
+from remat.solver.below_floor import LEAST_BOUND, floor_above, floor_text
+from remat.solver.least_peak_bound import EFFORT, effort_for, floor_bytes
+from remat.solver.problem import Problem
+from tests.solver.exhaustive import least_time_us
+from tests.solver.random_graphs import chain, random_graph, resnet_like
+
+SOLVERS = ("auto", "cut")
+
+
+def net() -> TrainingGraph:
+    """A residual net, whose least peak is below its floor; modules named."""
+    graph = resnet_like(4)
+    ops = [msgspec.structs.replace(op, module=f"stage.{op.name}") for op in graph.ops]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: str) -> None:
+    graph = net()
+    floor = floor_bytes(Problem.of(graph))
+    budget_bytes = floor.size_bytes - 1
+    result = solve(graph, budget_bytes, solver, time_limit_s=4.0)
+    assert result.schedule is not None
+    assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
+    assert f"The budget is below the floor of {floor.size_bytes} bytes" in result.message
+    assert f"set by op {floor.op} (stage.{floor.op})" in result.message
+    assert "outputs of the step are recomputed, by " in result.message
+    assert result.floor is not None
+    assert (result.floor.name, result.floor.module) == (floor.op, f"stage.{floor.op}")
+    runs = result.schedule.computations()
+    assert any(runs[graph.value_by_name[name].producer] > 1 for name in graph.outputs)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_at_the_floor_nothing_is_said(solver: str) -> None:
+    graph = net()
+    budget_bytes = floor_bytes(Problem.of(graph)).size_bytes
+    result = solve(graph, budget_bytes, solver, time_limit_s=4.0)
+    assert result.schedule is not None
+    assert result.floor is None
+    assert "floor" not in result.message
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("percent", [40, 95])
+def test_where_nothing_fits_the_floor_and_the_least_bound_are_named(
+    solver: str, percent: int
+) -> None:
+    graph = net()
+    least_bytes = solve(graph, 0, "cut").least_feasible_bytes
+    result = solve(graph, least_bytes * percent // 100, solver, time_limit_s=4.0)
+    floor = floor_bytes(Problem.of(graph))
+    assert result.status == "infeasible"
+    assert result.message.startswith("no schedule fits")
+    assert f"below the floor of {floor.size_bytes} bytes, set by op {floor.op}" in result.message
+    assert "that computes no output of the step again" in result.message
+    assert f"{LEAST_BOUND} {result.least_bound_bytes} bytes" in result.message
+    assert result.budget_bytes < result.least_bound_bytes <= result.least_feasible_bytes
+
+
+def test_a_bound_on_the_peak_ends_the_search_early() -> None:
+    """Every op has room, and the end too: only the bound shows that nothing fits."""
+    graph = chain(8)
+    bound_bytes = solve(graph, 0, "cut").least_bound_bytes
+    result = solve(graph, bound_bytes - 1, time_limit_s=20.0)
+    assert result.message.startswith("no schedule fits")
+    assert result.wall_s < 5
+
+
+def tiny_graphs() -> list[tuple[TrainingGraph, int]]:
+    """Tiny graphs with a budget below the floor at which a schedule exists."""
+    source = random.Random(3)
+    found: list[tuple[TrainingGraph, int]] = []
+    while len(found) < 12:
+        graph = random_graph(source, 7, source.randint(0, 7))
+        budget_bytes = floor_bytes(Problem.of(graph)).size_bytes - 1
+        if least_time_us(graph, budget_bytes) is not None:
+            found.append((graph, budget_bytes))
+    return found
+
+
+@pytest.mark.parametrize(("graph", "budget_bytes"), tiny_graphs())
+def test_auto_finds_the_optimum_below_the_floor(graph: TrainingGraph, budget_bytes: int) -> None:
+    result = solve(graph, budget_bytes, time_limit_s=10.0)
+    assert result.time_us == least_time_us(graph, budget_bytes)
+    assert "The budget is below the floor" in result.message
+
+
+def test_another_order_may_avoid_it() -> None:
+    graph = net()
+    floor = floor_above(Problem.of(graph), 0)
+    assert floor is not None
+    kept = solve(graph, 1 << 60, "store_all").schedule
+    assert floor_text(graph, floor, kept).endswith("another order of first computations avoids it")
+
+
+def test_effort_shrinks_with_size() -> None:
+    assert effort_for(Problem.of(chain(4))) == EFFORT
+
+
+def test_results_with_a_floor_survive_json() -> None:
+    graph = net()
+    result = solve(graph, floor_bytes(Problem.of(graph)).size_bytes - 1, "cut")
+    assert result.floor is not None
+    assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result

@@ -1,0 +1,152 @@
+"""`auto` on graphs that cuts alone do not close: the same plan twice, gaps and interrupts."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.layered import layered_graph
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import Progress, Result, make_solver, solve
+from remat.solver.cut import begin
+from remat.solver.improve import Improvement
+from remat.solver.search import Search
+from remat.solver.store_all import store_all_state
+from tests.solver.tight_cases import peak_bytes_of
+
+GAP = 0.02
+"""At which the search ends by itself in about a second, and not before some neighbourhoods."""
+LIMIT_S = 60.0
+AROUND = "neighbourhoods"
+
+
+@functools.cache
+def layered() -> TrainingGraph:
+    return layered_graph(60, 2)
+
+
+@functools.cache
+def budget_bytes() -> int:
+    return peak_bytes_of(layered()) * 93 // 100
+
+
+def found(gap: float = GAP, **options: Any) -> tuple[Result, list[Progress]]:
+    """The result of `auto` on the layered graph, and all that it told."""
+    heard: list[Progress] = []
+    result = solve(
+        layered(), budget_bytes(), gap=gap, time_limit_s=LIMIT_S, progress=heard.append, **options
+    )
+    return result, heard
+
+
+@functools.cache
+def schedule_of(seed: int, workers: int, attempt: int = 0) -> bytes:
+    result, heard = found(seed=seed, workers=workers)
+    assert result.status != "time limit", "such a result may differ"
+    assert any(AROUND in told.doing for told in heard), "the graph is too easy"
+    assert result.schedule is not None
+    judged = simulate(layered(), result.schedule)
+    assert judged.peak_bytes == result.peak_bytes <= budget_bytes()
+    assert judged.time_us == result.time_us
+    return result.schedule.to_json()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_seed_and_workers_give_the_same_schedule_twice(workers: int) -> None:
+    assert schedule_of(0, workers) == schedule_of(0, workers, attempt=1)
+
+
+def test_seed_and_workers_give_the_same_schedule_in_other_processes() -> None:
+    code = (
+        "from tests.solver.test_improve import schedule_of\n"
+        "import sys; sys.stdout.buffer.write(schedule_of(0, 2))\n"
+    )
+    for seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            check=True,
+            capture_output=True,
+        )
+        assert ran.stdout == schedule_of(0, 2)
+
+
+def test_a_schedule_carries_the_options_that_made_it() -> None:
+    result, _ = found(seed=5, workers=1)
+    assert result.schedule is not None
+    options = result.schedule.options
+    assert (options["gap"], options["seed"], options["workers"]) == (GAP, 5, 1)
+
+
+@pytest.mark.parametrize("gap", [0.5, 0.1, 0.04, 0.02])
+def test_the_search_ends_at_the_gap_that_is_asked_for(gap: float) -> None:
+    result, heard = found(gap)
+    assert result.schedule is not None
+    assert result.gap <= gap
+    reached = [told for told in heard if _gap(told) <= gap]
+    assert len({told.doing for told in reached}) <= 1, "something new begun without need"
+    if gap == 0.5:
+        assert not any(AROUND in told.doing for told in heard)
+
+
+def _gap(told: Progress) -> float:
+    if told.best_overhead is None:
+        return float("inf")
+    return (1 + told.best_overhead) / (1 + told.bound_overhead) - 1
+
+
+def test_what_is_told_only_improves() -> None:
+    _, heard = found()
+    best = [told.best_overhead for told in heard if told.best_overhead is not None]
+    bounds = [told.bound_overhead for told in heard]
+    assert best == sorted(best, reverse=True)
+    assert bounds == sorted(bounds)
+    assert all(bounds[-1] <= overhead * (1 + 1e-9) for overhead in best)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": 0}, "workers must be 1 or more, not 0"),
+        ({"workers": -2}, "workers must be 1 or more, not -2"),
+        ({"gap": -0.1}, "gap must be 0 or more, not -0.1"),
+        ({"gap": float("nan")}, "gap must be 0 or more, not nan"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SolverError, match=text):
+        make_solver("auto", **options)
+    with pytest.raises(SolverError, match=text):
+        solve(layered(), budget_bytes(), **options)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_improvement_brings_bound_and_schedule_together(workers: int) -> None:
+    search = Search(layered(), budget_bytes(), "test", LIMIT_S)
+    lazy = begin(search, store_all_state(search.problem), GAP)
+    assert lazy is not None
+    first_us, first_bound_us = search.best_key[0], search.bound_us
+    improvement = Improvement(search, lazy, GAP, workers=workers)
+    improvement.run()
+    result = search.result()
+    assert result.gap <= GAP < first_us / first_bound_us - 1
+    assert first_bound_us <= result.lower_bound_us <= result.time_us < first_us
+    assert improvement.around is not None
+    assert improvement.around.workers == max(workers - 1, 1)
+
+
+def test_an_improvement_that_is_not_needed_does_nothing() -> None:
+    search = Search(layered(), budget_bytes(), "test", LIMIT_S)
+    lazy = begin(search, store_all_state(search.problem), GAP)
+    assert lazy is not None
+    before = (search.best, lazy.cuts, lazy.rows)
+    improvement = Improvement(search, lazy, gap=1.0)
+    improvement.run()
+    assert (search.best, lazy.cuts, lazy.rows) == before
+    assert improvement.around is None

@@ -1,0 +1,61 @@
+"""What a listener hears while a solver works."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from remat.solver import Progress, solve
+from remat.solver.search import Search
+from remat.solver.store_all import store_all_state
+from tests.solver.random_graphs import chain, resnet_like
+
+
+def test_every_better_schedule_and_bound_is_heard_at_once() -> None:
+    graph = chain(6)
+    heard: list[Progress] = []
+    search = Search(graph, 1 << 60, "test", listener=heard.append)
+    plain = store_all_state(search.problem)
+    search.raise_bound(graph.time_us)
+    assert heard == []
+    search.offer(plain)
+    assert [p.best_overhead for p in heard] == [0.0]
+    search.offer(plain)
+    assert len(heard) == 1
+    lower = Search(graph, 1, "test", listener=heard.append)
+    lower.say("proving")
+    lower.raise_bound(2 * graph.time_us)
+    lower.raise_bound(1.5 * graph.time_us)
+    assert [(p.bound_overhead, p.doing) for p in heard[1:]] == [(0.0, "proving"), (1.0, "proving")]
+
+
+def test_schedules_and_sequences_are_heard_too() -> None:
+    graph = chain(6)
+    heard: list[Progress] = []
+    search = Search(graph, 1 << 60, "test", listener=heard.append)
+    twice = [0, *range(len(graph.ops))]
+    search.offer_sequence([*twice[:2], 0, *twice[2:]])
+    search.offer_sequence(twice[1:])
+    assert heard[-1].best_overhead == 0.0
+
+
+@pytest.mark.parametrize("solver", ["auto", "cut"])
+def test_a_listener_hears_the_first_schedule_before_the_search_ends(solver: str) -> None:
+    graph = resnet_like(8)
+    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
+    heard: list[Progress] = []
+    result = solve(graph, budget_bytes, solver, progress=heard.append, time_limit_s=3.0)
+    first = next(p for p in heard if p.best_overhead is not None)
+    assert first.seconds < 0.9 * result.wall_s
+    found = [p for p in heard if p.best_overhead is not None]
+    assert all(a.best_overhead >= b.best_overhead for a, b in pairwise(found))  # type: ignore[operator]
+    assert all(a.bound_overhead <= b.bound_overhead for a, b in pairwise(heard))
+    assert found[-1].best_overhead == pytest.approx(result.overhead)
+    assert heard[-1].bound_overhead == pytest.approx(result.lower_bound_us / graph.time_us - 1)
+
+
+def test_the_gap_is_time_over_bound() -> None:
+    assert Progress(1.0, 0.32, 0.2, "").gap == pytest.approx(0.1)
+    assert Progress(1.0, None, 0.2, "").gap is None
+    assert Progress(1.0, 0.2, 0.2 + 1e-12, "").gap == 0.0

@@ -1,0 +1,93 @@
+"""A process that solves keeps its standard output and ends in order, also after Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+LIMIT_S = 60.0
+
+AT_WORK = """
+import sys
+from benchmarks.layered import layered_graph
+from remat.solver import solve
+from tests.solver.tight_cases import peak_bytes_of
+
+def tell(progress):
+    if "neighbourhoods" in progress.doing:
+        print("searching", file=sys.stderr, flush=True)
+
+graph = layered_graph(150, 0)
+result = solve(graph, peak_bytes_of(graph) * 90 // 100, gap=0.0, progress=tell)
+print(result.status, result.schedule is not None, result.message)
+"""
+
+IN_THREADS = """
+import threading
+from remat.solver import solve
+from tests.solver.random_graphs import resnet_like
+from tests.solver.tight_cases import peak_bytes_of
+
+graph = resnet_like(3)
+budget_bytes = peak_bytes_of(graph) * 6 // 10
+threads = [
+    threading.Thread(target=solve, args=(graph, budget_bytes - i, "cut")) for i in range(4)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("the end")
+"""
+
+LISTENING = """
+import sys
+from tests.solver.test_improve import GAP, LIMIT_S, budget_bytes, layered
+from remat.solver import solve
+
+def tell(progress):
+    print(progress.doing, flush=True)
+    print(progress.doing, file=sys.stderr, flush=True)
+
+solve(layered(), budget_bytes(), gap=GAP, time_limit_s=LIMIT_S, progress=tell)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_ctrl_c_ends_a_search_around_with_the_best_found(after: int) -> None:
+    """A thread still in C++ when the interpreter ends can abort it; the status says no."""
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_WORK],
+        env={"PYTHONPATH": "."},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stderr is not None
+        for _ in range(after):
+            assert running.stderr.readline() == "searching\n"
+        running.send_signal(signal.SIGINT)
+        said, complaints = running.communicate(timeout=LIMIT_S)
+    assert running.returncode == 0, complaints
+    assert said.startswith("time limit True interrupted"), "the output after the solve is lost"
+
+
+def test_solves_in_threads_leave_standard_output_as_it_was() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_THREADS],
+        env={"PYTHONPATH": "."}, check=True, capture_output=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert ran.stdout == b"the end\n"
+
+
+def test_what_a_listener_prints_is_not_lost() -> None:
+    """The cuts are solved in another thread while the listener hears of neighbourhoods."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LISTENING],
+        env={"PYTHONPATH": "."}, check=True, capture_output=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert b"neighbourhoods" in ran.stderr
+    assert ran.stdout == ran.stderr
