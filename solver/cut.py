@@ -47,6 +47,8 @@ NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
 FEW_NODES = 20
 """The same for a program of many ops, whose nodes are slow."""
+FIRST_WORK, REPAIR_WORK = 100_000, 20_000
+"""Moves weighed, in all starts from one cut and from one start, after which no other is tried."""
 ATTEMPTS_OPS = 100_000
 """Exchanges tried from a start, times ops: each costs about as much as there are ops."""
 
@@ -121,7 +123,7 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     climb(search, lazy, gap)
     for target_bytes in targets(search, () if has_start else TARGETS):
-        if is_open(search, gap):
+        if is_open(search, gap) and not has_worked(search, FIRST_WORK):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
             solution = program.relaxed(max(search.left_s, 0.1))
@@ -225,11 +227,20 @@ def candidate_cuts(search: Search, plain: State) -> list[int]:
     return over or [fullest]
 
 
+def has_worked(search: Search, most_work: int) -> bool:
+    """Whether there is a schedule, and repairs took so much that others may find better ones."""
+    return search.best is not None and search.work > most_work
+
+
 def repair_from(search: Search, start: State) -> State | None:
-    """Repair `start` with each power, fill, offer the outcomes; return the cheapest that fits."""
+    """Repair `start` with each power, fill, offer the outcomes; return the cheapest that fits.
+
+    Ends early where that takes long and there is a schedule.
+    """
     best: State | None = None
+    most_work = search.work + REPAIR_WORK
     for power in POWERS:
-        if search.out_of_time():
+        if search.out_of_time() or has_worked(search, most_work):
             break
         state = start.copy()
         if Repair(state, search.budget_bytes, power, search).run():

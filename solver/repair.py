@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from remat.solver.replay import Stage, UnreachableError, recomputed_in
+from remat.solver.replay import Stage, UnreachableError, closure_cost_us
 from remat.solver.search import Search
 from remat.solver.stages import Bytes, State
 
 TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
+TRIAL_WORK = 4
+"""What a replayed move takes, in estimated ones."""
 
 
 class Move(NamedTuple):
@@ -77,10 +80,10 @@ class Repair:
 
     def _best_at(self, worst: int, over: Bytes) -> Move | None:
         """The move that relieves stage `worst` best, over all stages that it relieves."""
-        ranked = sorted(self._estimates(worst, over))
-        best: tuple[float, Move] | None = None
-        for first in range(0, len(ranked), TRIALS):
-            for _, move in ranked[first : first + TRIALS]:
+        for ranked in self._rankings(worst, over):
+            best: tuple[float, Move] | None = None
+            self.search.work += TRIAL_WORK * len(ranked)
+            for _, move in ranked:
                 trial = try_move(self.state, move, over, self.limit_bytes)
                 if trial is not None and trial.overload_bytes < 0:
                     score = self._score(trial.cost_us, -trial.overload_bytes)
@@ -90,20 +93,45 @@ class Repair:
                 return best[1]
         return None
 
+    def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, Move]]]:
+        """The moves of least score, `TRIALS` of them; then, if asked for, the next, and so on."""
+        yield sorted(self._estimates(worst, over, TRIALS))[:TRIALS]
+        ranked = sorted(self._estimates(worst, over))
+        for first in range(TRIALS, len(ranked), TRIALS):
+            yield ranked[first : first + TRIALS]
+
     def _score(self, cost_us: float, relief_bytes: int) -> float:
         if cost_us <= 0:
             return cost_us * relief_bytes - relief_bytes / (1 << 50)
         return cost_us / relief_bytes**self.power
 
-    def _estimates(self, worst: int, over: Bytes) -> list[tuple[float, Move]]:
+    def _estimates(
+        self, worst: int, over: Bytes, wanted: int | None = None
+    ) -> list[tuple[float, Move]]:
+        """Moves with what they are thought to score; of drops, those among the `wanted` least."""
+        moves = _moves_at(self.state, worst)
+        self.search.work += len(moves)
+        found = [(-1.0, move) for move in moves if move.bit]
+        least: list[float] = [-1.0 for _ in found]
+        for move, relief_bytes in self._reliefs([m for m in moves if not m.bit], worst, over):
+            most_us = float("inf")
+            if wanted is not None and len(least) >= wanted:
+                most_us = max(sorted(least)[wanted - 1], 0.0) * relief_bytes**self.power
+                most_us *= 1 + 1e-9
+            cost_us = drop_cost_us(self.state, move, most_us)
+            if cost_us is not None:
+                found.append((self._score(cost_us, relief_bytes), move))
+                least.append(found[-1][0])
+        return found
+
+    def _reliefs(
+        self, drops: Sequence[Move], worst: int, over: Bytes
+    ) -> Iterator[tuple[Move, int]]:
+        """About how many bytes of overload each drop removes."""
         total = np.concatenate(([0], np.cumsum(over)))
         highest_bytes = int(over.max())
-        found: list[tuple[float, Move]] = []
-        for move in _moves_at(self.state, worst):
-            if not move.bit and (move.v, move.stage) == self.spared:
-                continue
-            if move.bit:
-                found.append((-1.0, move))
+        for move in drops:
+            if (move.v, move.stage) == self.spared:
                 continue
             size_bytes = self.state.problem.size_bytes[move.v]
             if size_bytes >= highest_bytes:
@@ -111,11 +139,7 @@ class Repair:
             else:
                 covered = over[move.before + 1 : move.stage + 1]
                 relief_bytes = int(np.minimum(covered, size_bytes).sum())
-            cost_us = drop_cost_us(self.state, move)
-            if cost_us is not None:
-                relief_bytes = max(relief_bytes, min(size_bytes, int(over[worst])), 1)
-                found.append((self._score(cost_us, relief_bytes), move))
-        return found
+            yield move, max(relief_bytes, min(size_bytes, int(over[worst])), 1)
 
 
 def _moves_at(state: State, worst: int) -> list[Move]:
@@ -153,18 +177,19 @@ def _is_held(state: State, v: int, stage: int) -> bool:
     return v in state.problem.held and stage >= state.problem.n_forward
 
 
-def drop_cost_us(state: State, move: Move) -> float | None:
-    """Time of what the drop makes its stage run again, None where a pinned op forbids it."""
-    problem, row = state.problem, state.rows[move.stage]
+def drop_cost_us(state: State, move: Move, most_us: float = float("inf")) -> float | None:
+    """Time of what the drop makes its stage run again.
+
+    None where a pinned op forbids it, or where it is found to be more than `most_us`.
+    """
+    row = state.rows[move.stage]
     row[move.v] = 0
     try:
-        again = recomputed_in(problem, row, (move.v,), move.stage, own_needs=False)
-    except UnreachableError:
-        return None
+        return closure_cost_us(
+            state.problem, row, move.v, move.stage, state.stages[move.stage].recomputed, most_us
+        )
     finally:
         row[move.v] = 1
-    already = set(state.stages[move.stage].recomputed)
-    return sum(problem.cost_us[op] for op in again if op not in already)
 
 
 def try_move(state: State, move: Move, over: Bytes, limit_bytes: int) -> Trial | None:

@@ -6,7 +6,7 @@ a value that is not carried on is freed right after its last use in the stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from remat.schedules.schedule import Compute, Free, Step
@@ -120,6 +120,34 @@ def _visit(
                 break
         else:
             order.append(op)
+
+
+def closure_cost_us(
+    problem: Problem, carried_in: Row, v: int, t: int, paid: Collection[int], most_us: float
+) -> float | None:
+    """Time of the closure of `v` alone in stage t, ops that are `paid` for left out.
+
+    None if it contains a pinned op, or as soon as it is more than `most_us`.
+    """
+    already = frozenset(paid)
+    root = problem.producer[v]
+    seen = {root}
+    waiting = [root]
+    cost_us = 0.0
+    while waiting:
+        op = waiting.pop()
+        if problem.pinned[op] or op >= t:
+            return None
+        if op not in already:
+            cost_us += problem.cost_us[op]
+            if cost_us > most_us:
+                return None
+        for u in problem.inputs[op]:
+            below = problem.producer[u]
+            if below not in seen and not carried_in[u]:
+                seen.add(below)
+                waiting.append(below)
+    return cost_us
 
 
 def _last_uses(problem: Problem, t: int, order: Sequence[int]) -> dict[int, int]:

@@ -49,7 +49,8 @@ class Search:
 
     `best` is the cheapest schedule found within the budget; `lowest`, where none fits, the
     one of the least peak that can be found again whatever the budget. The listener hears of
-    every better schedule and bound at once, and of what is being done.
+    every better schedule and bound at once, and of what is being done. `work` counts the moves
+    that repairs weighed: a measure of effort that is the same on every machine.
     """
 
     graph: TrainingGraph
@@ -72,6 +73,7 @@ class Search:
     doing: str = field(default="keeping everything", init=False)
     floor: Holding | None = field(default=None, init=False)
     least_bound_bytes: int = field(default=0, init=False)
+    work: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.problem = Problem.of(self.graph)

@@ -15,9 +15,9 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.solver import TABLE, Result, solve, solver_class
 from remat.solver.problem import Problem
 from remat.solver.sequence import keeps_order
-from remat.solver.sweep import sweep
+from remat.solver.sweep import spread_budgets, sweep
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
+from tests.solver.random_graphs import chain, training_graphs
 from tests.solver.test_contract import IGNORES_BUDGET, check
 from tests.solver.test_sweep import check_front
 from tests.solver.tight_cases import TightCase, peak_bytes_of, tight_cases
@@ -41,12 +41,6 @@ FREE = [
     if "order" in {field.name for field in dataclasses.fields(solver_class(name))}
 ]
 VARIANTS = [*(Variant(name) for name in TABLE), *FREE]
-SEARCHES = (
-    "auto", "cut", "hierarchical", "checkmate", "retention", "lower_set", "lp_rounding",
-    "exhaustive",
-)  # fmt: skip
-"""Solvers that search; all others are templates, policies and algorithms for chains."""
-BASELINES = [name for name in TABLE if name not in SEARCHES]
 
 
 def solved(variant: Variant, graph: TrainingGraph, budget_bytes: int) -> Result:
@@ -55,7 +49,7 @@ def solved(variant: Variant, graph: TrainingGraph, budget_bytes: int) -> Result:
 
 
 def cases() -> tuple[TightCase, ...]:
-    return tight_cases(12, 800)
+    return tight_cases(10, 800)
 
 
 @functools.cache
@@ -113,7 +107,7 @@ def test_no_solver_is_faster_than_any_bound_on_tight_cases() -> None:
         check_bounds(case.graph, {variant: results_of(variant)[i] for variant in VARIANTS})
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(training_graphs(max_ops=12))
 def test_no_solver_is_faster_than_any_bound_on_larger_graphs(graph: TrainingGraph) -> None:
     budget_bytes = peak_bytes_of(graph) - 1
@@ -128,19 +122,19 @@ def test_a_free_order_is_never_worse(variant: Variant) -> None:
     faster = 0
     pairs = zip(results_of(Variant(variant.solver)), results_of(variant), strict=True)
     for fixed, free in pairs:
-        if fixed.schedule is not None:
-            assert free.schedule is not None
-            assert free.time_us <= fixed.time_us * SLACK
-        faster += free.schedule is not None and not (
-            fixed.schedule is not None and fixed.time_us <= free.time_us * SLACK
-        )
+        if fixed.schedule is None:
+            faster += free.schedule is not None
+            continue
+        assert free.schedule is not None
+        assert free.time_us <= fixed.time_us * SLACK
+        faster += free.time_us * SLACK < fixed.time_us
     assert faster, "the cases have none in which another order helps"
 
 
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [1, 3])
 def test_auto_finds_the_optimum_of_small_graphs_and_proves_it(seed: int) -> None:
-    """It ends by itself: what it has not searched, the exact program then settles."""
-    for graph, budget_bytes, optimum_us in tight_cases(25, seed):
+    """These are a matter of milliseconds for `exhaustive`."""
+    for graph, budget_bytes, optimum_us in tight_cases(23, seed):
         result = solved(Variant("auto"), graph, budget_bytes)
         assert result.status == ("infeasible" if optimum_us is None else "optimal")
         assert (None if result.schedule is None else result.time_us) == optimum_us
@@ -154,17 +148,22 @@ def test_nothing_beats_auto_on_small_graphs(solver: str) -> None:
             assert best.time_us <= other.time_us * SLACK
 
 
+@functools.cache
+def budgets_of_chain() -> list[int]:
+    return spread_budgets(chain(5), 4)
+
+
 @pytest.mark.parametrize("solver", TABLE)
 def test_every_front_is_monotone(solver: str) -> None:
-    graph = chain(6)
-    front = sweep(graph, 4, solver, time_limit_s=LIMIT_S)
+    graph = chain(5)
+    front = sweep(graph, budgets_of_chain(), solver, time_limit_s=LIMIT_S)
     check_front(graph, front)
     if solver not in IGNORES_BUDGET:
         assert front.points[-1].result.overhead == 0
 
 
 def test_more_memory_never_makes_auto_slower_on_small_graphs() -> None:
-    for graph, budget_bytes, optimum_us in tight_cases(6, 801):
+    for graph, budget_bytes, optimum_us in tight_cases(4, 801):
         if optimum_us is not None:
             continue
         budgets = range(budget_bytes, peak_bytes_of(graph) + 1)
@@ -176,87 +175,3 @@ def test_more_memory_never_makes_auto_slower_on_small_graphs() -> None:
             assert loose.time_us <= tight.time_us
             assert loose.lower_bound_us <= tight.lower_bound_us * SLACK
             assert loose.time_us == least_time_us(graph, loose.budget_bytes)
-
-
-GAP = 0.01
-NETWORK_S = 3.0
-NETWORKS = {
-    "gpt": functools.partial(gpt_like, 1),
-    "resnet": functools.partial(resnet_like, 2),
-    "unet": functools.partial(unet_like, 1),
-}
-
-
-@functools.cache
-def network(name: str) -> TrainingGraph:
-    return NETWORKS[name]()
-
-
-@functools.cache
-def auto_of(name: str, percent: int) -> Result:
-    graph = network(name)
-    budget_bytes = peak_bytes_of(graph) * percent // 100
-    return solve(graph, budget_bytes, gap=GAP, time_limit_s=NETWORK_S)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_more_memory_never_makes_auto_slower_than_the_gap_on_networks(name: str) -> None:
-    results = [auto_of(name, percent) for percent in (55, 57, 70, 85, 100)]
-    fitting = [result for result in results if result.schedule is not None]
-    assert fitting == results[-len(fitting) :], "a larger budget is called too small"
-    assert len(fitting) >= 2
-    for tight, loose in pairwise(fitting):
-        assert loose.time_us <= tight.time_us * (1 + max(GAP, loose.gap))
-        assert loose.lower_bound_us <= tight.time_us * SLACK
-
-
-def check_nothing_beats(best: Result, graph: TrainingGraph, solvers: list[str]) -> None:
-    """No solver of these has a schedule where `best` has none, or one faster than its gap."""
-    for solver in solvers:
-        other = solve(graph, best.budget_bytes, solver, time_limit_s=LIMIT_S)
-        if other.schedule is not None:
-            assert best.schedule is not None, f"{solver} fits {best.budget_bytes} bytes"
-            assert best.time_us <= other.time_us * (1 + GAP), solver
-
-
-@pytest.mark.parametrize("percent", [85, 70, 55])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_no_baseline_beats_auto_on_networks(name: str, percent: int) -> None:
-    check_nothing_beats(auto_of(name, percent), network(name), BASELINES)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
-    graph = network(name)
-    lost = [solve(graph, 0, solver) for solver in BASELINES]
-    least_bytes = min(result.least_feasible_bytes for result in lost)
-    best = solve(graph, least_bytes, gap=GAP, time_limit_s=NETWORK_S)
-    check_nothing_beats(best, graph, BASELINES)
-    assert best.schedule is not None
-
-
-@functools.cache
-def traced(name: str) -> TrainingGraph:
-    """A small network as captured, with the prices of a stated machine."""
-    from benchmarks.networks import gpt, resnet, unet
-    from benchmarks.roofline import roofline
-    from remat.graph_capture.tracing import trace
-
-    networks = {
-        "gpt": lambda: gpt(1, 64, seq=64, batch=8, vocab=64),
-        "resnet": lambda: resnet((1, 1), bottleneck=False, batch=16, image=64),
-        "unet": lambda: unet(4, 2, batch=2, image=16),
-    }
-    return roofline(trace(**networks[name]()))
-
-
-@pytest.mark.parametrize("percent", [85, 75])
-@pytest.mark.parametrize("name", ["gpt", "resnet", "unet"])
-def test_no_baseline_beats_auto_on_traced_networks(name: str, percent: int) -> None:
-    graph = traced(name)
-    budget_bytes = peak_bytes_of(graph) * percent // 100
-    best = solve(graph, budget_bytes, gap=GAP, time_limit_s=LIMIT_S)
-    assert best.schedule is not None
-    assert best.overhead > 0
-    check(graph, best, budget_bytes)
-    check_nothing_beats(best, graph, [*BASELINES, "cut", "hierarchical"])

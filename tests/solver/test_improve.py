@@ -33,9 +33,10 @@ def layered() -> TrainingGraph:
 
 @functools.cache
 def budget_bytes() -> int:
-    return peak_bytes_of(layered()) * 93 // 100
+    return peak_bytes_of(layered()) * 90 // 100
 
 
+@functools.cache
 def found(gap: float = GAP, **options: Any) -> tuple[Result, list[Progress]]:
     """The result of `auto` on the layered graph, and all that it told."""
     heard: list[Progress] = []
@@ -47,6 +48,7 @@ def found(gap: float = GAP, **options: Any) -> tuple[Result, list[Progress]]:
 
 @functools.cache
 def schedule_of(seed: int, workers: int, attempt: int = 0) -> bytes:
+    found.cache_clear()
     result, heard = found(seed=seed, workers=workers)
     assert result.status != "time limit", "such a result may differ"
     assert any(AROUND in told.doing for told in heard), "the graph is too easy"
@@ -62,26 +64,23 @@ def test_seed_and_workers_give_the_same_schedule_twice(workers: int) -> None:
     assert schedule_of(0, workers) == schedule_of(0, workers, attempt=1)
 
 
-def test_seed_and_workers_give_the_same_schedule_in_other_processes() -> None:
+def test_seed_and_workers_give_the_same_schedule_in_another_process() -> None:
     code = (
         "from tests.solver.test_improve import schedule_of\n"
         "import sys; sys.stdout.buffer.write(schedule_of(0, 2))\n"
     )
-    for seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
-            check=True,
-            capture_output=True,
-        )
-        assert ran.stdout == schedule_of(0, 2)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": "."}, check=True, capture_output=True,
+    )  # fmt: skip
+    assert ran.stdout == schedule_of(0, 2)
 
 
 def test_a_schedule_carries_the_options_that_made_it() -> None:
-    result, _ = found(seed=5, workers=1)
+    result, _ = found(gap=0.5, seed=5, workers=1)
     assert result.schedule is not None
     options = result.schedule.options
-    assert (options["gap"], options["seed"], options["workers"]) == (GAP, 5, 1)
+    assert (options["gap"], options["seed"], options["workers"]) == (0.5, 5, 1)
 
 
 @pytest.mark.parametrize("gap", [0.5, 0.1, 0.04, 0.02])
@@ -89,10 +88,9 @@ def test_the_search_ends_at_the_gap_that_is_asked_for(gap: float) -> None:
     result, heard = found(gap)
     assert result.schedule is not None
     assert result.gap <= gap
-    reached = [told for told in heard if _gap(told) <= gap]
-    assert len({told.doing for told in reached}) <= 1, "something new begun without need"
-    if gap == 0.5:
-        assert not any(AROUND in told.doing for told in heard)
+    first, *later = [told for told in heard if _gap(told) <= gap]
+    if AROUND not in first.doing:
+        assert not any(AROUND in told.doing for told in later), "a search without need"
 
 
 def _gap(told: Progress) -> float:
