@@ -3,9 +3,10 @@
 Solves: least time under a budget on the true peak, any number of recomputations; first runs
 in captured order, or in any (`order`). Keeps everything if that fits, which is optimal.
 Otherwise a single cut gives a bound and schedules; graphs of thousands of ops get their first
-one from `hierarchical`. Where the gap stays open, graphs of a few ops go to `checkmate`, larger
-ones to lazy cuts and large neighbourhoods side by side (`improve`). In a free order tiny
-graphs are searched exhaustively, others solved in several orders (`free_order`).
+one from `hierarchical`. Where the gap stays open, schedules of online policies are added as
+starts, and lazy cuts and large neighbourhoods work side by side (`improve`); small graphs end
+with `checkmate`, tiny ones are searched exhaustively. In a free order several orders are solved
+(`free_order`).
 Optimal where the result says so. Cost: near-linear where one cut closes the gap, which is
 the rule on transformers; else the time limit. Shortcomings: those of its parts.
 """
@@ -27,6 +28,7 @@ from remat.solver.hierarchical import Hierarchical
 from remat.solver.improve import Improvement
 from remat.solver.least_peak import take_least_peak
 from remat.solver.order_attempts import Share
+from remat.solver.policy_starts import take_policies
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Search
 from remat.solver.stages import State
@@ -35,7 +37,7 @@ from remat.solver.store_all import store_all_state
 
 EXACT_GAP = 1e-9
 TINY_OPS = 14
-"""Graphs of at most so many ops are searched exhaustively in a free order."""
+"""Graphs of at most so many ops are searched exhaustively."""
 TINY_PART = 0.5
 """Part of the time limit that this may take."""
 
@@ -77,7 +79,13 @@ class Auto:
         """The best schedule found within `budget_bytes`, and the best proven bound."""
         if self.order == "free":
             return self._solve_free(graph, budget_bytes)
-        return self._solve_fixed(graph, budget_bytes, Share(self.time_limit_s, self.progress))
+        share = Share(self.time_limit_s, self.progress)
+        if len(graph.ops) <= TINY_OPS:
+            found = self._solve_tiny(graph, budget_bytes, share)
+            if is_settled(found):
+                return found
+            share = share._replace(time_limit_s=(1 - TINY_PART) * self.time_limit_s)
+        return self._solve_fixed(graph, budget_bytes, share)
 
     def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
         """Solve in the order of `graph`."""
@@ -121,6 +129,8 @@ class Auto:
             if is_open(search, gap):
                 search.cut_short = True
             return
+        if is_open(search, gap):
+            take_policies(search)
         if lazy is not None:
             Improvement(search, lazy, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= self.exact_ops and is_open(search, gap):
@@ -133,9 +143,9 @@ class Auto:
         """Solve in any order: by exhaustive search where that ends, else order by order."""
         began_s = time.monotonic()
         if len(graph.ops) <= TINY_OPS:
-            share = Share(TINY_PART * self.time_limit_s, self.progress)
+            share = Share(self.time_limit_s, self.progress)
             found = self._solve_tiny(graph, budget_bytes, share)
-            if found.status != "time limit" or found.message.startswith(INTERRUPTED):
+            if is_settled(found):
                 return found
         return FreeOrder(
             graph, budget_bytes, self._solve_fixed, self._gap_for(graph), self.seed,
@@ -143,13 +153,19 @@ class Auto:
         ).solve()  # fmt: skip
 
     def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
-        search = self._search(graph, budget_bytes, share)
+        part = share._replace(time_limit_s=TINY_PART * share.time_limit_s)
+        search = self._search(graph, budget_bytes, part)
         try:
-            Exhaustive(order="free").run(search)
+            Exhaustive(order=self.order).run(search)
         except KeyboardInterrupt:
             search.cut_short = True
             search.message = f"{INTERRUPTED}: this is the best schedule found until then"
-        if search.proved_infeasible:
+        if search.proved_infeasible and self.order == "free":
             search.note("That holds for every order of first computations")
         note_floor(search)
         return search.result()
+
+
+def is_settled(found: Result) -> bool:
+    """Whether there is no need, or no wish, to go on."""
+    return found.status != "time limit" or found.message.startswith(INTERRUPTED)

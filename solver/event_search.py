@@ -91,7 +91,10 @@ def solve_events(
     if status not in (api.OPTIMAL, api.FEASIBLE):
         return Outcome(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
-    return Outcome(_merged(base, fixed, chosen), finished, spent)
+    runs = _merged(base, fixed, chosen)
+    costs = program.problem.cost_us
+    is_cheaper = sum(costs[op] for again in runs for op in again) < below_us
+    return Outcome(runs if is_cheaper else None, finished, spent)
 
 
 def _model(

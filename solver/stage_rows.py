@@ -20,7 +20,8 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
 
     through[v] >= carried in + live at t - made again - 1
     Σ size · through + (outputs and workspace of op) · again[op] <= room,
-    where an input of op is through, or at least there when op runs.
+    where an input of op counts if it is through or if op runs, in a variable of this row:
+    it may be gone when another op runs again.
     Does nothing where op cannot run again in that stage, or cut k - 1 is not its start.
     """
     if k == 0 or cuts.cuts[k - 1] + 1 != cuts.cuts[k] or op not in cuts.again[k - 1]:
@@ -38,13 +39,20 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
         if through is None and v in inputs:
             terms[runs] += size_bytes
         elif through is not None:
-            if v in inputs:
-                cuts.program.row([(through, 1.0), (runs, -1.0)], lower=0.0)
-            terms[through] = size_bytes
+            counted = _either(cuts, through, runs) if v in inputs else through
+            terms[counted] = size_bytes
     room = cuts.budget_bytes - problem.resident_bytes
     unit = max(room, 1) / ROW_SCALE
     row = [(x, size_bytes / unit) for x, size_bytes in terms.items() if size_bytes]
     cuts.program.row(row, upper=room / unit)
+
+
+def _either(cuts: CutProgram, left: int, right: int) -> int:
+    """A variable that is 1 where one of two is."""
+    either = cuts.program.variable()
+    for index in (left, right):
+        cuts.program.row([(either, 1.0), (index, -1.0)], lower=0.0)
+    return either
 
 
 def _through(cuts: CutProgram, k: int, v: int) -> int | None:
