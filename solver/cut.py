@@ -43,6 +43,8 @@ MANY_OPS = 1000
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
+GAP_PART = 0.1
+"""Part of the open gap that a program of cuts may leave, where less than that is asked for."""
 NODE_LIMIT = 500
 """Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
 FEW_NODES = 20
@@ -149,10 +151,11 @@ def take_climbed(search: Search, climbed: Climbed) -> None:
 
 
 def limits_of(search: Search, lazy: LazyCuts, gap: float) -> Limits:
-    """How far to take the program of `lazy`."""
+    """How far to take the program of `lazy`: not much closer than the gap that is open."""
+    tolerance = max(gap, GAP_PART * min(search.gap, 1.0)) / 4
     return Limits(
         time_limit_s=max(search.left_s, 0.1),
-        absolute_gap=gap / 4 * COST_SCALE,
+        absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
         node_limit=FEW_NODES if is_large(search) else NODE_LIMIT,
     )
 

@@ -44,6 +44,7 @@ class LazyCuts:
     cuts : ops at which there is a cut, ascending; `added` has them in order of addition.
     rows : (stage, op) with a row each.
     bound_us : the best bound proved. is_done : whether there is nothing to add.
+    is_exact : whether the program of now is to be solved without any tolerance: its point fits.
     """
 
     problem: Problem
@@ -52,6 +53,7 @@ class LazyCuts:
     rows: tuple[tuple[int, int], ...] = ()
     bound_us: float = 0.0
     is_done: bool = False
+    is_exact: bool = False
     added: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,8 +77,9 @@ class LazyCuts:
         start = None
         if solution.values is not None:
             start = State.from_recomputed(self.problem, expand(solution))
-        if solution.finished:
-            self.is_done = start is None or not self._refine(start)
+        if solution.finished and (start is None or not self._refine(start)):
+            self.is_done = start is None or self.is_exact
+            self.is_exact = True
         return Climbed(solution, start)
 
     def _refine(self, state: State) -> bool:
