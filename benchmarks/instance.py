@@ -31,14 +31,15 @@ from benchmarks.instance_format import (
     op_name,
     read_instance,
 )
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.solver import Progress, Result, make_solver, solver_class
-from remat.solver.quiet import quiet_stdout
 
 WRONG, NOTHING_FITS = 2, 3
 ORDERS = ("fixed", "free")
+LEAST_GAP = 1e-6
+"""Costs are exact here, not measured: a solve goes on while this much may be gained."""
 PASSED_ON = ("order", "workers", "seed", "gap")
 PROOF_SLACK = 1e-6
 """Relative error allowed for in a bound before it is rounded up to a whole cost."""
@@ -81,6 +82,12 @@ class History:
         return next((seconds for seconds, cost, _ in self.rows if cost is not None), None)
 
 
+def closing_gap(instance: Instance) -> float:
+    """The gap at which a solve ends: half a unit where costs are whole, which is a proof."""
+    base = sum(node.cost for node in instance.nodes)
+    return 0.5 / base if instance.costs_are_whole and base else LEAST_GAP
+
+
 def rounded_bound(bound: float, cost: Number | None, *, whole: bool) -> Number:
     """The bound as it is shown: up to a whole number where costs are, never above `cost`."""
     if whole:
@@ -95,7 +102,7 @@ def sequence_of(instance: Instance, schedule: Schedule) -> list[Id]:
     return [ids[step.op] for step in schedule.steps if isinstance(step, Compute)]
 
 
-def options_for(solver: str, asked: argparse.Namespace) -> dict[str, object]:
+def options_for(solver: str, asked: argparse.Namespace, instance: Instance) -> dict[str, object]:
     """What was asked for, as far as that solver has such an option.
 
     Raises
@@ -107,7 +114,8 @@ def options_for(solver: str, asked: argparse.Namespace) -> dict[str, object]:
     for name, value in given.items():
         if value is not None and name not in known:
             print(f"benchmarks.instance: {solver} has no option {name}", file=sys.stderr)
-    return {name: value for name, value in given.items() if value is not None and name in known}
+    options = {name: value for name, value in given.items() if value is not None and name in known}
+    return {"gap": closing_gap(instance), **options} if "gap" in known else options
 
 
 def solved(
@@ -122,8 +130,7 @@ def solved(
     graph = graph_of(instance)
     history = History(instance, graph.time_us)
     made = make_solver(solver, progress=history, **options)
-    with quiet_stdout():
-        result = made.solve(graph, budget_bytes)
+    result = made.solve(graph, budget_bytes)
     sequence = [] if result.schedule is None else sequence_of(instance, result.schedule)
     return _described(instance, graph, result, history, sequence), sequence
 
@@ -215,11 +222,11 @@ def main() -> int:
         instance = read_instance(asked.instance)
         if asked.constants == "apart":
             instance = msgspec.structs.replace(instance, constant_bytes=0)
-        options = {**options_for(asked.solver, asked), "time_limit_s": asked.time_limit}
+        options = {**options_for(asked.solver, asked, instance), "time_limit_s": asked.time_limit}
         found, sequence = solved(instance, asked.budget, asked.solver, **options)
         if asked.out and sequence:
             asked.out.write_text(json.dumps(sequence) + "\n")
-    except (InstanceError, SolverError, OSError) as error:
+    except (InstanceError, RematError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(found))
     return 0 if sequence else NOTHING_FITS

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
 
 Id = int | str
 Number = int | float
@@ -78,6 +79,9 @@ def checked(instance: Instance) -> Instance:
     ids = [node.id for node in instance.nodes]
     if len(set(ids)) < len(ids):
         raise InstanceError(f"node id {_first_twice(ids)!r} is given twice")
+    unlike = next((node for node in ids if type(node) is not type(ids[0])), ids[0])
+    if unlike != ids[0]:
+        raise InstanceError(f"node ids are numbers or texts, not both: {ids[0]!r} and {unlike!r}")
     if instance.constant_bytes < 0:
         raise InstanceError(f"constant_bytes is negative: {instance.constant_bytes}")
     for node in instance.nodes:
@@ -97,8 +101,12 @@ def checked(instance: Instance) -> Instance:
 def _check_node(node: Node) -> None:
     if node.bytes < 0:
         raise InstanceError(f"node {node.id!r} has negative bytes: {node.bytes}")
-    if node.cost < 0 or not math.isfinite(node.cost):
+    if node.bytes >= MOST_BYTES:
+        raise InstanceError(f"node {node.id!r} has {MOST_BYTES} bytes or more: are they bytes?")
+    if not 0 <= node.cost < math.inf:
         raise InstanceError(f"node {node.id!r} has a negative or infinite cost: {node.cost}")
+    if node.cost > MOST_US:
+        raise InstanceError(f"node {node.id!r} costs more than {MOST_US}: take a larger unit")
 
 
 def _check_order(order: tuple[Id, ...], ids: list[Id], edges: Iterable[tuple[Id, Id]]) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from remat.graph_capture.errors import GraphError
+from remat.graph_capture.graph_rules import check_graph
 
 SCHEMA_VERSION = 1
 KEPT = "kept by"
@@ -125,7 +126,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 f"graph file has schema version {self.schema_version}, "
                 f"this release reads {SCHEMA_VERSION}: capture the model again"
             )
-        _validate(self)
+        check_graph(self)
 
     @functools.cached_property
     def op_index(self) -> dict[str, int]:
@@ -202,47 +203,3 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
             f"{len(self.values)} values, {self.resident.total_bytes} bytes resident, "
             f"{self.prices} for {self.device}, hash {self.hash[:12]})"
         )
-
-
-def _validate(graph: TrainingGraph) -> None:
-    """Raise `GraphError` unless ops can run in their order on the values given."""
-    values = {value.name: value for value in graph.values}
-    if len(values) != len(graph.values):
-        raise GraphError("two values have the same name")
-    if len({op.name for op in graph.ops}) != len(graph.ops):
-        raise GraphError("two ops have the same name")
-    for value in graph.values:
-        if value.size_bytes < 0:
-            raise GraphError(f"value {value.name} has a negative size: {value.size_bytes} bytes")
-    present = {value.name for value in graph.values if not value.producer}
-    backward_seen = False
-    for op in graph.ops:
-        if op.phase == "forward" and backward_seen:
-            raise GraphError(f"forward op {op.name} comes after a backward op")
-        backward_seen = backward_seen or op.phase == "backward"
-        _validate_op(op, values, present)
-        present.update(op.outputs)
-    for name in (*graph.forward_outputs, *graph.outputs):
-        if name not in present:
-            raise GraphError(f"output {name} is produced by no op")
-
-
-def _validate_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
-    if not op.cost_us >= 0 or op.workspace_bytes < 0:
-        raise GraphError(
-            f"op {op.name} has a negative or undefined price: "
-            f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace"
-        )
-    for name in op.inputs:
-        if name not in values:
-            raise GraphError(f"op {op.name} reads {name}, which is no value of the graph")
-        if name not in present:
-            raise GraphError(
-                f"op {op.name} reads {name} before any op has produced it: "
-                "the order is not one in which the ops can run, or the graph has a cycle"
-            )
-    for name in op.outputs:
-        if name not in values or values[name].producer != op.name:
-            raise GraphError(
-                f"op {op.name} lists output {name}, which does not name it as producer"
-            )

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.option_rules import check_number, check_options, whole_bytes
 from remat.solver.pin_globs import Globs
 from remat.solver.result import Holding, Result
 from remat.solver.search import Listener, Progress
@@ -88,7 +89,7 @@ def make_solver(name: str, **options: object) -> Solver:
 
     Raises
     ------
-    SolverError : no such solver, or it has no such option.
+    SolverError : no such solver, or it has no such option, or not of that value.
     """
     made = solver_class(name)
     known = [field.name for field in dataclasses.fields(made)]
@@ -104,7 +105,9 @@ def make_solver(name: str, **options: object) -> Solver:
             raise SolverError(
                 f"solver '{name}' has no option '{option}'; its options are {', '.join(known)}"
             )
-    return cast("Solver", made(**options))
+    solver = made(**options)
+    check_options(solver)
+    return cast("Solver", solver)
 
 
 def solve(
@@ -141,9 +144,11 @@ def solve(
 
     Raises
     ------
-    SolverError : unknown solver or option, or a glob that matches nothing or is pinned both
-        ways. That nothing fits is a `Result`, no error.
+    SolverError : unknown solver or option, a value or budget without meaning, or a glob that
+        matches nothing or is pinned both ways. That nothing fits is a `Result`, no error.
     """
+    budget_bytes = whole_bytes(budget_bytes)
+    check_number("time_limit_s", time_limit_s)
     if keep or recompute:
         from remat.solver.pins import solve_pinned
 

@@ -137,7 +137,7 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
 def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
     """Solve the cuts so far for a bound and a start."""
     search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
-    take_climbed(search, lazy.climb(limits_of(search, lazy, gap)))
+    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
 
 
 def take_climbed(search: Search, climbed: Climbed) -> None:
@@ -150,9 +150,9 @@ def take_climbed(search: Search, climbed: Climbed) -> None:
         repair_from(search, climbed.start)
 
 
-def limits_of(search: Search, lazy: LazyCuts, gap: float) -> Limits:
-    """How far to take the program of `lazy`: not much closer than the gap that is open."""
-    tolerance = max(gap, GAP_PART * min(search.gap, 1.0)) / 4
+def limits_of(search: Search, lazy: LazyCuts, gap: float, open_gap: float) -> Limits:
+    """How far to take the program of `lazy`: not much closer than `open_gap`."""
+    tolerance = max(gap, GAP_PART * min(open_gap, 1.0)) / 4
     return Limits(
         time_limit_s=max(search.left_s, 0.1),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,

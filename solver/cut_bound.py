@@ -21,6 +21,8 @@ COST_SCALE = 1e4
 """The time of the step in the program's unit: HiGHS's tolerances are absolute."""
 ROW_SCALE = 1e3
 """The right-hand side of a memory row in the program's unit, for the same reason."""
+MOST_SIZE = 1e12
+"""In the same unit: what is far beyond the right-hand side is so anyway; HiGHS refuses 1e15."""
 
 
 @dataclass(slots=True)
@@ -152,8 +154,9 @@ class CutProgram:
             self.is_empty = True
             return
         unit = max(room, 1) / ROW_SCALE
-        terms = [(i, problem.size_bytes[v] / unit) for v, i in self.carried[k].items()]
-        self.program.row([term for term in terms if term[1]], upper=room / unit)
+        sizes = ((i, problem.size_bytes[v] / unit) for v, i in self.carried[k].items())
+        terms = [(i, min(size, MOST_SIZE)) for i, size in sizes if size]
+        self.program.row(terms, upper=room / unit)
 
     def relaxed(self, time_limit_s: float) -> CutSolution:
         """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""

@@ -17,8 +17,9 @@ from remat.solver.lazy_cuts import Climbed, LazyCuts
 from remat.solver.mip import Limits
 from remat.solver.search import Search
 
-EFFORT = 3.0
-"""Seconds, about, that a round has at least; measured in what does not depend on the clock."""
+EFFORT, FIRST_EFFORT = 3.0, 0.5
+"""Seconds, about, that a round has at least; measured in what does not depend on the clock.
+The first round has less, each further one twice as much."""
 CP_SAT_S = 2.5
 """Seconds for a unit of CP-SAT's deterministic time here, building its programs included."""
 ITERATION_S = 4e-4
@@ -30,7 +31,7 @@ BOUND_S = 25.0
 PATIENCE = 1.6
 """Growth of that time after a program that did not end in it."""
 STALLED = 3
-"""Programs in a row that raise no bound, after which cuts are given up."""
+"""Rounds in a row that raise no bound, after which cuts are given up."""
 
 
 @dataclass(slots=True)
@@ -44,13 +45,15 @@ class Improvement:
     workers: int = 2
     stalled: int = 0
     bound_s: float = BOUND_S
-    effort: float = EFFORT
+    effort: float = 0.0
+    least_effort: float = FIRST_EFFORT
     guide: Runs = ()
     around: LargeNeighbourhoods | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Rounds until there is nothing left to do."""
         while is_open(self.search, self.gap):
+            self.least_effort = min(2 * self.least_effort, EFFORT)
             has_cuts = not self.lazy.is_done and self.stalled < STALLED
             is_searched = self.around is not None and self.around.is_exhausted
             if not has_cuts and (is_searched or self.search.best is None):
@@ -58,20 +61,20 @@ class Improvement:
             if has_cuts:
                 self._round_of_both()
             else:
-                self._search_around(self.workers, EFFORT / CP_SAT_S)
+                self._search_around(self.workers, self.least_effort / CP_SAT_S)
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
-        before_us = self.lazy.bound_us
-        effort = max(self.effort, EFFORT) / CP_SAT_S
+        before_us, open_gap = self.lazy.bound_us, self.search.gap
+        effort = max(self.effort, self.least_effort) / CP_SAT_S
         if self.search.best is None or self.workers == 1:
-            found = self._programs()
+            found = self._programs(open_gap)
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
-            solving = Task(self._programs)
-            self._search_around(self.workers - 1, effort)
-            found = solving.wait()
+            with Task(lambda: self._programs(open_gap)) as solving:
+                self._search_around(self.workers - 1, effort)
+                found = solving.wait()
         for climbed in found:
             take_climbed(self.search, climbed)
             if climbed.start is not None and climbed.solution.finished:
@@ -81,20 +84,23 @@ class Improvement:
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
         self.stalled = 0 if is_higher else self.stalled + 1
 
-    def _programs(self) -> list[Climbed]:
-        """Programs of cuts, each refined by the one before, until a round is filled."""
+    def _programs(self, open_gap: float) -> list[Climbed]:
+        """Programs of cuts, each refined by the one before, until a round is filled.
+
+        What is known of schedules meanwhile is not looked at: it depends on the clock.
+        """
         found: list[Climbed] = []
         spent = 0.0
-        while spent < EFFORT and not self.lazy.is_done:
-            found.append(self.lazy.climb(self._limits()))
+        while spent < self.least_effort and not self.lazy.is_done:
+            found.append(self.lazy.climb(self._limits(open_gap)))
             self.effort = GROWTH * ITERATION_S * found[-1].solution.iterations
-            spent += max(self.effort, EFFORT / 20)
+            spent += max(self.effort, FIRST_EFFORT / 10)
             if not found[-1].solution.finished:
                 break
         return found
 
-    def _limits(self) -> Limits:
-        limits = limits_of(self.search, self.lazy, self.gap)
+    def _limits(self, open_gap: float) -> Limits:
+        limits = limits_of(self.search, self.lazy, self.gap, open_gap)
         return replace(limits, time_limit_s=min(limits.time_limit_s, self.bound_s))
 
     def _search_around(self, workers: int, effort: float) -> None:

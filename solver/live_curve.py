@@ -21,6 +21,15 @@ from remat.solver.problem import Problem
 Bytes = npt.NDArray[np.int64]
 
 
+class Lived(NamedTuple):
+    """One value: who makes it, who reads it, whether it is live at the end."""
+
+    size_bytes: int
+    producer: int
+    readers: tuple[int, ...]
+    is_wanted: bool
+
+
 @dataclass(frozen=True, slots=True)
 class OpFacts:
     """What an order needs to know of the ops 0..n-1, and of n, the end of forward.
@@ -45,33 +54,47 @@ class OpFacts:
     def of(cls, problem: Problem) -> OpFacts:
         """Index `problem`."""
         n = problem.n_ops
-        before = _with_end_of_forward(predecessors(problem.graph), problem.n_forward)
-        after: list[list[int]] = [[] for _ in range(n + 1)]
-        for op, earlier in enumerate(before):
-            for other in earlier:
-                after[other].append(op)
+        before = with_end_of_forward(predecessors(problem.graph), problem.n_forward)
         readers: list[list[int]] = [[] for _ in range(problem.n_values)]
         for op, inputs in enumerate((*problem.inputs, problem.forward_outputs)):
             for v in inputs:
                 readers[v].append(op)
-        lasting_bytes = [0] * (n + 1)
-        spendable: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(n + 1)]
         wanted = frozenset(problem.needs[n])
-        for v, size_bytes in enumerate(problem.size_bytes):
-            if readers[v] or v in wanted:
-                lasting_bytes[problem.producer[v]] += size_bytes
-            for op in () if v in wanted else readers[v]:
-                others = tuple(other for other in readers[v] if other != op)
-                spendable[op].append((size_bytes, others))
+        values = [
+            Lived(size_bytes, problem.producer[v], tuple(readers[v]), v in wanted)
+            for v, size_bytes in enumerate(problem.size_bytes)
+        ]
         own = zip(problem.output_bytes, problem.workspace_bytes, strict=True)
         own_bytes = [*(outputs + workspace for outputs, workspace in own), 0]
-        return cls(
-            before, after, own_bytes, lasting_bytes, spendable,
-            problem.n_forward, problem.resident_bytes,
-        )  # fmt: skip
+        return cls.made(before, own_bytes, values, problem.n_forward, problem.resident_bytes)
+
+    @classmethod
+    def made(
+        cls,
+        before: list[list[int]],
+        own_bytes: list[int],
+        values: Sequence[Lived],
+        n_forward: int,
+        resident_bytes: int,
+    ) -> OpFacts:
+        """From what comes before each op and the end of forward, and from values."""
+        n = len(before)
+        after: list[list[int]] = [[] for _ in range(n)]
+        for op, earlier in enumerate(before):
+            for other in earlier:
+                after[other].append(op)
+        lasting_bytes = [0] * n
+        spendable: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(n)]
+        for size_bytes, producer, readers, is_wanted in values:
+            if readers or is_wanted:
+                lasting_bytes[producer] += size_bytes
+            for op in () if is_wanted else readers:
+                others = tuple(other for other in readers if other != op)
+                spendable[op].append((size_bytes, others))
+        return cls(before, after, own_bytes, lasting_bytes, spendable, n_forward, resident_bytes)
 
 
-def _with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
+def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
     """Put an op n between the phases: a few edges in place of quadratically many."""
     end = len(before)
     joined = [list(dict.fromkeys(ops)) for ops in before]

@@ -4,8 +4,7 @@ Formulations elsewhere speak only to `MixedProgram`; this is the one file that t
 OR-Tools MathOpt (HiGHS) and PuLP (CBC), whose stubs are partial. `highspy` must never
 be imported: OR-Tools carries its own HiGHS and the two break each other.
 
-MathOpt returns to Python only when the solver does, and HiGHS heeds no interrupter, so
-the solve runs as a `Task`.
+HiGHS can neither be interrupted nor be kept from printing, so it runs in another process.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.background import Task
-from remat.solver.quiet import quiet_stdout
+from remat.solver.apart import run_apart
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
+LONGEST_S = 1e9
+"""Durations have an end; this is 30 years."""
 
 
 @dataclass(slots=True)
@@ -99,11 +99,10 @@ def solve_program(
 
     Raises
     ------
-    SolverError : the backend is unknown.
+    SolverError : the backend is unknown, or its process cannot be started, or crashed.
     """
     if backend == "mathopt":
-        with quiet_stdout():
-            return Task(lambda: _with_mathopt(program, limits, start)).wait()
+        return run_apart(_with_mathopt, program, limits, start)
     if backend == "pulp":
         return _with_pulp(program, limits, start)
     raise SolverError(f"unknown MIP backend '{backend}'; there are {', '.join(BACKENDS)}")
@@ -115,7 +114,7 @@ def _with_mathopt(program: MixedProgram, limits: Limits, start: Sequence[float] 
     api = cast(Any, mathopt)
     model, variables = _mathopt_model(api, program, limits.relaxed)
     parameters = api.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(limits.time_limit_s, 0.01)),
+        time_limit=datetime.timedelta(seconds=min(max(limits.time_limit_s, 0.01), LONGEST_S)),
         random_seed=0,
     )
     if not limits.relaxed:

@@ -48,24 +48,24 @@ def _last_uses(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     wanted = bytearray(problem.n_values)
     for v in problem.needs[problem.n_ops]:
         wanted[v] = 1
-    end_of_forward = _end_of_forward(problem, sequence)
+    ends = end_of_forward(problem, sequence)
     for position in reversed(range(len(sequence))):
         op = sequence[position]
-        if position == end_of_forward:
+        if position == ends:
             reads = (*problem.inputs[op], *problem.forward_outputs)
         else:
             reads = problem.inputs[op]
         touched = dict.fromkeys((*problem.outputs[op], *reads))
         lost[position] = [v for v in touched if not wanted[v]]
         for v in problem.outputs[op]:
-            if position <= end_of_forward or v not in problem.held:
+            if position <= ends or v not in problem.held:
                 wanted[v] = 0
         for v in reads:
             wanted[v] = 1
     return lost
 
 
-def _end_of_forward(problem: Problem, sequence: Sequence[int]) -> int:
+def end_of_forward(problem: Problem, sequence: Sequence[int]) -> int:
     """Position of the first run of the last forward op to run, -1 if there is none."""
     waiting = set(range(problem.n_forward))
     for position, op in enumerate(sequence):

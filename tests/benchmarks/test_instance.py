@@ -1,4 +1,4 @@
-"""Instance files: what is refused, what is printed, and the sequence replayed from scratch."""
+"""Instance files: what is printed, and the sequence replayed from scratch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.instance import History, main, rounded_bound
+from benchmarks.instance import History, rounded_bound
 from benchmarks.instance_format import Instance, Node, checked, graph_of
 from remat.solver import Progress, solve
 
@@ -60,73 +60,6 @@ def sequence_peak(sequence: list[Any], data: dict[str, Any]) -> int:
         sum(size[sequence[i]] for i in range(now + 1) if until[i] >= now)
         for now in range(len(sequence))
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"edges": [["a", "b"], ["b", "c"], ["c", "b"]]}, "cycle: b -> c -> b"),
-        ({"edges": [["a", "a"]]}, "cycle: a -> a"),
-        ({"edges": [["a", "z"]]}, "edge ['a', 'z'] names a missing node: 'z'"),
-        ({"nodes": [{"id": "a", "cost": 1, "bytes": -1}]}, "node 'a' has negative bytes: -1"),
-        ({"nodes": [{"id": "a", "cost": -2, "bytes": 1}]}, "negative or infinite cost: -2"),
-        ({"nodes": [{"id": 1, "cost": 1, "bytes": 1}] * 2}, "node id 1 is given twice"),
-        ({"nodes": [{"id": 1, "cost": 1}]}, "missing required field `bytes` - at `$.nodes[0]`"),
-        ({"nodes": []}, "there are no nodes"),
-        ({"order": ["a", "b", "c"]}, "order is no permutation: it lacks node 'd'"),
-        ({"order": ["a", "b", "c", "c"]}, "order is no permutation: it has 'c' twice"),
-        ({"order": ["a", "b", "c", "d", "e"]}, "order is no permutation: 'e' is no node"),
-        ({"order": ["b", "a", "c", "d"]}, "order contradicts edge ['a', 'b']: 'b' comes first"),
-        ({"constant_bytes": -1}, "constant_bytes is negative: -1"),
-    ],
-)
-def test_bad_instances_are_refused_in_one_line(
-    tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
-    path = written(tmp_path, {**DIAMOND, **change})
-    done = run(path, "--budget", 10)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert str(path) in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--budget", "0"], "budgets must be positive bytes, found '0'"),
-        (["--budget", "-3"], "budgets must be positive bytes, found '-3'"),
-        (["--budget", "9", "--workers", "0"], "must be a whole number from 1 on, found '0'"),
-        (["--budget", "9", "--time-limit", "0"], "must be a positive number of seconds"),
-        (["--budget", "9", "--order", "any"], "invalid choice: 'any'"),
-        (["--budget", "9", "--solver", "cat"], "unknown solver 'cat'"),
-        (["--budget", "9", "--solver", "cut", "--order", "free"], "order free use solver auto"),
-        (["--budget", "9", "--out", "/no/such/folder/x"], "no folder /no/such/folder"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    said: str,
-) -> None:
-    path = str(written(tmp_path, DIAMOND))
-    monkeypatch.setattr(sys, "argv", ["benchmarks.instance", path, *options])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    printed = capsys.readouterr()
-    assert (stopped.value.code, printed.out) == (2, "")
-    assert said in printed.err
-    assert printed.err.count("\n") == 1
-
-
-def test_missing_file_and_text_are_refused(tmp_path: Path) -> None:
-    missing = run(tmp_path / "none.json", "--budget", 9)
-    text = run(written(tmp_path, "nodes"), "--budget", 9)
-    assert (missing.returncode, text.returncode) == (2, 2)
-    assert "No such file" in missing.stderr
-    assert "is not JSON" in text.stderr
 
 
 def test_a_recomputation_is_found_and_the_sequence_replays(tmp_path: Path) -> None:

@@ -107,6 +107,14 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         lambda: remade(forward_outputs=("vb",)),
         ("vb", "forward"),
     ),
+    "more bytes than can be counted": (
+        lambda: remade(values=(VA, replace(VB, size_bytes=1 << 62))),
+        ("4611686018427387908 bytes in all", "are the sizes in bytes?"),
+    ),
+    "costs that add up to too much": (
+        lambda: remade(ops=(A, replace(B, cost_us=1e300))),
+        ("1e+300 us in all", "are they in microseconds?"),
+    ),
     "file of another release": (
         lambda: remade(schema_version=99),
         ("schema version 99", "capture the model again"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,3 +159,78 @@ def test_the_thread_does_not_keep_the_interpreter(held: Held) -> None:
     assert thread.daemon
     held.let_go.set()
     assert task.wait() == "over"
+
+
+def test_an_error_in_its_block_stops_the_work(held: Held) -> None:
+    with pytest.raises(ValueError, match="wrong"), Task(held, held.let_go.set):
+        raise ValueError("wrong")
+    assert held.is_over
+
+
+def test_a_block_that_ends_well_stops_nothing(held: Held) -> None:
+    with Task(held, held.let_go.set) as task:
+        pass
+    assert not held.is_over
+    held.let_go.set()
+    assert task.wait() == "over"
+
+
+def test_what_a_stopped_task_began_is_stopped_too(held: Held) -> None:
+    begun = threading.Event()
+    found: list[Task[str]] = []
+
+    def work() -> str:
+        found.append(Task(held, held.let_go.set))
+        begun.set()
+        return found[0].wait()
+
+    outer = Task(work)
+    assert begun.wait(LONG_S)
+    outer.stop()
+    assert held.is_over
+    for task in (outer, *found):
+        with pytest.raises(KeyboardInterrupt):
+            task.wait()
+
+
+def test_a_stopped_task_begins_no_other(held: Held) -> None:
+    begun: list[int] = []
+
+    def work() -> None:
+        held()
+        Task(lambda: begun.append(1))
+
+    outer = Task(work)
+    outer.stop()
+    held.let_go.set()
+    with pytest.raises(KeyboardInterrupt):
+        outer.wait()
+    assert not begun
+
+
+def test_a_stop_that_is_not_heard_is_repeated(held: Held) -> None:
+    asked: list[int] = []
+
+    def stop() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            held.let_go.set()
+
+    Task(held, stop).stop()
+    assert held.is_over
+    assert len(asked) == 3
+
+
+def test_the_end_of_the_interpreter_stops_what_runs_and_waits_for_it() -> None:
+    code = (
+        "import threading, time\n"
+        "from remat.solver.background import Task\n"
+        "ended = threading.Event()\n"
+        "def work():\n"
+        "    ended.wait(60)\n"
+        "    time.sleep(0.3)\n"
+        "    print('over', flush=True)\n"
+        "Task(work, ended.set)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=30)
+    assert (ran.stdout, ran.stderr) == (b"over\n", b"")

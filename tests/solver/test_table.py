@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 from remat.graph_capture.errors import SolverError
@@ -51,6 +54,16 @@ def test_a_free_order_names_the_solvers_that_have_one(name: str) -> None:
         ("checkmate", {"backend": "gurobi"}, "unknown MIP backend 'gurobi'; there are mathopt"),
         ("checkmate", {"passes": -1}, "passes must be 0"),
         ("chen_sqrt", {"segments": -1}, "segments must be 0"),
+        ("cut", {"gap": -1}, "gap must be 0 or more, and finite, not -1"),
+        ("cut", {"gap": math.nan}, "gap must be 0 or more, and finite, not nan"),
+        ("cut", {"cuts": 0}, "cuts must be a whole number, 1 or more, not 0"),
+        ("cut", {"cuts": 1.5}, "cuts must be a whole number, 1 or more, not 1.5"),
+        ("auto", {"seed": -1}, "seed must be a whole number, 0 or more, at most 2147483647"),
+        ("lp_rounding", {"seed": -1}, "seed must be a whole number, 0 or more"),
+        ("retention", {"seed": 1 << 31}, "seed must be a whole number, 0 or more, at most"),
+        ("retention", {"workers": 2.0}, "workers must be a whole number, 1 or more, not 2.0"),
+        ("store_all", {"time_limit_s": -1}, "time_limit_s must be 0 or more, and finite, not -1"),
+        ("dtr", {"time_limit_s": math.inf}, "time_limit_s must be 0 or more, and finite, not inf"),
     ],
 )
 def test_bad_option_values_say_what_to_do(
@@ -58,6 +71,21 @@ def test_bad_option_values_say_what_to_do(
 ) -> None:
     with pytest.raises(SolverError, match=text):
         make_solver(solver, **options)
+
+
+@pytest.mark.parametrize("budget", [math.nan, math.inf, 9.5, "8GiB", None])
+def test_a_budget_is_a_whole_number_of_bytes(budget: Any) -> None:
+    with pytest.raises(SolverError, match=f"a whole number of bytes, not {budget!r}: round it"):
+        solve(chain(4), budget)
+    assert solve(chain(4), np.int64(1 << 60)).status == "optimal"
+
+
+@pytest.mark.parametrize("time_limit_s", [math.nan, math.inf, -0.1])
+def test_a_time_limit_is_finite(time_limit_s: float) -> None:
+    with pytest.raises(SolverError, match=f"and finite, not {time_limit_s}"):
+        solve(chain(4), 1 << 60, time_limit_s=time_limit_s)
+    with pytest.raises(SolverError, match=f"and finite, not {time_limit_s}"):
+        solve(chain(4), 1 << 60, time_limit_s=time_limit_s, recompute="*")
 
 
 def test_solving_imports_neither_torch_nor_highspy() -> None:
@@ -68,7 +96,9 @@ def test_solving_imports_neither_torch_nor_highspy() -> None:
         "import remat.solver.mip as mip\n"
         "program = mip.MixedProgram(); program.variable(1.0)\n"
         "mip.solve_program(program, mip.Limits())\n"
-        "assert not {'torch', 'highspy'} & set(sys.modules)\n"
+        "there = mip.run_apart(eval, \"list(__import__('sys').modules)\")\n"
+        "assert 'ortools.math_opt' in there\n"
+        "assert not {'torch', 'highspy'} & {*sys.modules, *there}\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,0 +1,136 @@
+"""Calls in other processes: answers, errors, crashes, interrupts, and how the processes end."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from remat.graph_capture.errors import SolverError
+from remat.solver import apart
+from remat.solver.apart import end_idle, run_apart
+
+LONG_S = 60.0
+"""So long that a test that waits it out has failed."""
+SOON_S = 10.0
+
+
+def script(code: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `code`; over once each process that holds its standard error has ended."""
+    begin = "import os, signal, sys, time\nfrom remat.solver.apart import run_apart\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + code], check=False, capture_output=True, timeout=LONG_S / 2
+    )
+
+
+def test_a_call_is_answered_by_another_process_which_is_kept() -> None:
+    end_idle()
+    first = run_apart(os.getpid)
+    assert first != os.getpid()
+    assert run_apart(os.getpid) == first
+    end_idle()
+    assert run_apart(os.getpid) != first
+
+
+def test_options_are_passed_on() -> None:
+    assert run_apart(sorted, [1, 3, 2], reverse=True) == [3, 2, 1]
+
+
+def test_an_error_is_raised_as_it_was_there() -> None:
+    with pytest.raises(ValueError, match="invalid literal for int") as caught:
+        run_apart(int, "many")
+    assert any("_answered" in note for note in caught.value.__notes__)
+
+
+def test_a_crash_is_an_error_and_the_next_call_is_answered() -> None:
+    with pytest.raises(SolverError, match="ended with status 3 amid a program"):
+        run_apart(os._exit, 3)
+    assert run_apart(abs, -1) == 1
+
+
+def test_a_process_that_ended_while_idle_is_replaced() -> None:
+    run_apart(abs, -1)
+    dead = apart._idle[-1]
+    dead._popen.kill()
+    dead._popen.wait()
+    assert run_apart(abs, -1) == 1
+
+
+def test_no_interpreter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_idle()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(SolverError, match="cannot start another /no/such/python for HiGHS: No"):
+        run_apart(abs, -1)
+
+
+def test_what_a_call_prints_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_apart(os.write, 1, b"HighsMipSolverData") == 18
+    run_apart(print, "said")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupt_ends_the_process_at_once() -> None:
+    pid = run_apart(os.getpid)
+    process = apart._idle[-1]
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_apart(time.sleep, LONG_S)
+    assert time.monotonic() - began_s < SOON_S
+    assert (process._popen.pid, process.is_alive) == (pid, False)
+    assert process not in apart._idle
+
+
+def test_calls_in_threads_have_a_process_each() -> None:
+    found: list[int] = []
+    together = threading.Barrier(2)
+
+    def call() -> None:
+        together.wait(LONG_S)
+        run_apart(time.sleep, 0.2)
+        found.append(run_apart(os.getpid))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(found) == 2
+
+
+def test_a_script_ends_in_order_while_a_call_is_at_work() -> None:
+    began_s = time.monotonic()
+    ran = script(
+        "from remat.solver.background import Task\n"
+        f"Task(lambda: run_apart(time.sleep, {LONG_S}))\n"
+        "time.sleep(0.5); print('the end')\n"
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"the end\n", b"")
+    assert time.monotonic() - began_s < SOON_S
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
+def test_a_process_ends_with_a_caller_that_is_killed() -> None:
+    ran = script(
+        "import threading\n"
+        f"threading.Thread(target=run_apart, args=(time.sleep, {LONG_S})).start()\n"
+        "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert ran.returncode == -9
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_has_processes_of_its_own() -> None:
+    ran = script(
+        "ours = run_apart(os.getpid)\n"
+        "child = os.fork()\n"
+        "if not child: os._exit(run_apart(os.getpid) == ours)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert run_apart(os.getpid) == ours\n"
+    )
+    assert ran.returncode == 0, ran.stderr
