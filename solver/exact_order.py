@@ -168,3 +168,4 @@ def _take_least_peak(search: Search, space: StateSpace) -> None:
             return
         else:
             low = middle + 1
+    search.least_bound_bytes = search.lowest_bytes

@@ -2,11 +2,12 @@
 
 Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
 Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
-the order; then full solves in them, the best one first.
+the order; then a full solve in the best one; then, in turn, an order with more room for the
+runs of the best schedule (`order_refinement`) and a solve in it.
 Optimal: where the bound for every order (`free_cut`) is met, as on transformers, or where
 nothing is computed again. Never worse than the given order at what that is given of the time.
 Cost: some seconds of annealing and a look for each order, then the time limit, unless the gap
-is closed. Shortcomings: order and recomputation are chosen one after the other; the bound is
+is closed. Shortcomings: order and recomputation are chosen in turn, not at once; the bound is
 weak on wide graphs.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.free_cut import free_bound_us, free_least_peak_bound_bytes
 from remat.solver.order_attempts import Attempt, Attempts, Share, SolveFixed
+from remat.solver.order_refinement import Roomier, cheaper_start, roomier_start
 from remat.solver.ordering import Order, reordered
 from remat.solver.reorder import better_order, lowest_order
 from remat.solver.result import INTERRUPTED, Result
@@ -31,10 +33,16 @@ ORDER_PART = 0.3
 """Part of the time left for each other order: half to find it, half for a first look at it."""
 AIMS = (1.0, 0.9, 0.0)
 """Parts of the budget that orders aim for, 0 for the lowest peak: less leaves room to recompute."""
-LOWEST_PART = 0.5
-"""The order of lowest peak is left out if less of the time is left and there is a schedule."""
-FULL_PART = 0.75
-"""Part of the time left for a full solve while there are other orders to solve in full."""
+FEW_OPS = 300
+"""More ops get but one other order at first: the time is better spent on refining that."""
+FULL_PART = 0.6
+"""Part of the time left for a full solve while there is more to do."""
+REFINED_PART = 0.1
+"""Part of the time limit for the solve in a refined order."""
+TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
+"""Parts of the budget that refined orders aim for, in turn."""
+IN_VAIN = 8
+"""Refined orders in a row that do not help, after which there are no more."""
 LEAST_S = 0.2
 """Seconds left below which no further solve is begun."""
 GIVEN, LOWEST = "the given order", "the order of lowest peak"
@@ -103,10 +111,10 @@ class FreeOrder:
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
-        """Where nothing fits in any order, the lowest peak is still to be named."""
-        if aim:
-            return not self.attempts.is_infeasible
-        return not self.attempts.has_schedule or self.left_s > LOWEST_PART * self.time_limit_s
+        """Orders beyond the first are for few ops; where none fits, the lowest peak is named."""
+        if not aim:
+            return not self.attempts.has_schedule
+        return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= FEW_OPS)
 
     def _is_open(self) -> bool:
         """Whether something is left to do, and time."""
@@ -155,16 +163,47 @@ class FreeOrder:
         )
 
     def _solve_in_full(self) -> None:
-        """Solve in the orders whose look did not end by itself, the best one first.
+        """The best look taken further, then refined; then other orders that may be better.
 
         Where nothing is known to fit, those that never will are to name their least peak.
         """
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
-        for i, (name, order, is_repeatable, found) in enumerate(looks):
-            is_lost = is_repeatable and not self.attempts.has_schedule
-            if self._is_open() and (found.status == "time limit" or is_lost):
-                part = FULL_PART if i + 1 < len(looks) else 1.0
-                self._attempt(name, order, Share(part * self.left_s, start=found.schedule))
+        for i, attempt in enumerate(looks):
+            if self._is_open() and self._may_be_better(attempt):
+                part = FULL_PART if i + 1 < len(looks) or attempt.result.schedule else 1.0
+                share = Share(part * self.left_s, start=attempt.result.schedule)
+                self._attempt(attempt.name, attempt.order, share)
+            if not i:
+                self._refine()
+
+    def _may_be_better(self, look: Attempt) -> bool:
+        """Whether a look ended early in an order that is not proved to be worse than another."""
+        if look.result.status != "time limit":
+            return look.is_repeatable and not self.attempts.has_schedule
+        return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
+
+    def _refine(self) -> None:
+        """Orders with room for the best schedule's runs, and solves in them, in turn."""
+        in_vain = tried = 0
+        while self.attempts.has_schedule and self._is_open() and in_vain < IN_VAIN:
+            best = self.attempts.best
+            limit_s = min(REFINED_PART * self.time_limit_s, self.left_s)
+            self._tell("looking for an order with more room")
+            found = self._roomier(best.result, tried, limit_s)
+            tried += 1
+            if found is not None:
+                share = Share(min(limit_s, self.left_s), start=found.schedule)
+                self._attempt("a refined order", found.order, share)
+            is_better = self.attempts.best.rank[0] < best.rank[0] * (1 - self.gap / 10)
+            in_vain = 0 if is_better else in_vain + 1
+
+    def _roomier(self, best: Result, tried: int, limit_s: float) -> Roomier | None:
+        """A start from `best` in another order, by one of two ways in turn."""
+        seed = self.seed + tried
+        if tried % 2:
+            return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
+        tightness = TIGHTNESS[tried // 2 % len(TIGHTNESS)]
+        return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
 
     def _listener(self, name: str) -> Listener | None:
         """Passes on what a fixed-order solve says; its bound holds for its order alone."""

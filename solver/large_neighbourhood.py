@@ -12,6 +12,7 @@ workers give the same schedules, until the time limit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -86,11 +87,14 @@ class LargeNeighbourhoods:
         sets = [self._pick() for _ in range(self.workers)]
         seeds = [self.source.randrange(1 << 30) for _ in sets]
         running = Running()
-        tasks = [
-            Task(functools.partial(self._try, chosen, seed, running), running.stop)
-            for chosen, seed in zip(sets, seeds, strict=True)
-        ]
-        outcomes = [task.wait() for task in tasks]
+        with contextlib.ExitStack() as stack:
+            tasks = [
+                stack.enter_context(
+                    Task(functools.partial(self._try, chosen, seed, running), running.stop)
+                )
+                for chosen, seed in zip(sets, seeds, strict=True)
+            ]
+            outcomes = [task.wait() for task in tasks]
         better = [found for found in outcomes if found.runs is not None]
         for found in better:
             if found.runs is not None and self._cost_of(found.runs) < self.cost_us:

@@ -12,36 +12,109 @@ is live counts as if it were made anew; the judge has the last word.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Schedule
 from remat.solver.live_curve import LiveCurve, Lived, OpFacts, with_end_of_forward
 from remat.solver.order_annealing import Cooling, anneal
-from remat.solver.ordering import predecessors
+from remat.solver.ordering import Order, predecessors, reordered
 from remat.solver.problem import Problem
-from remat.solver.sequence import end_of_forward
+from remat.solver.result import Result
+from remat.solver.sequence import end_of_forward, schedule_of
 
 MOVES_PER_RUN = 200
 MOST_MOVES = 150_000
+DROPS = 12
+"""Repeated runs that are tried to be left out at a time, each with an eighth of the moves."""
 HOTTEST, COLDEST = 4.0, 0.05
 """Temperatures, in mean bytes of a value: low, so that the order is improved and not replaced."""
 
 
-def roomier_sequence(
-    problem: Problem,
-    sequence: Sequence[int],
-    limit_bytes: int,
-    *,
-    seed: int = 0,
-    time_limit_s: float = 60.0,
-) -> list[int]:
-    """The runs of `sequence` in an order that is over `limit_bytes` by less, or the same."""
+class Roomier(NamedTuple):
+    """An order of first runs, and a schedule of the graph in that order."""
+
+    order: Order
+    schedule: Schedule
+
+
+def roomier_start(
+    graph: TrainingGraph, found: Result, tightness: float, *, seed: int, time_limit_s: float
+) -> Roomier | None:
+    """The runs of `found` in an order that takes less than `tightness` of its budget, or nearly.
+
+    None where the order does not change, or does not fit the budget.
+    """
+    assert found.schedule is not None, "only a schedule can be refined"
+    problem = Problem.of(graph)
+    index = graph.op_index
+    sequence = [index[step.op] for step in found.schedule.steps if isinstance(step, Compute)]
     facts = run_facts(problem, sequence)
+    limit_bytes = int(tightness * found.budget_bytes)
+    order = roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
+    if LiveCurve(facts, order, 0).peak_bytes > found.budget_bytes:
+        return None
+    runs = [sequence[run] for run in order]
+    return None if runs == sequence else _start_of(graph, runs)
+
+
+def cheaper_start(
+    graph: TrainingGraph, found: Result, *, seed: int, time_limit_s: float
+) -> Roomier | None:
+    """Repeated runs of `found` left out, one by one, where another order then fits the budget.
+
+    None where no run could be left out.
+    """
+    assert found.schedule is not None, "only a schedule can be refined"
+    began_s, source = time.monotonic(), random.Random(seed)
+    problem = Problem.of(graph)
+    index = graph.op_index
+    runs = [index[step.op] for step in found.schedule.steps if isinstance(step, Compute)]
+    is_better = False
+    for _ in range(DROPS):
+        repeated = _repeated(runs)
+        left_s = time_limit_s - (time.monotonic() - began_s)
+        if not repeated or left_s <= 0:
+            break
+        costs_us = [problem.cost_us[runs[i]] + 1e-9 for i in repeated]
+        dropped = source.choices(repeated, costs_us)[0]
+        fewer = runs[:dropped] + runs[dropped + 1 :]
+        facts, cooling = run_facts(problem, fewer), _cooling(problem, len(fewer) // 8)
+        order = roomier_order(facts, found.budget_bytes, cooling, source.randrange(1 << 30), left_s)
+        if LiveCurve(facts, order, 0).peak_bytes <= found.budget_bytes:
+            runs, is_better = [fewer[run] for run in order], True
+    return _start_of(graph, runs) if is_better else None
+
+
+def _repeated(runs: Sequence[int]) -> list[int]:
+    """Positions of the runs that are not the first of their op."""
+    seen: set[int] = set()
+    return [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
+
+
+def roomier_order(
+    facts: OpFacts, limit_bytes: int, cooling: Cooling, seed: int, time_limit_s: float
+) -> Order:
+    """An order of the runs that is over `limit_bytes` by less than the present one, if any is."""
+    runs = len(facts.before) - 1
+    curve = LiveCurve(facts, range(runs), limit_bytes)
+    return anneal(curve, cooling, random.Random(seed), time_limit_s)
+
+
+def _cooling(problem: Problem, runs: int) -> Cooling:
     mean_bytes = sum(problem.size_bytes) / max(problem.n_values, 1) or 1.0
-    moves = min(MOVES_PER_RUN * len(sequence), MOST_MOVES)
-    cooling = Cooling(moves, HOTTEST * mean_bytes, COLDEST * mean_bytes)
-    curve = LiveCurve(facts, range(len(sequence)), limit_bytes)
-    order = anneal(curve, cooling, random.Random(seed), time_limit_s)
-    return [sequence[run] for run in order]
+    moves = min(MOVES_PER_RUN * runs, MOST_MOVES)
+    return Cooling(moves, HOTTEST * mean_bytes, COLDEST * mean_bytes)
+
+
+def _start_of(graph: TrainingGraph, runs: Sequence[int]) -> Roomier:
+    """First runs give the order; the schedule is one of the graph in it."""
+    order = tuple(dict.fromkeys(runs))
+    place = {op: i for i, op in enumerate(order)}
+    problem = Problem.of(reordered(graph, order))
+    return Roomier(order, schedule_of(problem, [place[op] for op in runs]))
 
 
 def run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:

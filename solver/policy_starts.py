@@ -7,8 +7,6 @@ schedules ends above them.
 
 from __future__ import annotations
 
-import msgspec
-
 from remat.solver.dtr import Dtr
 from remat.solver.largest import Largest
 from remat.solver.msps import Msps
@@ -30,8 +28,4 @@ def take_policies(search: Search) -> None:
         search.say(f"planning as {policy.__name__.lower()} does")
         found = policy(time_limit_s=PART * search.left_s).solve(search.graph, search.budget_bytes)
         if found.schedule is not None:
-            search.offer_schedule(
-                msgspec.structs.replace(
-                    found.schedule, solver=search.solver, options=search.options
-                )
-            )
+            search.offer_schedule(found.schedule)

@@ -144,26 +144,27 @@ class Search:
             self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
 
     def offer_schedule(self, schedule: Schedule) -> bool:
-        """Take `schedule` if it is the best yet; return whether it fits."""
+        """Take `schedule`, as one of this search, if it is the best yet; return whether it fits."""
         found = simulate(self.graph, schedule)
         if found.peak_bytes > self.budget_bytes:
             return False
         key = (found.time_us, found.peak_bytes)
         if key < self.best_key:
-            self.best, self.best_key, self.best_state = schedule, key, None
+            self.best, self.best_key, self.best_state = self._own(schedule), key, None
             self.tell()
         return True
 
+    def _own(self, schedule: Schedule) -> Schedule:
+        return msgspec.structs.replace(
+            schedule, budget_bytes=self.budget_bytes, solver=self.solver, options=self.options
+        )
+
     def offer_sequence(self, sequence: Sequence[int]) -> bool:
         """Take the schedule that runs `sequence` if it is the best yet; return whether it fits."""
-        made = schedule_of(
-            self.problem, sequence, budget_bytes=self.budget_bytes, solver=self.solver
-        )
-        return self.offer_schedule(msgspec.structs.replace(made, options=self.options))
+        return self.offer_schedule(schedule_of(self.problem, sequence))
 
     def _schedule(self, state: State) -> Schedule:
-        made = state.schedule(budget_bytes=self.budget_bytes, solver=self.solver)
-        return msgspec.structs.replace(made, options=self.options)
+        return self._own(state.schedule())
 
     def result(self) -> Result:
         """The outcome so far, every figure of it from `simulate`."""

@@ -9,7 +9,7 @@ where recomputing itself is what needs the memory: on layered graphs and convolu
 
 from __future__ import annotations
 
-from remat.solver.cut_bound import ROW_SCALE, CutProgram
+from remat.solver.cut_bound import MOST_SIZE, ROW_SCALE, CutProgram
 
 Fixed = float | None
 """1.0 or 0.0 where a bit is known, None where a variable has it."""
@@ -43,7 +43,7 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
             terms[counted] = size_bytes
     room = cuts.budget_bytes - problem.resident_bytes
     unit = max(room, 1) / ROW_SCALE
-    row = [(x, size_bytes / unit) for x, size_bytes in terms.items() if size_bytes]
+    row = [(x, min(size / unit, MOST_SIZE)) for x, size in terms.items() if size]
     cuts.program.row(row, upper=room / unit)
 
 
