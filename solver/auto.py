@@ -129,7 +129,7 @@ class Auto:
             if is_open(search, gap):
                 search.cut_short = True
             return
-        if is_open(search, gap):
+        if share.start is None and is_open(search, gap):
             take_policies(search)
         if lazy is not None:
             Improvement(search, lazy, gap, self.seed, self.workers).run()

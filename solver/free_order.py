@@ -35,13 +35,13 @@ AIMS = (1.0, 0.9, 0.0)
 """Parts of the budget that orders aim for, 0 for the lowest peak: less leaves room to recompute."""
 FEW_OPS = 300
 """More ops get but one other order at first: the time is better spent on refining that."""
-FULL_PART = 0.6
-"""Part of the time left for a full solve while there is more to do."""
-REFINED_PART = 0.1
+FULL_PART, REST_PART = 0.2, 0.75
+"""Part of the time left for a full solve while there is more to do: with a schedule, without."""
+REFINED_PART = 0.05
 """Part of the time limit for the solve in a refined order."""
 TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
 """Parts of the budget that refined orders aim for, in turn."""
-IN_VAIN = 8
+IN_VAIN = 12
 """Refined orders in a row that do not help, after which there are no more."""
 LEAST_S = 0.2
 """Seconds left below which no further solve is begun."""
@@ -163,18 +163,23 @@ class FreeOrder:
         )
 
     def _solve_in_full(self) -> None:
-        """The best look taken further, then refined; then other orders that may be better.
+        """The best look taken further, then refined; others that may be better; the best again.
 
         Where nothing is known to fit, those that never will are to name their least peak.
         """
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
-        for i, attempt in enumerate(looks):
-            if self._is_open() and self._may_be_better(attempt):
-                part = FULL_PART if i + 1 < len(looks) or attempt.result.schedule else 1.0
-                share = Share(part * self.left_s, start=attempt.result.schedule)
-                self._attempt(attempt.name, attempt.order, share)
+        for i, look in enumerate(looks):
+            if self._is_open() and self._may_be_better(look):
+                self._take_further(look, FULL_PART if look.result.schedule else REST_PART)
             if not i:
                 self._refine()
+        best = self.attempts.best
+        if self._is_open() and best.result.status == "time limit":
+            self._take_further(best, 1.0)
+
+    def _take_further(self, attempt: Attempt, part: float) -> None:
+        share = Share(part * self.left_s, start=attempt.result.schedule)
+        self._attempt(attempt.name, attempt.order, share)
 
     def _may_be_better(self, look: Attempt) -> bool:
         """Whether a look ended early in an order that is not proved to be worse than another."""
