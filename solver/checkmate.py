@@ -45,12 +45,14 @@ class Checkmate:
     passes : sweeps a stage has; 0 takes 4 up to 8 ops, 3 up to 12, 2 up to 24, else 1 as
         the paper.
     start : begin from the schedule of `cut`, and use its bound.
+    most_ops : graphs of more ops are left to that start: their program takes gigabytes.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
     backend: Backend = "mathopt"
     passes: int = 0
     start: bool = True
+    most_ops: int = 300
     time_limit_s: float = 60.0
     progress: Listener | None = None
 
@@ -61,11 +63,14 @@ class Checkmate:
             )
         if self.passes < 0:
             raise SolverError(f"passes must be 0 (chosen for you) or more, not {self.passes}")
+        if self.most_ops < 1:
+            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule within `budget_bytes`, optimal if the program was solved."""
         search = Search(graph, budget_bytes, "checkmate", self.time_limit_s, self.progress)
         search.options = {"backend": self.backend, "passes": self.passes, "start": self.start}
+        search.options["most_ops"] = self.most_ops
         try:
             if self.start:
                 Cut(gap=0.0).run(search)
@@ -78,8 +83,14 @@ class Checkmate:
 
     def run(self, search: Search, time_limit_s: float) -> None:
         """Solve the program within `time_limit_s`, from what `search` knows."""
-        search.say("solving the exact program")
         graph = search.graph
+        if len(graph.ops) > self.most_ops:
+            search.note(
+                f"The exact program is for {self.most_ops} ops (most_ops), this graph has "
+                f"{len(graph.ops)}: use solver auto"
+            )
+            return
+        search.say("solving the exact program")
         made = StagedProgram(search.problem, search.budget_bytes, self._passes_for(graph))
         start: list[float] | None = None
         upper_us = float("inf")

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.layered import layered_graph
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import solve
 from remat.solver.checkmate import Checkmate
@@ -144,3 +146,13 @@ def test_one_sweep_a_stage_is_not_always_enough() -> None:
             assert optimum is None or one.schedule is None or one.time_us >= optimum
             missed += optimum is not None and (one.schedule is None or one.time_us > optimum)
     assert missed <= 6
+
+
+def test_checkmate_leaves_large_graphs_to_its_start() -> None:
+    graph = layered_graph(60, 0)
+    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 8 // 10
+    result = solve(graph, budget_bytes, "checkmate", most_ops=59)
+    assert "59 ops" in result.message
+    assert result.schedule is not None
+    with pytest.raises(SolverError, match="most_ops"):
+        solve(graph, budget_bytes, "checkmate", most_ops=0)
