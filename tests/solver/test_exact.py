@@ -148,11 +148,11 @@ def test_one_sweep_a_stage_is_not_always_enough() -> None:
     assert missed <= 6
 
 
-def test_checkmate_leaves_large_graphs_to_its_start() -> None:
+def test_checkmate_refuses_more_ops_than_it_can_hold() -> None:
     graph = layered_graph(60, 0)
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 8 // 10
-    result = solve(graph, budget_bytes, "checkmate", most_ops=59)
+    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 7 // 10
+    result = solve(graph, budget_bytes, "checkmate", most_ops=59, start=False)
+    assert result.schedule is None
     assert "59 ops" in result.message
-    assert result.schedule is not None
     with pytest.raises(SolverError, match="most_ops"):
         solve(graph, budget_bytes, "checkmate", most_ops=0)
