@@ -36,6 +36,8 @@ from remat.solver.state_space import OrderOption
 from remat.solver.store_all import store_all_state
 
 EXACT_GAP = 1e-9
+NEARLY = 0.003
+"""Gap on large graphs at which one cut and its starts are enough, if more was asked for."""
 TINY_OPS = 14
 """Graphs of at most so many ops are searched exhaustively."""
 TINY_PART = 0.5
@@ -129,6 +131,8 @@ class Auto:
             if is_open(search, gap):
                 search.cut_short = True
             return
+        if _is_nearly_closed(search):
+            return
         if share.start is None and is_open(search, gap):
             take_policies(search)
         if lazy is not None:
@@ -169,3 +173,8 @@ class Auto:
 def is_settled(found: Result) -> bool:
     """Whether there is no need, or no wish, to go on."""
     return found.status != "time limit" or found.message.startswith(INTERRUPTED)
+
+
+def _is_nearly_closed(search: Search) -> bool:
+    """Whether what comes next, which takes long on large graphs, has little left to gain."""
+    return is_large(search) and search.gap < NEARLY

@@ -151,8 +151,8 @@ def take_climbed(search: Search, climbed: Climbed) -> None:
 
 
 def limits_of(search: Search, lazy: LazyCuts, gap: float, open_gap: float) -> Limits:
-    """How far to take the program of `lazy`: not much closer than `open_gap`."""
-    tolerance = max(gap, GAP_PART * min(open_gap, 1.0)) / 4
+    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known."""
+    tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
         time_limit_s=max(search.left_s, 0.1),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,

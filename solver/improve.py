@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from remat.solver.background import Task
-from remat.solver.cut import is_open, limits_of, take_climbed
+from remat.solver.cut import is_large, is_open, limits_of, take_climbed
 from remat.solver.events import Runs
 from remat.solver.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.lazy_cuts import Climbed, LazyCuts
@@ -30,6 +30,10 @@ BOUND_S = 25.0
 """Seconds that one program of cuts may take, at first."""
 PATIENCE = 1.6
 """Growth of that time after a program that did not end in it."""
+SLOW = 0.9
+"""On large graphs a round that leaves more than this part of the gap is the last."""
+LARGE_BOUND_S = 4.0
+"""`BOUND_S` on large graphs, where one cut says nearly all."""
 STALLED = 3
 """Rounds in a row that raise no bound, after which cuts are given up."""
 
@@ -44,15 +48,20 @@ class Improvement:
     seed: int = 0
     workers: int = 2
     stalled: int = 0
-    bound_s: float = BOUND_S
+    bound_s: float = field(init=False)
     effort: float = 0.0
     least_effort: float = FIRST_EFFORT
     guide: Runs = ()
     around: LargeNeighbourhoods | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.bound_s = LARGE_BOUND_S if is_large(self.search) else BOUND_S
+
     def run(self) -> None:
         """Rounds until there is nothing left to do."""
-        while is_open(self.search, self.gap):
+        is_slow = False
+        while is_open(self.search, self.gap) and not is_slow:
+            open_gap = self.search.gap
             self.least_effort = min(2 * self.least_effort, EFFORT)
             has_cuts = not self.lazy.is_done and self.stalled < STALLED
             is_searched = self.around is not None and self.around.is_exhausted
@@ -62,6 +71,7 @@ class Improvement:
                 self._round_of_both()
             else:
                 self._search_around(self.workers, self.least_effort / CP_SAT_S)
+            is_slow = is_large(self.search) and self.search.gap > SLOW * open_gap
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
