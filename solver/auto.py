@@ -92,11 +92,8 @@ class Auto:
     def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
         """Solve in the order of `graph`."""
         search = self._search(graph, budget_bytes, share)
-        try:
+        with search.until_interrupted():
             self._run(search, share)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = f"{INTERRUPTED}: this is the best schedule found until then"
         note_floor(search)
         return search.result()
 
@@ -159,11 +156,8 @@ class Auto:
     def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
         part = share._replace(time_limit_s=TINY_PART * share.time_limit_s)
         search = self._search(graph, budget_bytes, part)
-        try:
+        with search.until_interrupted():
             Exhaustive(order=self.order).run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = f"{INTERRUPTED}: this is the best schedule found until then"
         if search.proved_infeasible and self.order == "free":
             search.note("That holds for every order of first computations")
         note_floor(search)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.solver.cut_bound import CutProgram, expand, working_set_bytes
+from remat.solver.cut_bound import CutProgram, expand, largest_working_set_bytes
 from remat.solver.mip import Limits
 from remat.solver.problem import Problem
 from remat.solver.repair import Repair
@@ -152,7 +152,7 @@ def _keep_least(problem: Problem) -> State:
 
 def _lower_peak(problem: Problem, option: BlockOption, left_s: float) -> State | None:
     """The option repaired to a lower peak, with no more kept; None if that fails."""
-    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
+    floor = largest_working_set_bytes(problem)
     peak_bytes = int(option.live_bytes.max())
     limit_bytes = peak_bytes - int(LOW_PEAK * (peak_bytes - max(floor, option.saved_bytes)))
     if limit_bytes >= peak_bytes or left_s <= 0:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.chain import Chain, find_chain
@@ -60,18 +58,12 @@ class ChainSearch:
         """Judge the schedule of `actions`, take it if it is the best yet; does it fit?"""
         search = self.search
         sequence = tuple(op for run in runs_of(self.chain, actions) for op in run)
-        made = schedule_of(
-            search.problem, sequence, budget_bytes=search.budget_bytes, solver=search.solver
-        )
-        made = msgspec.structs.replace(made, options=search.options)
+        made = schedule_of(search.problem, sequence)
         if self.change is not None:
             made = self.change(made, actions)
         found = simulate(search.graph, made)
-        if found.peak_bytes > search.budget_bytes:
-            if found.peak_bytes < search.lowest_bytes:
-                search.lowest, search.lowest_bytes = made, found.peak_bytes
+        if not search.offer_judged(made, found, or_least=True):
             return False
-        search.offer_schedule(made)
         self.found[sequence] = found.time_us
         return True
 

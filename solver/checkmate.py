@@ -71,14 +71,11 @@ class Checkmate:
         search = Search(graph, budget_bytes, "checkmate", self.time_limit_s, self.progress)
         search.options = {"backend": self.backend, "passes": self.passes, "start": self.start}
         search.options["most_ops"] = self.most_ops
-        try:
+        with search.until_interrupted():
             if self.start:
                 Cut(gap=0.0).run(search)
             if search.gap > 1e-9 and not search.proved_infeasible:
                 self.run(search, search.left_s)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def run(self, search: Search, time_limit_s: float) -> None:
@@ -112,15 +109,7 @@ class Checkmate:
     def _take(self, search: Search, made: StagedProgram, answer: Answer) -> None:
         if answer.values is not None:
             steps = steps_of(made, answer.values)
-            search.offer_schedule(
-                Schedule.for_graph(
-                    search.graph,
-                    steps,
-                    budget_bytes=search.budget_bytes,
-                    solver=search.solver,
-                    options=search.options,
-                )
-            )
+            search.offer_schedule(Schedule.for_graph(search.graph, steps))
         search.cut_short = not answer.finished
         if answer.finished:
             search.message = f"the best among schedules of at most {made.passes} sweeps a stage"

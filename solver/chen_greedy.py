@@ -57,11 +57,8 @@ class ChenGreedy:
         """The fastest such schedule within `budget_bytes`; no bound beyond every op once."""
         search = Search(graph, budget_bytes, "chen_greedy", self.time_limit_s, self.progress)
         search.options = {"points": self.points, "sizes": self.sizes}
-        try:
+        with search.until_interrupted():
             self._run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def _run(self, search: Search) -> None:

@@ -22,6 +22,7 @@ from itertools import accumulate
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
+from remat.solver.chain_places import last_forward_reads
 from remat.solver.problem import Problem
 from remat.solver.replay import recomputed_in
 from remat.solver.result import Result, judged
@@ -80,20 +81,12 @@ def segmented_state(problem: Problem, ends: Sequence[int]) -> State:
 def _crossing_bytes(problem: Problem) -> list[int]:
     """For each forward op the bytes that later forward ops read from it or before."""
     change = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(_last_forward_read(problem)):
+    for v, last in enumerate(last_forward_reads(problem)):
         made = problem.producer[v]
         if made < last:
             change[made] += problem.size_bytes[v]
             change[last] -= problem.size_bytes[v]
     return list(accumulate(change))
-
-
-def _last_forward_read(problem: Problem) -> list[int]:
-    last = [-1] * problem.n_values
-    for op in range(problem.n_forward):
-        for v in problem.inputs[op]:
-            last[v] = op
-    return last
 
 
 def _boundaries(problem: Problem, count: int) -> list[int]:
@@ -117,7 +110,7 @@ def _segment_of(problem: Problem, ends: Sequence[int]) -> list[int]:
 def _kept(problem: Problem, segment: Sequence[int]) -> bytearray:
     """1 for values that stay: they cross, cannot be made again, or the caller holds them."""
     kept = bytearray(problem.n_values)
-    for v, last in enumerate(_last_forward_read(problem)):
+    for v, last in enumerate(last_forward_reads(problem)):
         op = problem.producer[v]
         crosses = op < problem.n_forward and last >= 0 and segment[last] != segment[op]
         if crosses or problem.pinned[op] or v in problem.held:

@@ -23,35 +23,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.graph_capture.graph import TrainingGraph
 from remat.solver.arena import HOLE, Arena, cheapest_window
 from remat.solver.eviction import Books, Policy, Scores, Values
 from remat.solver.neighbourhood import EvictedClasses
-from remat.solver.online_plan import plan_online
+from remat.solver.online_plan import PolicyPlanner
 from remat.solver.problem import Problem
-from remat.solver.result import Result
-from remat.solver.search import Listener, Search
-
-
-@dataclass(frozen=True)
-class Coop:
-    """Plans by Coop.
-
-    Attributes
-    ----------
-    prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve`.
-    """
-
-    prune: bool = True
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "coop", self.time_limit_s, self.progress)
-        search.options = {"prune": self.prune}
-        return plan_online(search, CoopPolicy, prune=self.prune)
 
 
 class CoopPolicy(Policy):
@@ -89,3 +65,11 @@ class CoopPolicy(Policy):
         if window is None:
             return ()
         return [owner for _, _, owner in spans[slice(*window)] if owner != HOLE]
+
+
+@dataclass(frozen=True)
+class Coop(PolicyPlanner):
+    """Plans by Coop."""
+
+    name = "coop"
+    policy = CoopPolicy

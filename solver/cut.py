@@ -27,6 +27,7 @@ from remat.solver.cut_bound import (
     COST_SCALE,
     CutProgram,
     expand,
+    largest_working_set_bytes,
     working_set_bytes,
 )
 from remat.solver.lazy_cuts import Climbed, LazyCuts
@@ -75,11 +76,8 @@ class Cut:
         """The best schedule found within `budget_bytes`, and a proven bound."""
         search = Search(graph, budget_bytes, "cut", self.time_limit_s, self.progress)
         search.options = {"gap": self.gap, "cuts": self.cuts}
-        try:
+        with search.until_interrupted():
             self.run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         note_floor(search)
         return search.result()
 
@@ -194,7 +192,7 @@ def _has_room_at_end(search: Search, room_bytes: int) -> bool:
 def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
     """Budgets below the real one at which to solve for starts."""
     problem = search.problem
-    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
+    floor = largest_working_set_bytes(problem)
     floor += problem.resident_bytes
     for part in parts:
         yield floor + int(part * (search.budget_bytes - floor))

@@ -231,6 +231,17 @@ def working_set_bytes(problem: Problem, t: int) -> int:
     return reads + problem.output_bytes[t] + problem.workspace_bytes[t]
 
 
+def largest_working_set_bytes(problem: Problem) -> int:
+    """The most that the first run of an op needs, resident bytes left out."""
+    return max((working_set_bytes(problem, t) for t in range(problem.n_ops)), default=0)
+
+
+def least_needed_bytes(problem: Problem) -> int:
+    """No schedule in captured order has a lower peak: what some op or the end needs, all told."""
+    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+    return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
+
+
 def expand(solution: CutSolution) -> list[list[int]]:
     """Ops to run again in each stage: at first need in an interval, kept to its end."""
     problem, cuts = solution.source.problem, solution.source.cuts

@@ -19,39 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.graph_capture.graph import TrainingGraph
 from remat.solver.arena import Arena
 from remat.solver.eviction import Books, Policy, Scores, Values
 from remat.solver.neighbourhood import EvictedClasses
-from remat.solver.online_plan import plan_online
+from remat.solver.online_plan import PolicyPlanner
 from remat.solver.problem import Problem
-from remat.solver.result import Result
-from remat.solver.search import Listener, Search
 
 MIB = 1 << 20
 OFFSET = 1e-3
 RERUN_FACTOR = 1.0001
-
-
-@dataclass(frozen=True)
-class Dte:
-    """Plans by DTE.
-
-    Attributes
-    ----------
-    prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve`.
-    """
-
-    prune: bool = True
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "dte", self.time_limit_s, self.progress)
-        search.options = {"prune": self.prune}
-        return plan_online(search, DtePolicy, prune=self.prune)
 
 
 class DtePolicy(Policy):
@@ -67,3 +43,11 @@ class DtePolicy(Policy):
         idle_us = books.clock_us - books.used_us[values] + OFFSET
         cost_us = self.with_neighbours_us(books, values) + OFFSET
         return cost_us * RERUN_FACTOR ** books.reruns[values] / (hole_mib * idle_us)
+
+
+@dataclass(frozen=True)
+class Dte(PolicyPlanner):
+    """Plans by DTE."""
+
+    name = "dte"
+    policy = DtePolicy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from remat.solver.events import ALWAYS, NEVER, EventProgram, Runs
+from remat.solver.events import ALWAYS, NEVER, EventProgram, Runs, again_us
 
 LEAST_EFFORT = 0.05
 """What a try is held to take at least, for building the program."""
@@ -92,8 +92,7 @@ def solve_events(
         return Outcome(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
     runs = _merged(base, fixed, chosen)
-    costs = program.problem.cost_us
-    is_cheaper = sum(costs[op] for again in runs for op in again) < below_us
+    is_cheaper = again_us(program.problem, runs) < below_us
     return Outcome(runs if is_cheaper else None, finished, spent)
 
 

@@ -66,11 +66,7 @@ def candidate_stages(
     Those where it does now or does in `guide`, those in which an op that reads it runs or
     may run, and those that touch its inputs for the last time.
     """
-    present: dict[int, list[int]] = {}
-    for source in (runs, guide):
-        for stage, again in enumerate(source):
-            for op in again:
-                present.setdefault(op, []).append(stage)
+    present = stages_by_op(runs, guide)
     stages_of: dict[int, list[int]] = {}
     last = last_touches(problem, runs)
     for op in sorted(set(chosen), reverse=True):
@@ -86,6 +82,21 @@ def candidate_stages(
         found = thinned(found, most) + [t for t in ends if op < t < problem.n_ops]
         stages_of[op] = sorted({*found, *present.get(op, ())})
     return stages_of
+
+
+def stages_by_op(*schedules: Runs) -> dict[int, list[int]]:
+    """The stages in which each op runs again, in one schedule after the other."""
+    found: dict[int, list[int]] = {}
+    for runs in schedules:
+        for stage, again in enumerate(runs):
+            for op in again:
+                found.setdefault(op, []).append(stage)
+    return found
+
+
+def again_us(problem: Problem, runs: Runs) -> float:
+    """Time of all that runs again."""
+    return sum(problem.cost_us[op] for again in runs for op in again)
 
 
 def thinned(stages: list[int], most: int) -> list[int]:

@@ -6,6 +6,7 @@ score is a lower bound only, it is made exact when it comes first.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -76,7 +77,7 @@ class Books:
         return np.maximum(self.clock_us - self.used_us[values], LEAST_STALENESS_US)
 
 
-class Policy:
+class Policy(ABC):
     """Evicts the value of least score, one at a time, from a count of bytes.
 
     Subclasses give `scores`, and what else they watch.
@@ -94,9 +95,9 @@ class Policy:
         self.memory: Memory = memory or ByteCount(room_bytes)
         self.around = around
 
+    @abstractmethod
     def scores(self, books: Books, values: Values) -> Scores:
         """The score of each of `values`; no less than if nothing around were evicted."""
-        raise NotImplementedError
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:
         """Put what `op` makes, or its workspace, into memory; return whether it fits."""

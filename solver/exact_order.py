@@ -65,11 +65,8 @@ class Exhaustive:
         """
         search = Search(graph, budget_bytes, "exhaustive", self.time_limit_s, self.progress)
         search.options = {"order": self.order, "most_ops": self.most_ops}
-        try:
+        with search.until_interrupted():
             self.run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def run(self, search: Search) -> None:

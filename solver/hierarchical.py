@@ -27,7 +27,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.block_knapsack import Layer, choices_in_place, compose, stages_of
 from remat.solver.block_options import BlockOption, Options, block_graph, block_options
-from remat.solver.cut_bound import working_set_bytes
+from remat.solver.cut_bound import least_needed_bytes
 from remat.solver.problem import Problem
 from remat.solver.repair import Repair, fill
 from remat.solver.repeated_blocks import Reads, Shape, find_blocks, shape_of
@@ -66,11 +66,8 @@ class Hierarchical:
         """The best schedule composed within `budget_bytes`; no bound beyond every op once."""
         search = Search(graph, budget_bytes, "hierarchical", self.time_limit_s, self.progress)
         search.options = {"limits": self.limits, "slots": self.slots}
-        try:
+        with search.until_interrupted():
             self._run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def first(self, search: Search) -> None:
@@ -95,7 +92,7 @@ class Hierarchical:
                 return
             starts.append(_least_state(search.problem, layers))
             search.offer_least(starts[-1])
-        if _is_hopeless(search):
+        if least_needed_bytes(search.problem) > search.budget_bytes:
             search.proved_infeasible = True
             return
         for start in sorted(starts, key=lambda state: int(state.peak_bytes.max())):
@@ -159,14 +156,6 @@ def _least_state(problem: Problem, layers: Sequence[Layer]) -> State:
 
 def _modesty(option: BlockOption) -> tuple[int, int, float]:
     return option.saved_bytes, int(option.live_bytes.max()), option.extra_us
-
-
-def _is_hopeless(search: Search) -> bool:
-    """Whether some op's own working set, or what is live at the end, exceeds the budget."""
-    problem = search.problem
-    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
-    most_bytes = max([end_bytes, *(working_set_bytes(problem, t) for t in range(problem.n_ops))])
-    return problem.resident_bytes + most_bytes > search.budget_bytes
 
 
 def _repair(search: Search, state: State) -> bool:

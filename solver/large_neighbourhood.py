@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.schedule import Schedule
 from remat.solver.background import Task
 from remat.solver.event_search import Effort, Outcome, Running, solve_events
-from remat.solver.events import EventBuilder, Runs, candidate_stages
+from remat.solver.events import EventBuilder, Runs, again_us, candidate_stages, stages_by_op
 from remat.solver.problem import Problem
 from remat.solver.repair import fill
 from remat.solver.search import Search
-from remat.solver.sequence import recomputed_by_stage
+from remat.solver.sequence import ops_of, recomputed_by_stage
 from remat.solver.stages import State
 
 FIRST_SIZE = 40
@@ -70,8 +70,7 @@ class LargeNeighbourhoods:
     @property
     def cost_us(self) -> float:
         """Time of all recomputations of the schedule at hand."""
-        costs = self.search.problem.cost_us
-        return sum(costs[op] for again in self.runs for op in again)
+        return again_us(self.search.problem, self.runs)
 
     def run(self, effort: float) -> None:
         """Rounds until so much of CP-SAT's deterministic time is spent, or there is no need."""
@@ -95,10 +94,10 @@ class LargeNeighbourhoods:
                 for chosen, seed in zip(sets, seeds, strict=True)
             ]
             outcomes = [task.wait() for task in tasks]
-        better = [found for found in outcomes if found.runs is not None]
-        for found in better:
-            if found.runs is not None and self._cost_of(found.runs) < self.cost_us:
-                self._take(found.runs)
+        better = [found.runs for found in outcomes if found.runs is not None]
+        for runs in better:
+            if again_us(self.search.problem, runs) < self.cost_us:
+                self._take(runs)
         all_finished = all(found.finished for found in outcomes)
         self.size *= GROWTH if all_finished else SHRINKAGE
         self.size = min(max(self.size, 8), self.search.problem.n_ops)
@@ -108,10 +107,6 @@ class LargeNeighbourhoods:
             self.most_stages *= 2
             self.size = FIRST_SIZE
         return max(found.effort for found in outcomes)
-
-    def _cost_of(self, runs: Runs) -> float:
-        costs = self.search.problem.cost_us
-        return sum(costs[op] for again in runs for op in again)
 
     def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Outcome:
         search, problem = self.search, self.search.problem
@@ -193,12 +188,7 @@ class LargeNeighbourhoods:
 
     def _unlike_guide(self, size: int) -> list[int]:
         """Ops that the guide runs again at other stages, in a stretch of captured order."""
-        stages: list[dict[int, list[int]]] = [{}, {}]
-        for found, runs in zip(stages, (self.runs, self.guide), strict=True):
-            for stage, again in enumerate(runs):
-                for op in again:
-                    found.setdefault(op, []).append(stage)
-        ours, theirs = stages
+        ours, theirs = stages_by_op(self.runs), stages_by_op(self.guide)
         unlike = sorted(op for op in {*ours, *theirs} if ours.get(op) != theirs.get(op))
         if len(unlike) > size:
             first = self.source.randrange(len(unlike) - size + 1)
@@ -218,9 +208,8 @@ class LargeNeighbourhoods:
 
 def runs_of(problem: Problem, schedule: Schedule) -> Runs:
     """What runs again in each stage of `schedule`, in captured order."""
-    index = problem.graph.op_index
-    sequence = [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
-    return [sorted(set(again)) for again in recomputed_by_stage(problem, sequence)]
+    stages = recomputed_by_stage(problem, ops_of(problem, schedule))
+    return [sorted(set(again)) for again in stages]
 
 
 def sequence_of(problem: Problem, runs: Runs) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from remat.solver.below_floor import prove_nothing_fits
-from remat.solver.cut_bound import CutProgram, expand, working_set_bytes
+from remat.solver.cut_bound import CutProgram, expand, largest_working_set_bytes
 from remat.solver.repair import Repair, fill
 from remat.solver.search import Search
 from remat.solver.stages import State
@@ -43,7 +43,7 @@ def least_starts(search: Search, plain: State) -> Iterator[State]:
     """Schedules to go down from: the one that keeps all, and cuts near the least peak."""
     yield plain
     problem = search.problem
-    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
+    floor = largest_working_set_bytes(problem)
     peak_bytes = plain.peak_bytes
     place = int(np.argmax(peak_bytes[: problem.n_ops]))
     room = int(peak_bytes[place]) - problem.resident_bytes - floor

@@ -85,11 +85,8 @@ class LowerSet:
             "family": self.family, "most_lower_sets": self.most_lower_sets,
             "labels": self.labels, "fill": self.fill,
         }  # fmt: skip
-        try:
+        with search.until_interrupted():
             self.run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def run(self, search: Search) -> None:

@@ -93,11 +93,8 @@ class LpRounding:
             "passes": self.passes, "repair": self.repair, "most_ops": self.most_ops,
             "backend": self.backend,
         }  # fmt: skip
-        try:
+        with search.until_interrupted():
             self.run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def run(self, search: Search) -> None:

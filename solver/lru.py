@@ -15,32 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.graph_capture.graph import TrainingGraph
 from remat.solver.eviction import Books, Policy, Scores, Values
-from remat.solver.online_plan import plan_online
-from remat.solver.result import Result
-from remat.solver.search import Listener, Search
-
-
-@dataclass(frozen=True)
-class Lru:
-    """Plans by LRU.
-
-    Attributes
-    ----------
-    prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve`.
-    """
-
-    prune: bool = True
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "lru", self.time_limit_s, self.progress)
-        search.options = {"prune": self.prune}
-        return plan_online(search, LruPolicy, prune=self.prune)
+from remat.solver.online_plan import PolicyPlanner
 
 
 class LruPolicy(Policy):
@@ -49,3 +25,11 @@ class LruPolicy(Policy):
     def scores(self, books: Books, values: Values) -> Scores:
         """In 1 / microseconds."""
         return 1.0 / books.staleness_us(values)
+
+
+@dataclass(frozen=True)
+class Lru(PolicyPlanner):
+    """Plans by LRU."""
+
+    name = "lru"
+    policy = LruPolicy

@@ -18,34 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.graph_capture.graph import TrainingGraph
 from remat.solver.eviction import Books, Policy, Scores, Values
 from remat.solver.neighbourhood import EvictedReach
-from remat.solver.online_plan import plan_online
+from remat.solver.online_plan import PolicyPlanner
 from remat.solver.problem import Problem
-from remat.solver.result import Result
-from remat.solver.search import Listener, Search
-
-
-@dataclass(frozen=True)
-class Msps:
-    """Plans by memory saved per second of recomputation.
-
-    Attributes
-    ----------
-    prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve`.
-    """
-
-    prune: bool = True
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "msps", self.time_limit_s, self.progress)
-        search.options = {"prune": self.prune}
-        return plan_online(search, MspsPolicy, prune=self.prune)
 
 
 class MspsPolicy(Policy):
@@ -57,3 +33,11 @@ class MspsPolicy(Policy):
     def scores(self, books: Books, values: Values) -> Scores:
         """In microseconds a byte."""
         return self.with_neighbours_us(books, values) / books.size_bytes[values]
+
+
+@dataclass(frozen=True)
+class Msps(PolicyPlanner):
+    """Plans by memory saved per second of recomputation."""
+
+    name = "msps"
+    policy = MspsPolicy

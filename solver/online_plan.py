@@ -8,17 +8,18 @@ loses the recomputations that turned out not to be needed. Both are offered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import msgspec
-
-from remat.schedules.simulate import simulate
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.cut_bound import least_needed_bytes
 from remat.solver.eviction import Policy
 from remat.solver.online import NoRoomError, OnlineRun
 from remat.solver.problem import Problem
 from remat.solver.repair import fill
 from remat.solver.result import Result
-from remat.solver.search import Search
-from remat.solver.sequence import recomputed_by_stage, schedule_of
+from remat.solver.search import Listener, Search
+from remat.solver.sequence import recomputed_by_stage
 from remat.solver.stages import State
 from remat.solver.store_all import store_all_state
 
@@ -28,24 +29,45 @@ LEAST_TRIES = 10
 """Runs that look for the least peak; each halves the range."""
 
 
+@dataclass(frozen=True)
+class PolicyPlanner:
+    """A solver that plans what one policy does; each names itself and its policy.
+
+    Attributes
+    ----------
+    prune : offer the sequence without its superfluous recomputations too.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    name: ClassVar[str]
+    policy: ClassVar[type[Policy]]
+
+    prune: bool = True
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """What the policy does within `budget_bytes`; no bound beyond every op once."""
+        search = Search(graph, budget_bytes, self.name, self.time_limit_s, self.progress)
+        search.options = {"prune": self.prune}
+        return plan_online(search, self.policy, prune=self.prune)
+
+
 def plan_online(search: Search, make: MakePolicy, *, prune: bool) -> Result:
     """Run the policy at the search's budget; where it fails, look for its least peak.
 
     Nothing is evicted where the step that keeps everything fits, so that is offered first.
     """
-    try:
+    with search.until_interrupted():
         plain = store_all_state(search.problem)
         search.offer_least(plain)
         if search.best is None:
             _plan(search, make, prune, int(plain.peak_bytes.max()))
-    except KeyboardInterrupt:
-        search.cut_short = True
-        search.message = "interrupted: this is the best schedule found until then"
     return search.result()
 
 
 def _plan(search: Search, make: MakePolicy, prune: bool, plain_bytes: int) -> None:
-    least_bytes = working_set_bytes(search.problem)
+    least_bytes = least_needed_bytes(search.problem)
     if search.budget_bytes < least_bytes:
         search.proved_infeasible = True
         search.message = f"one op alone needs {least_bytes} bytes with its inputs and outputs"
@@ -66,16 +88,6 @@ def run_at(search: Search, make: MakePolicy, budget_bytes: int) -> list[int] | N
         return OnlineRun(problem, policy, search.out_of_time).run()
     except NoRoomError:
         return None
-
-
-def working_set_bytes(problem: Problem) -> int:
-    """No schedule in captured order has a lower peak: what some op needs, resident included."""
-    most_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
-    for op in range(problem.n_ops):
-        reads_bytes = sum(problem.size_bytes[v] for v in problem.needs[op])
-        made_bytes = problem.output_bytes[op] + problem.workspace_bytes[op]
-        most_bytes = max(most_bytes, reads_bytes + made_bytes)
-    return problem.resident_bytes + most_bytes
 
 
 def _offer(search: Search, sequence: Sequence[int], prune: bool) -> None:
@@ -118,11 +130,6 @@ def _take_least_peak(
 
 def _offer_least(search: Search, sequence: Sequence[int], prune: bool) -> None:
     """Take what the policy did if it fits after all or has the least peak yet."""
-    problem = search.problem
-    made = schedule_of(problem, sequence, budget_bytes=search.budget_bytes, solver=search.solver)
-    made = msgspec.structs.replace(made, options=search.options)
-    peak_bytes = simulate(search.graph, made).peak_bytes
-    if not search.offer_schedule(made) and peak_bytes < search.lowest_bytes:
-        search.lowest, search.lowest_bytes = made, peak_bytes
+    search.offer_sequence(sequence, or_least=True)
     if prune:
-        search.offer_least(_state_of(problem, sequence))
+        search.offer_least(_state_of(search.problem, sequence))

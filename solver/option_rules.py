@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def whole_bytes(budget_bytes: object) -> int:
     SolverError : it is none.
     """
     try:
-        return operator.index(budget_bytes)  # type: ignore[arg-type]
+        return operator.index(cast("SupportsIndex", budget_bytes))
     except TypeError:
         raise SolverError(
             f"budget_bytes must be a whole number of bytes, not {budget_bytes!r}: "

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.schedule import Schedule
 from remat.solver.live_curve import LiveCurve, Lived, OpFacts, with_end_of_forward
 from remat.solver.order_annealing import Cooling, anneal
 from remat.solver.ordering import Order, predecessors, reordered
 from remat.solver.problem import Problem
 from remat.solver.result import Result
-from remat.solver.sequence import end_of_forward, schedule_of
+from remat.solver.sequence import end_of_forward, ops_of, schedule_of
 
 MOVES_PER_RUN = 200
 MOST_MOVES = 150_000
@@ -49,8 +49,7 @@ def roomier_start(
     """
     assert found.schedule is not None, "only a schedule can be refined"
     problem = Problem.of(graph)
-    index = graph.op_index
-    sequence = [index[step.op] for step in found.schedule.steps if isinstance(step, Compute)]
+    sequence = ops_of(problem, found.schedule)
     facts = run_facts(problem, sequence)
     limit_bytes = int(tightness * found.budget_bytes)
     order = roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
@@ -70,8 +69,7 @@ def cheaper_start(
     assert found.schedule is not None, "only a schedule can be refined"
     began_s, source = time.monotonic(), random.Random(seed)
     problem = Problem.of(graph)
-    index = graph.op_index
-    runs = [index[step.op] for step in found.schedule.steps if isinstance(step, Compute)]
+    runs = ops_of(problem, found.schedule)
     is_better = False
     for _ in range(DROPS):
         repeated = _repeated(runs)

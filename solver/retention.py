@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.schedule import Schedule
 from remat.solver.cut import Cut
 from remat.solver.result import Result
 from remat.solver.retention_events import Stages, sequence_of, stages_of
 from remat.solver.retention_model import Effort, Outcome, RetentionModel
 from remat.solver.search import Listener, Search
+from remat.solver.sequence import ops_of
 from remat.solver.store_all import store_all_state
 
 RAISED = (2, 3)
@@ -73,11 +74,8 @@ class Retention:
             "computations": self.computations, "workers": self.workers,
             "seed": self.seed, "most_ops": self.most_ops,
         }  # fmt: skip
-        try:
+        with search.until_interrupted():
             self.run(search)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def run(self, search: Search) -> None:
@@ -143,8 +141,7 @@ class Retention:
 
 def start_of(search: Search) -> Stages:
     """The schedule to begin from: the best, else that of the least peak, else every op once."""
-    problem, graph = search.problem, search.graph
+    problem = search.problem
     known = search.best or search.lowest
     made: Schedule = known or store_all_state(problem).schedule()
-    runs = [graph.op_index[step.op] for step in made.steps if isinstance(step, Compute)]
-    return stages_of(problem, runs)
+    return stages_of(problem, ops_of(problem, made))

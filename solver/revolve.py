@@ -70,13 +70,10 @@ class Revolve:
             "mixed": self.mixed,
             "stages": self.stages,
         }
-        try:
+        with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
             if chain is not None:
                 self._solve_chain(search, chain)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:

@@ -62,13 +62,10 @@ class Rotor:
         """The best chain schedule within `budget_bytes`; no bound beyond every op once."""
         search = Search(graph, budget_bytes, "rotor", self.time_limit_s, self.progress)
         search.options = {"slots": self.slots, "stages": self.stages}
-        try:
+        with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
             if chain is not None:
                 self._solve_chain(search, chain)
-        except KeyboardInterrupt:
-            search.cut_short = True
-            search.message = "interrupted: this is the best schedule found until then"
         return search.result()
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import Simulation, simulate
 from remat.solver.problem import Problem
-from remat.solver.result import Holding, Result, infeasible, judged
+from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
 from remat.solver.stages import State
 
@@ -102,6 +103,15 @@ class Search:
             self.cut_short = True
         return self.left_s <= 0
 
+    @contextmanager
+    def until_interrupted(self) -> Generator[None]:
+        """On Ctrl-C, end the block and go on with the best found so far, which says so."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.cut_short = True
+            self.message = f"{INTERRUPTED}: this is the best schedule found until then"
+
     def say(self, doing: str) -> None:
         """Tell the listener what comes next."""
         self.doing = doing
@@ -143,10 +153,20 @@ class Search:
         if not self.offer(state) and peak_bytes < self.lowest_bytes:
             self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
 
-    def offer_schedule(self, schedule: Schedule) -> bool:
-        """Take `schedule`, as one of this search, if it is the best yet; return whether it fits."""
-        found = simulate(self.graph, schedule)
+    def offer_schedule(self, schedule: Schedule, *, or_least: bool = False) -> bool:
+        """As `offer_judged`, of a schedule that is still to be judged."""
+        return self.offer_judged(schedule, simulate(self.graph, schedule), or_least=or_least)
+
+    def offer_judged(
+        self, schedule: Schedule, found: Simulation, *, or_least: bool = False
+    ) -> bool:
+        """Take `schedule`, as one of this search, if it is the best yet; return whether it fits.
+
+        If it does not, and `or_least`, take it for the one of the least peak if it is that.
+        """
         if found.peak_bytes > self.budget_bytes:
+            if or_least and found.peak_bytes < self.lowest_bytes:
+                self.lowest, self.lowest_bytes = self._own(schedule), found.peak_bytes
             return False
         key = (found.time_us, found.peak_bytes)
         if key < self.best_key:
@@ -159,9 +179,9 @@ class Search:
             schedule, budget_bytes=self.budget_bytes, solver=self.solver, options=self.options
         )
 
-    def offer_sequence(self, sequence: Sequence[int]) -> bool:
-        """Take the schedule that runs `sequence` if it is the best yet; return whether it fits."""
-        return self.offer_schedule(schedule_of(self.problem, sequence))
+    def offer_sequence(self, sequence: Sequence[int], *, or_least: bool = False) -> bool:
+        """As `offer_schedule`, of the schedule that runs `sequence`."""
+        return self.offer_schedule(schedule_of(self.problem, sequence), or_least=or_least)
 
     def _schedule(self, state: State) -> Schedule:
         return self._own(state.schedule())

@@ -19,6 +19,12 @@ def schedule_of(
     return Schedule.for_graph(problem.graph, steps, budget_bytes=budget_bytes, solver=solver)
 
 
+def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
+    """The ops that `schedule` runs, in turn."""
+    index = problem.graph.op_index
+    return [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
+
+
 def steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
     """Steps that run the ops of `sequence`, each value freed as early as can be.
 

@@ -19,7 +19,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve
-from remat.solver.cut_bound import working_set_bytes
+from remat.solver.cut_bound import largest_working_set_bytes
 from remat.solver.front import Front, Point
 from remat.solver.problem import Problem
 from remat.solver.result import INTERRUPTED, Result, judged
@@ -132,8 +132,7 @@ def spread_budgets(
 def floor_bytes(graph: TrainingGraph) -> int:
     """A peak that no schedule is below: the largest working set of an op, and the resident."""
     problem = Problem.of(graph)
-    sets = (working_set_bytes(problem, t) for t in range(problem.n_ops))
-    return problem.resident_bytes + max(sets, default=0)
+    return problem.resident_bytes + largest_working_set_bytes(problem)
 
 
 def _unmodified_bytes(graph: TrainingGraph) -> int:

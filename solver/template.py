@@ -11,15 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from remat.graph_capture.errors import SolverError
-from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem
 from remat.solver.replay import recomputed_in
 from remat.solver.result import Result
 from remat.solver.search import Search
-from remat.solver.sequence import schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +47,9 @@ def solve_templates(search: Search, templates: Templates, absent: str) -> Result
     absent : str
         What to say where there is none.
     """
-    try:
-        if not offer_sequence(search, range(search.problem.n_ops)):
+    with search.until_interrupted():
+        if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
             _try_templates(search, templates, absent)
-    except KeyboardInterrupt:
-        search.cut_short = True
-        search.message = "interrupted: this is the best schedule found until then"
     return search.result()
 
 
@@ -64,26 +57,11 @@ def _try_templates(search: Search, templates: Templates, absent: str) -> None:
     search.message = absent
     for template in templates(search.problem):
         search.message = ""
-        offer_sequence(search, template_sequence(search.problem, template))
+        sequence = template_sequence(search.problem, template)
+        search.offer_sequence(sequence, or_least=True)
         search.say("the next setting of the template")
         if search.out_of_time():
             return
-
-
-def offer_sequence(search: Search, sequence: Sequence[int]) -> bool:
-    """Take the schedule of `sequence` if it fits and is the fastest, or of the least peak."""
-    if search.offer_sequence(sequence):
-        return True
-    if search.best is not None:
-        return False
-    made = schedule_of(
-        search.problem, sequence, budget_bytes=search.budget_bytes, solver=search.solver
-    )
-    peak_bytes = simulate(search.graph, made).peak_bytes
-    if peak_bytes < search.lowest_bytes:
-        search.lowest = msgspec.structs.replace(made, options=search.options)
-        search.lowest_bytes = peak_bytes
-    return False
 
 
 def template_sequence(problem: Problem, template: Template) -> list[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,15 +13,13 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve
-from remat.solver.arena import HOLE, Arena, Fit, cheapest_window
 from remat.solver.coop import CoopPolicy
 from remat.solver.dte import DtePolicy
 from remat.solver.dtr import Dtr, DtrPolicy, neighbourhood
-from remat.solver.eviction import Books, ByteCount, Policy
+from remat.solver.eviction import Books, Policy
 from remat.solver.largest import LargestPolicy
 from remat.solver.lru import LruPolicy
 from remat.solver.msps import MspsPolicy
-from remat.solver.neighbourhood import EvictedClasses, EvictedReach, links
 from remat.solver.online import NoRoomError, OnlineRun
 from remat.solver.problem import Problem
 from remat.solver.sequence import keeps_order, schedule_of
@@ -31,7 +27,6 @@ from tests.solver.random_graphs import (
     MIB,
     chain,
     gpt_like,
-    random_graph,
     resnet_like,
     training_graphs,
     unet_like,
@@ -222,171 +217,6 @@ def test_coop_evicts_neighbours_and_parts_cheap_from_costly() -> None:
     books.evictable[2] = 0
     assert policy.victims(books, 8) == [3, 1]
     assert policy.victims(books, 12) == ()
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0, 1, 2, 5, None])), max_size=12),
-    st.integers(1, 30),
-)
-def test_cheapest_window_equals_brute_force(
-    spans: list[tuple[int, int | None]], asked_bytes: int
-) -> None:
-    sizes = [size for size, _ in spans]
-    costs = [float("inf") if cost is None else float(cost) for _, cost in spans]
-    every = [
-        sum(costs[first:last])
-        for first in range(len(spans))
-        for last in range(first + 1, len(spans) + 1)
-        if sum(sizes[first:last]) >= asked_bytes
-    ]
-    least = min(every, default=float("inf"))
-    window = cheapest_window(sizes, costs, asked_bytes)
-    if window is None:
-        assert least == float("inf")
-    else:
-        assert sum(costs[slice(*window)]) == least
-        assert sum(sizes[slice(*window)]) >= asked_bytes
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.integers(0, 60),
-    st.lists(
-        st.tuples(st.integers(0, 9), st.integers(0, 20), st.sampled_from(["best", "low", "high"])),
-        max_size=60,
-    ),
-)
-def test_arena_never_overlaps_and_loses_no_byte(
-    capacity_bytes: int, orders: list[tuple[int, int, Fit]]
-) -> None:
-    arena, sizes = Arena(capacity_bytes, 10), dict[int, int]()
-    for block, size_bytes, fit in orders:
-        if block in sizes:
-            arena.release(block)
-            del sizes[block]
-        else:
-            largest = max((s for _, s, owner in arena.spans() if owner == HOLE), default=0)
-            fits = arena.place(block, size_bytes, fit)
-            assert fits == (size_bytes <= largest)
-            if fits:
-                sizes[block] = size_bytes
-        check_arena(arena, capacity_bytes, sizes)
-
-
-def check_arena(arena: Arena, capacity_bytes: int, sizes: dict[int, int]) -> None:
-    spans = list(arena.spans())
-    ends = [0, *(start + size_bytes for start, size_bytes, _ in spans)]
-    assert [start for start, _, _ in spans] == ends[:-1]
-    assert ends[-1] == capacity_bytes
-    owners = [owner for _, _, owner in spans]
-    assert not any(a == b == HOLE for a, b in pairwise(owners))
-    present = {owner: size_bytes for _, size_bytes, owner in spans if owner != HOLE}
-    assert present == {block: size for block, size in sizes.items() if size}
-    assert arena.free_bytes == capacity_bytes - sum(sizes.values())
-    holes = [0, *(size if owner == HOLE else 0 for _, size, owner in spans), 0]
-    for i, (start, _, owner) in enumerate(spans):
-        if owner != HOLE:
-            assert arena.at[owner] == start
-            assert arena.beside_bytes[owner] == holes[i] + holes[i + 2]
-
-
-def test_arena_fits() -> None:
-    arena = Arena(20, 6)
-    assert all(arena.place(block, size, "low") for block, size in enumerate((5, 2, 3, 2, 8)))
-    arena.release(0)
-    arena.release(2)
-    assert not arena.place(5, 6)
-    assert arena.place(5, 3, "best")
-    assert arena.at[5] == 7
-    arena.release(5)
-    assert arena.place(5, 3, "low")
-    assert arena.at[5] == 0
-    arena.release(5)
-    assert arena.place(5, 2, "high")
-    assert arena.at[5] == 8
-    count = ByteCount(20)
-    assert count.place(0, 15)
-    assert not count.place(1, 6)
-    count.release(0)
-    assert count.place(1, 6)
-
-
-class NaiveClasses:
-    """Sets of values; an eviction joins, a return takes the value out and splits nothing."""
-
-    def __init__(self, problem: Problem) -> None:
-        below, above = links(problem)
-        self.beside = [{*low, *high} for low, high in zip(below, above, strict=True)]
-        self.own_us = [problem.cost_us[op] for op in problem.producer]
-        self.classes: list[set[int]] = []
-
-    def add(self, v: int) -> None:
-        near = [c for c in self.classes if c & self.beside[v]]
-        self.classes = [c for c in self.classes if not c & self.beside[v]]
-        self.classes.append({v}.union(*near))
-
-    def remove(self, v: int) -> None:
-        for members in self.classes:
-            members.discard(v)
-
-    def cost_us(self, v: int) -> float:
-        touching = (c for c in self.classes if c & self.beside[v])
-        return sum(self.own_us[u] for c in touching for u in c)
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_classes_equal_sets_joined_by_hand(seed: int) -> None:
-    source = random.Random(seed)
-    problem = Problem.of(random_graph(source, 14, 7))
-    classes, naive = EvictedClasses(problem), NaiveClasses(problem)
-    evicted: set[int] = set()
-    for _ in range(60):
-        v = source.randrange(problem.n_values)
-        for books in (classes, naive):
-            (books.remove if v in evicted else books.add)(v)
-        evicted ^= {v}
-        numbers = {u: classes.class_of(u) for u in range(problem.n_values)}
-        assert {u for u, number in numbers.items() if number >= 0} == evicted
-        for members in naive.classes:
-            assert len({numbers[u] for u in members}) == (1 if members else 0)
-        expected = [naive.cost_us(u) for u in range(problem.n_values)]
-        assert classes.cost_us == pytest.approx(expected, abs=1e-9)
-
-
-def reach_us(problem: Problem, evicted: set[int], v: int, ancestors_only: bool) -> float:
-    """Cost of what evicted paths lead to, by repeating one step until nothing is new."""
-    found: set[int] = set()
-    for links_of in links(problem)[: 1 if ancestors_only else 2]:
-        here = {v}
-        while True:
-            more = {u for w in here for u in links_of[w] if u in evicted} - here
-            if not more:
-                break
-            here |= more
-        found |= here - {v}
-    return sum(problem.cost_us[problem.producer[u]] for u in found)
-
-
-@pytest.mark.parametrize("ancestors_only", [False, True])
-@pytest.mark.parametrize("seed", range(15))
-def test_reach_equals_brute_force(seed: int, ancestors_only: bool) -> None:
-    source = random.Random(seed)
-    problem = Problem.of(random_graph(source, 14, 7))
-    reach = EvictedReach(problem, ancestors_only=ancestors_only)
-    evicted: set[int] = set()
-    for _ in range(60):
-        v = source.randrange(problem.n_values)
-        (reach.remove if v in evicted else reach.add)(v)
-        evicted ^= {v}
-        live = [u for u in range(problem.n_values) if u not in evicted]
-        bounds = reach.cost_us.copy()
-        for u in live:
-            expected = reach_us(problem, evicted, u, ancestors_only)
-            if source.random() < 0.5:
-                reach.refresh(u)
-                assert reach.cost_us[u] == pytest.approx(expected)
-            assert bounds[u] <= expected + 1e-9
 
 
 def test_what_cannot_be_made_again_is_kept_or_given_up() -> None:
