@@ -4,9 +4,9 @@ Solves: least time under a budget on the true peak, any number of recomputations
 in captured order, or in any (`order`). Keeps everything if that fits, which is optimal.
 Otherwise a single cut gives a bound and schedules; graphs of thousands of ops get their first
 one from `hierarchical`. Where the gap stays open, schedules of online policies are added as
-starts, and lazy cuts and large neighbourhoods work side by side (`improve`); small graphs end
-with `checkmate`, tiny ones are searched exhaustively. In a free order several orders are solved
-(`free_order`).
+starts, or on large graphs exchanges, and lazy cuts and large neighbourhoods work side by side
+(`improve`); small graphs end with `checkmate`, tiny ones are searched exhaustively. In a free
+order several orders are solved (`free_order`).
 Optimal where the result says so. Cost: near-linear where one cut closes the gap, which is
 the rule on transformers; else the time limit. Shortcomings: those of its parts.
 """
@@ -23,6 +23,7 @@ from remat.solver.below_floor import note_floor, prove_nothing_fits
 from remat.solver.checkmate import Checkmate
 from remat.solver.cut import begin, has_room, is_large, is_open
 from remat.solver.exact_order import Exhaustive
+from remat.solver.exchange import take_exchanges
 from remat.solver.free_order import FreeOrder
 from remat.solver.hierarchical import Hierarchical
 from remat.solver.improve import Improvement
@@ -36,8 +37,6 @@ from remat.solver.state_space import OrderOption
 from remat.solver.store_all import store_all_state
 
 EXACT_GAP = 1e-9
-NEARLY = 0.003
-"""Gap on large graphs at which one cut and its starts are enough, if more was asked for."""
 TINY_OPS = 14
 """Graphs of at most so many ops are searched exhaustively."""
 TINY_PART = 0.5
@@ -128,14 +127,19 @@ class Auto:
             if is_open(search, gap):
                 search.cut_short = True
             return
-        if _is_nearly_closed(search):
-            return
         if share.start is None and is_open(search, gap):
-            take_policies(search)
+            self._take_more_starts(search)
         if lazy is not None:
             Improvement(search, lazy, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= self.exact_ops and is_open(search, gap):
             Checkmate().run(search, min(self.exact_s, search.left_s))
+
+    def _take_more_starts(self, search: Search) -> None:
+        """Policies, which take long on large graphs; there exchanges, where there is a schedule."""
+        if is_large(search) and search.best_state is not None:
+            take_exchanges(search)
+        else:
+            take_policies(search)
 
     def _gap_for(self, graph: TrainingGraph) -> float:
         return EXACT_GAP if len(graph.ops) <= self.exact_ops else self.gap
@@ -167,8 +171,3 @@ class Auto:
 def is_settled(found: Result) -> bool:
     """Whether there is no need, or no wish, to go on."""
     return found.status != "time limit" or found.message.startswith(INTERRUPTED)
-
-
-def _is_nearly_closed(search: Search) -> bool:
-    """Whether what comes next, which takes long on large graphs, has little left to gain."""
-    return is_large(search) and search.gap < NEARLY

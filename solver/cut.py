@@ -30,10 +30,11 @@ from remat.solver.cut_bound import (
     largest_working_set_bytes,
     working_set_bytes,
 )
+from remat.solver.exchange import take_exchanges
 from remat.solver.lazy_cuts import Climbed, LazyCuts
 from remat.solver.least_peak import take_least_peak
 from remat.solver.mip import Limits
-from remat.solver.repair import Repair, exchange, fill
+from remat.solver.repair import Repair, fill
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.stages import State
@@ -52,8 +53,6 @@ FEW_NODES = 20
 """The same for a program of many ops, whose nodes are slow."""
 FIRST_WORK, REPAIR_WORK = 100_000, 20_000
 """Moves weighed, in all starts from one cut and from one start, after which no other is tried."""
-ATTEMPTS_OPS = 100_000
-"""Exchanges tried from a start, times ops: each costs about as much as there are ops."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,8 @@ class Cut:
             if not is_open(search, self.gap):
                 break
             climb(search, lazy, self.gap)
-        if search.best_state is not None and is_open(search, self.gap):
-            search.say("exchanging what is kept")
-            attempts = max(ATTEMPTS_OPS // max(search.problem.n_ops, 1), 20)
-            search.offer(exchange(search.best_state, search.budget_bytes, search, attempts))
+        if is_open(search, self.gap):
+            take_exchanges(search)
 
 
 def is_open(search: Search, gap: float) -> bool:

@@ -30,8 +30,9 @@ BOUND_S = 25.0
 """Seconds that one program of cuts may take, at first."""
 PATIENCE = 1.6
 """Growth of that time after a program that did not end in it."""
-SLOW = 0.9
-"""On large graphs a round that leaves more than this part of the gap is the last."""
+NARROW, SLOW = 0.01, 0.9
+"""On large graphs with a gap below the first, a round that leaves more than the second part of
+it is the last."""
 LARGE_BOUND_S = 4.0
 """`BOUND_S` on large graphs, where one cut says nearly all."""
 STALLED = 3
@@ -71,7 +72,7 @@ class Improvement:
                 self._round_of_both()
             else:
                 self._search_around(self.workers, self.least_effort / CP_SAT_S)
-            is_slow = is_large(self.search) and self.search.gap > SLOW * open_gap
+            is_slow = is_large(self.search) and NARROW > self.search.gap > SLOW * open_gap
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""

@@ -7,7 +7,6 @@ least extra time over (bytes of overload removed)^power; `fill` carries what sav
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from remat.solver.stages import Bytes, State
 
 TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
-TRIAL_WORK = 4
-"""What a replayed move takes, in estimated ones."""
+TRIAL_WORK, OPS_A_WORK = 4, 25
+"""What a replayed move takes, in estimated ones; and ops that are replayed in the time of one."""
 
 
 class Move(NamedTuple):
@@ -82,9 +81,9 @@ class Repair:
         """The move that relieves stage `worst` best, over all stages that it relieves."""
         for ranked in self._rankings(worst, over):
             best: tuple[float, Move] | None = None
-            self.search.work += TRIAL_WORK * len(ranked)
             for _, move in ranked:
                 trial = try_move(self.state, move, over, self.limit_bytes)
+                self.search.work += work_of(trial)
                 if trial is not None and trial.overload_bytes < 0:
                     score = self._score(trial.cost_us, -trial.overload_bytes)
                     if best is None or (score, move) < best:
@@ -158,11 +157,11 @@ def _moves_at(state: State, worst: int) -> list[Move]:
             if may_drop and state.rows[stage][v]:
                 moves.append(Move(v, before, stage, 0))
     for op in state.stages[worst].recomputed:
-        moves += [Move(v, b, worst, 1) for v, b in _carriable(state, op, worst)]
+        moves += [Move(v, b, worst, 1) for v, b in carriable(state, op, worst)]
     return moves
 
 
-def _carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
+def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
     """Values that `op`, run again in `stage`, need not make if carried, with the touch before."""
     found: list[tuple[int, int]] = []
     for v in state.problem.outputs[op]:
@@ -217,6 +216,12 @@ def try_move(state: State, move: Move, over: Bytes, limit_bytes: int) -> Trial |
     return Trial(cost_us, overload, new_before, new_stage)
 
 
+def work_of(trial: Trial | None) -> int:
+    """What it took to try a move, in estimated moves."""
+    replayed = () if trial is None else (trial.at_before, trial.at_stage)
+    return TRIAL_WORK + sum(len(stage.recomputed) for stage in replayed) // OPS_A_WORK
+
+
 def apply(state: State, move: Move) -> None:
     """Make `move`."""
     state.change(move.v, move.before, move.stage, move.bit)
@@ -228,52 +233,19 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
     over = np.zeros_like(state.entry_bytes)
     while not search.out_of_time():
         best: tuple[float, int, Move] | None = None
-        for saving_us, move in sorted(_savings(state, limit_bytes), reverse=True):
+        savings = sorted(_savings(state, limit_bytes), reverse=True)
+        search.work += len(savings)
+        for saving_us, move in savings:
             if best is not None and saving_us <= best[0]:
                 break
             trial = try_move(state, move, over, limit_bytes)
+            search.work += work_of(trial)
             if trial is not None and trial.overload_bytes <= 0 and trial.cost_us < 0:
                 size_bytes = state.problem.size_bytes[move.v]
                 best = max(best or (0.0, 0, move), (-trial.cost_us, -size_bytes, move))
         if best is None:
             return
         apply(state, best[2])
-
-
-def exchange(state: State, limit_bytes: int, search: Search, attempts: int) -> State:
-    """Carry what does not fit and repair elsewhere, as long as that pays.
-
-    Tries at most `attempts` values, the greatest saving for its bytes first; a success
-    begins anew. Returns the better state.
-    """
-    waiting = _wanted(state)
-    while waiting and attempts > 0 and not search.out_of_time():
-        attempts -= 1
-        _, move = heapq.heappop(waiting)
-        twin = state.copy()
-        apply(twin, move)
-        if not Repair(twin, limit_bytes, 1.0, search, (move.v, move.stage)).run():
-            continue
-        fill(twin, limit_bytes, search)
-        if twin.cost_us < state.cost_us * (1 - 1e-9):
-            state, waiting = twin, _wanted(twin)
-    return state
-
-
-def _wanted(state: State) -> list[tuple[float, Move]]:
-    """Gaps whose carrying saves time, as a heap by time saved for their bytes."""
-    nothing = np.zeros_like(state.entry_bytes)
-    found: list[tuple[float, Move]] = []
-    for stage, replayed in enumerate(state.stages):
-        for op in replayed.recomputed:
-            for v, before in _carriable(state, op, stage):
-                move = Move(v, before, stage, 1)
-                trial = try_move(state, move, nothing, 1 << 60)
-                if trial is not None and trial.cost_us < 0:
-                    score = trial.cost_us / max(state.problem.size_bytes[v], 1)
-                    found.append((score, move))
-    heapq.heapify(found)
-    return found
 
 
 def _savings(state: State, limit_bytes: int) -> list[tuple[float, Move]]:
@@ -283,7 +255,7 @@ def _savings(state: State, limit_bytes: int) -> list[tuple[float, Move]]:
     found: list[tuple[float, Move]] = []
     for stage, replayed in enumerate(state.stages):
         for op in replayed.recomputed:
-            for v, before in _carriable(state, op, stage):
+            for v, before in carriable(state, op, stage):
                 inner = room[before + 1 : stage]
                 if inner.size and int(inner.min()) < problem.size_bytes[v]:
                     continue

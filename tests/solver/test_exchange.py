@@ -1,0 +1,62 @@
+"""Exchanges of what is kept: never worse, always within the budget, ended by work."""
+
+from __future__ import annotations
+
+import pytest
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import exchange as module
+from remat.solver import solve
+from remat.solver.exchange import exchange, take_exchanges
+from remat.solver.repair import Repair, fill
+from remat.solver.search import Search
+from remat.solver.stages import State
+from remat.solver.store_all import store_all_state
+from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
+
+GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "unet": unet_like(3)}
+
+
+def repaired(graph: TrainingGraph, part: float) -> tuple[Search, State]:
+    """A search at a part of the peak above the least, and a schedule that repair alone finds."""
+    plain = solve(graph, 1 << 60, "store_all").peak_bytes
+    least = solve(graph, 1, "auto", time_limit_s=5).least_feasible_bytes
+    search = Search(graph, int(least + part * (plain - least)), "exchange", 60.0, None)
+    state = store_all_state(search.problem)
+    assert Repair(state, search.budget_bytes, 0.3, search).run()
+    fill(state, search.budget_bytes, search)
+    return search, state
+
+
+@pytest.mark.parametrize("part", [0.6, 0.3, 0.1])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_an_exchange_is_never_worse_and_keeps_the_budget(name: str, part: float) -> None:
+    search, state = repaired(GRAPHS[name], part)
+    start = state.schedule()
+    found = exchange(state, search)
+    judged = simulate(GRAPHS[name], found.schedule())
+    assert judged.peak_bytes <= search.budget_bytes
+    assert judged.time_us == pytest.approx(GRAPHS[name].time_us + found.cost_us)
+    assert found.cost_us <= state.cost_us
+    assert state.schedule().steps == start.steps, "the start is left as it was"
+
+
+def test_exchanges_help_where_repair_alone_does_not() -> None:
+    gains = []
+    for graph in GRAPHS.values():
+        search, state = repaired(graph, 0.3)
+        gains.append(state.cost_us - exchange(state, search).cost_us)
+    assert max(gains) > 0
+
+
+def test_work_ends_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, state = repaired(GRAPHS["gpt"], 0.3)
+    monkeypatch.setattr(module, "MOST_WORK", 0)
+    assert exchange(state, search) is state
+
+
+def test_without_a_schedule_there_is_nothing_to_exchange() -> None:
+    search = Search(GRAPHS["gpt"], 1, "exchange", 60.0, None)
+    take_exchanges(search)
+    assert search.best is None
