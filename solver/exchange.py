@@ -25,13 +25,14 @@ def take_exchanges(search: Search) -> None:
     if search.best_state is None:
         return
     search.say("exchanging what is kept")
-    search.offer(exchange(search.best_state, search))
+    exchange(search.best_state, search)
 
 
 def exchange(state: State, search: Search) -> State:
     """The best that exchanges from `state`, which fits the budget, come to.
 
-    The greatest saving for its bytes is tried first; a success begins anew.
+    Each better one is offered to `search`. The greatest saving for its bytes is tried first; a
+    success begins anew.
     """
     limit_bytes = search.budget_bytes
     most_vain = max(VAIN_OPS // max(search.problem.n_ops, 1), LEAST_VAIN)
@@ -48,6 +49,7 @@ def exchange(state: State, search: Search) -> State:
             continue
         fill(twin, limit_bytes, search)
         if twin.cost_us < state.cost_us * (1 - 1e-9):
+            search.offer(twin)
             state, waiting, in_vain = twin, _wanted(twin, search), 0
     return state
 

@@ -33,8 +33,10 @@ def repaired(graph: TrainingGraph, part: float) -> tuple[Search, State]:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_exchange_is_never_worse_and_keeps_the_budget(name: str, part: float) -> None:
     search, state = repaired(GRAPHS[name], part)
+    search.offer(state)
     start = state.schedule()
     found = exchange(state, search)
+    assert search.best_key[0] == pytest.approx(GRAPHS[name].time_us + found.cost_us)
     judged = simulate(GRAPHS[name], found.schedule())
     assert judged.peak_bytes <= search.budget_bytes
     assert judged.time_us == pytest.approx(GRAPHS[name].time_us + found.cost_us)
