@@ -37,6 +37,8 @@ from remat.solver.state_space import OrderOption
 from remat.solver.store_all import store_all_state
 
 EXACT_GAP = 1e-9
+PATIENT_S = 20.0
+"""Time limit above which blocks of a large graph are tried in earnest where nothing fits yet."""
 TINY_OPS = 14
 """Graphs of at most so many ops are searched exhaustively."""
 TINY_PART = 0.5
@@ -119,7 +121,7 @@ class Auto:
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
         """All that may find a schedule or raise the bound, in turn; a look ends early."""
         if is_large(search):
-            Hierarchical().first(search)
+            Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
         gap = self._gap_for(search.graph)
         lazy = begin(search, plain, gap, has_start=share.start is not None)
         prove_nothing_fits(search)

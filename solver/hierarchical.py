@@ -70,12 +70,15 @@ class Hierarchical:
             self._run(search)
         return search.result()
 
-    def first(self, search: Search) -> None:
-        """Offer the composition of single repetitions, if there are any and it fits."""
+    def first(self, search: Search, *, is_thorough: bool) -> None:
+        """Offer the composition of single repetitions, if there are any and it fits.
+
+        Where it does not, go on as `solve` does if `is_thorough`.
+        """
         message = search.message
         layers = self._layers(search, 1)
-        if layers is not None:
-            self._compose(search, layers)
+        if layers is not None and not self._compose(search, layers) and is_thorough:
+            self._run(search)
         search.message = message
 
     def _run(self, search: Search) -> None:
