@@ -127,7 +127,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, recipe.signature.example(), {}, decompositions={}
             )
-        except Exception as error:
+        except Exception as error:  # whatever a model raises is refused, with its place
             raise refusal(error, model, provenance.module) from error
     _refuse_no_backward(model, descriptors)
     joint = build_joint(

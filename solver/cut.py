@@ -189,8 +189,7 @@ def _has_room_at_end(search: Search, room_bytes: int) -> bool:
 def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
     """Budgets below the real one at which to solve for starts."""
     problem = search.problem
-    floor = largest_working_set_bytes(problem)
-    floor += problem.resident_bytes
+    floor = largest_working_set_bytes(problem) + problem.resident_bytes
     for part in parts:
         yield floor + int(part * (search.budget_bytes - floor))
 

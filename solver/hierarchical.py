@@ -76,9 +76,10 @@ class Hierarchical:
         Where it does not, go on as `solve` does if `is_thorough`.
         """
         message = search.message
-        layers = self._layers(search, 1)
-        if layers is not None and not self._compose(search, layers) and is_thorough:
+        if is_thorough:
             self._run(search)
+        elif (layers := self._layers(search, 1)) is not None:
+            self._compose(search, layers)
         search.message = message
 
     def _run(self, search: Search) -> None:

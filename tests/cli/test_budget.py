@@ -52,7 +52,7 @@ def test_a_number_without_unit_is_refused_with_what_it_may_mean() -> None:
 )
 def test_refusals(budget: object, says: str) -> None:
     with pytest.raises(BudgetError, match=says):
-        parse_budget(budget)  # type: ignore[arg-type]
+        parse_budget(budget)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_auto_leaves_a_tenth() -> None:

@@ -17,7 +17,7 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import solve
 from remat.solver.checkmate import Checkmate
 from remat.solver.cut_bound import CutProgram
-from remat.solver.mip import Limits
+from remat.solver.mip import Backend, Limits
 from remat.solver.problem import Problem
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import random_graph, training_graphs
@@ -49,10 +49,10 @@ def tiny_cases() -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["mathopt", "pulp"])
 @pytest.mark.parametrize("data", tiny_cases())
-def test_checkmate_equals_published_optimum(data: dict[str, Any], backend: str) -> None:
+def test_checkmate_equals_published_optimum(data: dict[str, Any], backend: Backend) -> None:
     graph = graph_from_nodes(data)
     for row in data["reference"]["rows"]:
-        result = Checkmate(backend=backend).solve(graph, row["budget"])  # type: ignore[arg-type]
+        result = Checkmate(backend=backend).solve(graph, row["budget"])
         optimum = row["optimal_cost_fixed_order"]
         if optimum is None:
             assert result.status == "infeasible"

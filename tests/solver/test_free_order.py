@@ -67,7 +67,7 @@ def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:
 
 def test_an_order_that_does_not_exist_is_refused() -> None:
     with pytest.raises(SolverError, match="order must be fixed or free, not 'any'"):
-        Auto(order="any")  # type: ignore[arg-type]
+        Auto(order="any")  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("data", tiny_cases())

@@ -12,7 +12,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
-from remat.solver.lower_set import LowerSet, segmented_state
+from remat.solver.lower_set import Family, LowerSet, segmented_state
 from remat.solver.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
 from remat.solver.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.problem import Problem
@@ -194,15 +194,13 @@ def test_schedules_of_random_sequences_are_valid() -> None:
 @pytest.mark.parametrize("family", ["auto", "approximate"])
 @pytest.mark.parametrize("percent", [80, 60, 45])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_results_are_judged(name: str, percent: int, family: str) -> None:
+def test_results_are_judged(name: str, percent: int, family: Family) -> None:
     graph = NETWORKS[name]()
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    result = LowerSet(family=family).solve(graph, budget_bytes)  # type: ignore[arg-type]
+    result = LowerSet(family=family).solve(graph, budget_bytes)
     if result.schedule is None:
         assert result.status == "infeasible"
-        named = LowerSet(family=family).solve(  # type: ignore[arg-type]
-            graph, result.least_feasible_bytes
-        )
+        named = LowerSet(family=family).solve(graph, result.least_feasible_bytes)
         assert named.peak_bytes <= result.least_feasible_bytes
         assert named.schedule is not None
     else:
@@ -265,7 +263,7 @@ def test_no_time_is_a_result() -> None:
 
 def test_bad_options_are_named() -> None:
     with pytest.raises(SolverError, match="unknown family 'all'; there are auto, exact, approx"):
-        LowerSet(family="all")  # type: ignore[arg-type]
+        LowerSet(family="all")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(SolverError, match="most_lower_sets must be 2 or more, not 1"):
         LowerSet(most_lower_sets=1)
     with pytest.raises(SolverError, match="labels must be 2 or more, not 0"):
