@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +27,12 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
     What a callable returns is kept until its region has ended, so `final_bytes` counts
     it; what the iterable allocates between two callables counts for neither. CPU only:
-    kineto's ``[memory]`` events are summed in the order of their time.
+    kineto's ``[memory]`` events are summed in the order of their time. No garbage is
+    collected meanwhile: what it frees, of what was live before, would count as given back.
     """
     count = 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _without_garbage(), profiled as profiler:
         for i, region in enumerate(regions):
             with record_function(f"{_MARK}{i}"):
                 kept = region()
@@ -47,6 +51,19 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     deltas.sort(key=lambda delta: delta[0])
     times = [time for time, _ in deltas]
     return [_account(deltas, times, *spans[i]) for i in range(count)]
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Collects garbage now, and none until the end."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _account(

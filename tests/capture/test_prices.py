@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,24 @@ def test_the_profiler_sees_what_is_allocated() -> None:
     regions = measure_regions([run, lambda: torch.zeros(7, dtype=torch.uint8)])
     assert [r.final_bytes for r in regions] == [80, 7]
     assert [r.peak_bytes for r in regions] == [8080, 7]
+
+
+def test_garbage_is_not_collected_while_memory_is_measured() -> None:
+    before: list[torch.Tensor] = []
+    measure_peak(lambda: before.append(torch.empty(1000, dtype=torch.float64)))
+
+    def run() -> tuple[torch.Tensor, list[list[int]]]:
+        cycle: list[object] = [before.pop()]
+        cycle.append(cycle)
+        del cycle
+        first = torch.empty(500, dtype=torch.float64)
+        many = [[i] for i in range(50)]
+        return torch.cat([first, first]), many
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        assert measure_peak(run) == 12_000
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
