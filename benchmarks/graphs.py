@@ -46,6 +46,11 @@ def names() -> tuple[str, ...]:
     return (*NETWORK_NAMES, CHAIN, *LAYERED, *(BENCH_PREFIX + path.stem for path in _files()))
 
 
+def grid() -> tuple[str, ...]:
+    """The names of the graphs on which all solvers are compared: layered ones of one seed."""
+    return tuple(name for name in names() if name not in LAYERED or not LAYERED[name][1])
+
+
 def graph(name: str) -> TrainingGraph:
     """The graph of that name.
 

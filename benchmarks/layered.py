@@ -2,9 +2,11 @@
 
 The kind of graph on which MOCCASIN is measured, after Gagrani et al. 2022, "Neural
 topological ordering for computation graphs", appendix A (https://arxiv.org/abs/2207.05899).
-How the four parameters act was read off the published graph RL1, whose file name gives
-n = 100, w = 0.27, nlv = 0.75, ed = 0.2, scd = 0.14, and whose 19 inner layers of 2 to 9
-nodes, 194 edges between neighbouring layers and 33 others the rules below give back:
+Four such graphs are published with it (https://github.com/haoming-codes/moccasin). The names
+of their files give n = 100, 250, 500 and 1000 with w = 0.27, 0.43, 0.36 and 0.31, and nlv = 0.75,
+ed = 0.2, scd = 0.14 throughout. How these act was read off the first, RL1, whose 19 inner layers
+of 2 to 9 nodes, 194 edges between neighbouring layers and 33 others the rules below give back;
+those of 250 and 500 nodes have 22 and 31 inner layers, where these rules make 24 and 37:
 
 - width w: mean nodes in a layer over the number of layers;
 - layer variability nlv: a layer has (1 ± nlv) times the mean, uniformly;
@@ -14,13 +16,17 @@ nodes, 194 edges between neighbouring layers and 33 others the rules below give 
 
 A source feeds the whole first layer, the whole last layer feeds a sink; both cost nothing.
 Costs are uniform in 1..1000; bytes are exponential with mean 3,000, cut to 80..6,200, in
-tens: RL1 has 80..6,150 with median 1,600. The order is layer by layer.
+tens: RL1 has 80..6,150 with median 1,600.
+
+The given orders of the published graphs are not layer by layer: they leave a layer before
+it is done and come back. In RL1 the next node stands, on average, at 0.72 of those that are
+ready, the longest ready being at 0 and the newest at 1; a place drawn as √u gives that back.
+`by_layers` asks for the order layer by layer instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import math
 import random
@@ -33,6 +39,10 @@ from benchmarks.instance_format import Instance, Node, checked, graph_of
 from remat.graph_capture.graph import TrainingGraph
 
 LEAST_NODES = 3
+WIDTHS = {100: 0.27, 250: 0.43, 500: 0.36, 1000: 0.31}
+"""Widths of the published graphs, by their nodes."""
+HASTE = 0.5
+"""Power of the uniform draw of a place among the ready nodes."""
 MOST_COST = 1000
 MEAN_BYTES, LEAST_BYTES, MOST_BYTES, STEP_BYTES = 3000, 80, 6200, 10
 
@@ -41,13 +51,19 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """The parameters of a random layered graph, with RL1's values."""
+    """The parameters of a random layered graph, with RL1's values.
+
+    Attributes
+    ----------
+    by_layers : whether the given order is layer by layer.
+    """
 
     nodes: int = 100
     width: float = 0.27
     variability: float = 0.75
     density: float = 0.2
     skips: float = 0.14
+    by_layers: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes < LEAST_NODES:
@@ -69,20 +85,26 @@ def layered_instance(shape: Shape, seed: int) -> Instance:
         Node(i, 0 if i in (0, last) else source.randint(1, MOST_COST), _bytes(source), str(i))
         for i in range(shape.nodes)
     )
+    in_layers = tuple(range(shape.nodes))
     name = f"random_layered_n{shape.nodes}_w{shape.width}_nlv{shape.variability}"
     return checked(
         Instance(
             nodes=nodes,
             edges=tuple(sorted(edges)),
-            order=tuple(range(shape.nodes)),
+            order=_order(shape.nodes, edges, source) if not shape.by_layers else in_layers,
             name=f"{name}_ed{shape.density}_scd{shape.skips}_seed{seed}",
         )
     )
 
 
-def layered_graph(n: int, seed: int) -> TrainingGraph:
-    """A layered graph of `n` nodes with RL1's parameters; see `layered_instance`."""
-    return graph_of(layered_instance(Shape(n), seed))
+def layered_graph(n: int, seed: int, *, by_layers: bool = False) -> TrainingGraph:
+    """A layered graph of `n` nodes like the published ones; see `layered_instance`."""
+    return graph_of(layered_instance(Shape(n, published_width(n), by_layers=by_layers), seed))
+
+
+def published_width(nodes: int) -> float:
+    """The width of the published graph that is next in size."""
+    return WIDTHS[min(WIDTHS, key=lambda n: abs(n - nodes))]
 
 
 def _layers(shape: Shape, source: random.Random) -> list[range]:
@@ -150,6 +172,23 @@ def _skips(layers: list[range], count: int, source: random.Random) -> set[Edge]:
     return set(found)
 
 
+def _order(nodes: int, edges: set[Edge], source: random.Random) -> tuple[int, ...]:
+    """Nodes as they become ready, newer ones sooner."""
+    waits_for = [0] * nodes
+    readers: list[list[int]] = [[] for _ in range(nodes)]
+    for u, v in sorted(edges):
+        waits_for[v] += 1
+        readers[u].append(v)
+    ready, order = [0], list[int]()
+    while ready:
+        order.append(ready.pop(int(len(ready) * source.random() ** HASTE)))
+        for reader in readers[order[-1]]:
+            waits_for[reader] -= 1
+            if not waits_for[reader]:
+                ready.append(reader)
+    return tuple(order)
+
+
 def _bytes(source: random.Random) -> int:
     drawn = math.inf
     while drawn > MOST_BYTES:
@@ -161,11 +200,15 @@ def main() -> int:
     """Write one instance to standard output."""
     parser = argparse.ArgumentParser(prog="benchmarks.layered", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    for option in dataclasses.fields(Shape):
-        kind = int if isinstance(option.default, int) else float
-        parser.add_argument(f"--{option.name}", type=kind, default=option.default)
+    parser.add_argument("--nodes", type=int, default=Shape.nodes)
+    parser.add_argument("--width", type=float, help="as the published graph next in size has it")
+    for name in ("variability", "density", "skips"):
+        parser.add_argument(f"--{name}", type=float, default=getattr(Shape, name))
+    parser.add_argument("--by-layers", action="store_true", help="the given order, layer by layer")
     asked = vars(parser.parse_args())
     seed = asked.pop("seed")
+    if asked["width"] is None:
+        asked["width"] = published_width(asked["nodes"])
     try:
         instance = layered_instance(Shape(**asked), seed)
     except ValueError as error:

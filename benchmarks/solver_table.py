@@ -41,7 +41,7 @@ def header_lines() -> list[str]:
 
 def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
     """All tables of the results."""
-    lines = [_made_on(cells), "", "### The best known of each graph", ""]
+    lines = [made_on(cells), "", "### The best known of each graph", ""]
     lines += _best_table(graphs, cells)
     lines += ["", "### Each solver over all cells", "", *_summary_table(cells)]
     lines += ["", "### Overhead by solver"]
@@ -52,7 +52,7 @@ def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
     return lines
 
 
-def _made_on(cells: Cells) -> str:
+def made_on(cells: Cells) -> str:
     """On what, with what and when the figures were made."""
     facts = {
         what: _distinct(str(cell[what]) for cell in cells if what in cell)
@@ -78,13 +78,13 @@ def _fractions(cells: Cells) -> list[str]:
 
 def _best_table(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
     fractions = _fractions(cells)
-    lines = _head(["graph", "ops", "peak MiB", *(_title(f) for f in fractions)])
+    lines = head(["graph", "ops", "peak MiB", *(_title(f) for f in fractions)])
     for graph, facts in graphs.items():
         own = [cell for cell in cells if cell["graph"] == graph]
         if own:
             shown = [_best([cell for cell in own if cell["f"] == f]) for f in fractions]
             peak = f"{facts['peak_bytes'] / 2**20:.2f}"
-            lines.append(_row([graph, str(facts["ops"]), peak, *shown]))
+            lines.append(row([graph, str(facts["ops"]), peak, *shown]))
     return lines
 
 
@@ -103,12 +103,12 @@ def _best(cells: Cells) -> str:
         key=lambda cell: cell["seconds"],
     )
     bound = max(_bound(cell) for cell in cells)
-    end = f"bound {_percent(bound)}"
+    end = f"bound {percent(bound)}"
     if abs(least - bound) <= SLACK:
         end = "optimal"
     elif least < bound:
-        end = f"in another order; bound of the captured one {_percent(bound)}"
-    return f"{_percent(least)} ({fastest['solver']}, {end})"
+        end = f"in another order; bound of the captured one {percent(bound)}"
+    return f"{percent(least)} ({fastest['solver']}, {end})"
 
 
 def _bound(cell: dict[str, Any]) -> float:
@@ -125,7 +125,7 @@ def _summary_table(cells: Cells) -> list[str]:
             key = cell["graph"], cell["f"]
             least[key] = min(cell["overhead"], least.get(key, math.inf))
     titles = ["solver", "found", "best", "proved", "mean step over best", "median s", "max MiB"]
-    lines = _head(titles)
+    lines = head(titles)
     for solver in _distinct(cell["solver"] for cell in cells):
         own = [cell for cell in cells if cell["solver"] == solver]
         possible = [cell for cell in own if (cell["graph"], cell["f"]) in least]
@@ -137,11 +137,11 @@ def _summary_table(cells: Cells) -> list[str]:
             f"{len(found)} of {len(possible)}",
             str(sum(extra <= SLACK for extra in over)),
             str(sum(cell["status"] == "optimal" for cell in found)),
-            _percent(statistics.mean(over)) if over else "-",
+            percent(statistics.mean(over)) if over else "-",
             f"{statistics.median(cell['seconds'] for cell in own):.1f}",
             f"{max(cell.get('solver_memory_bytes', 0) for cell in own) / 2**20:.0f}",
         ]
-        lines.append(_row([f"`{solver}`", *counts]))
+        lines.append(row([f"`{solver}`", *counts]))
     return lines
 
 
@@ -150,10 +150,10 @@ def _detail_table(cells: Cells) -> list[str]:
     if not cells:
         return []
     fractions = _fractions(cells)
-    lines = _head(["solver", *(_title(f) for f in fractions)])
+    lines = head(["solver", *(_title(f) for f in fractions)])
     for solver in _distinct(cell["solver"] for cell in cells):
         entry = {cell["f"]: _entry(cell) for cell in cells if cell["solver"] == solver}
-        lines.append(_row([f"`{solver}`", *(entry.get(f, "-") for f in fractions)]))
+        lines.append(row([f"`{solver}`", *(entry.get(f, "-") for f in fractions)]))
     return lines
 
 
@@ -162,18 +162,18 @@ def _entry(cell: dict[str, Any]) -> str:
     if cell["overhead"] is None:
         return f"{cell['status']} {seconds}"
     mark = " optimal" if cell["status"] == "optimal" else ""
-    return f"{_percent(cell['overhead'])}{mark} {seconds}"
+    return f"{percent(cell['overhead'])}{mark} {seconds}"
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
     return f"{100 * max(fraction, 0.0):.2f} %"
 
 
-def _head(titles: list[str]) -> list[str]:
-    return [_row(titles), _row(["---"] * len(titles))]
+def head(titles: list[str]) -> list[str]:
+    return [row(titles), row(["---"] * len(titles))]
 
 
-def _row(entries: list[str]) -> str:
+def row(entries: list[str]) -> str:
     return f"| {' | '.join(entries)} |"
 
 

@@ -2,7 +2,7 @@
 
 Budgets are w + f · (p - w) for f = 0.7, 0.5, 0.3, 0.15, with w what the largest op needs,
 resident bytes included, and p the peak of the unmodified step; and the least budget that
-`auto` knows to be feasible (`least`). Each solve has a process of its own, whose memory is
+`auto` knows to be feasible (`least`); `80%` asks for so much of p. Each solve has a process of its own, whose memory is
 measured, and which is killed if it runs far past its limit. Cells that the file has already
 are skipped, so a run that was stopped goes on where it was; `--again` solves them anew.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cell import in_own_process
-from benchmarks.graphs import names
+from benchmarks.graphs import grid, names
 from remat.solver import TABLE
 
 FRACTIONS = ("0.7", "0.5", "0.3", "0.15", "least")
@@ -53,6 +53,8 @@ def budget_bytes(facts: dict[str, Any], fraction: str) -> int:
     """The budget of a graph at a fraction, or its least one; 0 where that is unknown."""
     if fraction == "least":
         return int(facts["least_bytes"])
+    if fraction.endswith("%"):
+        return int(float(fraction[:-1]) * facts["peak_bytes"] / 100)
     low, high = facts["working_set_bytes"], facts["peak_bytes"]
     return int(low + float(fraction) * (high - low))
 
@@ -104,6 +106,15 @@ def run(
             print(line(graph, fraction, results.cells[key]), flush=True)
 
 
+def _fraction(text: str) -> str:
+    """One of `FRACTIONS`, or a percentage of the peak."""
+    number = text.removesuffix("%")
+    is_percentage = number != text and number.isdecimal() and int(number) > 0
+    if text not in FRACTIONS and not is_percentage:
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(FRACTIONS)} or, say, 80%")
+    return text
+
+
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.solvers",
@@ -114,12 +125,12 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--graphs", nargs="+", help=f"of {', '.join(known)}")
     parser.add_argument("--solvers", nargs="+", default=list(TABLE), help=f"of {', '.join(TABLE)}")
-    parser.add_argument("--fractions", nargs="+", choices=FRACTIONS)
+    parser.add_argument("--fractions", nargs="+", type=_fraction, metavar="F")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a cell")
     parser.add_argument("--fast", action="store_true", help=f"{', '.join(FAST_GRAPHS)} only")
     parser.add_argument("--again", action="store_true", help="solve what the file has, too")
     asked = parser.parse_args()
-    asked.graphs = asked.graphs or list(FAST_GRAPHS if asked.fast else known)
+    asked.graphs = asked.graphs or list(FAST_GRAPHS if asked.fast else grid())
     asked.fractions = asked.fractions or list(FAST_FRACTIONS if asked.fast else FRACTIONS)
     for graph in asked.graphs:
         if graph not in known:

@@ -26,7 +26,7 @@ from benchmarks.graphs import (
     working_set_bytes,
 )
 from benchmarks.instance_format import Instance, checked, graph_of
-from benchmarks.layered import Shape, layered_graph, layered_instance
+from benchmarks.layered import Shape, layered_graph, layered_instance, published_width
 from benchmarks.networks import NETWORKS, gpt, lstm, moe, resnet, unet
 from benchmarks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
 from benchmarks.solver_table import header_lines, replaced, table_lines
@@ -65,8 +65,10 @@ def test_layered_graphs_are_well_formed(nodes: int) -> None:
     assert (sources, sinks) == ({0}, {nodes - 1})
     assert all(80 <= node.bytes <= 6200 and node.bytes % 10 == 0 for node in instance.nodes)
     assert all(1 <= node.cost <= 1000 for node in instance.nodes[1:-1])
-    layer = layers_of(instance)
-    assert all(layer[a] <= layer[b] for a, b in pairwise(instance.order or ()))
+    by_layers = layered_instance(Shape(nodes, by_layers=True), seed=2)
+    assert (by_layers.nodes, by_layers.edges) == (instance.nodes, instance.edges)
+    layer = layers_of(by_layers)
+    assert all(layer[a] <= layer[b] for a, b in pairwise(by_layers.order or ()))
 
 
 def test_layered_graphs_depend_on_the_seed_alone() -> None:
@@ -80,6 +82,35 @@ def test_layered_graphs_of_100_nodes_are_like_the_published_one() -> None:
     depths = {max(layers_of(layered_instance(Shape(100), seed)).values()) for seed in range(8)}
     assert sum(counts) / len(counts) == pytest.approx(236, rel=0.1)
     assert depths == {20}
+
+
+def newness(instance: Instance) -> float:
+    """Mean place of the next node among those that are ready, the newest at 1."""
+    edges = set(instance.edges)
+    waits_for = {node.id: {u for u, v in edges if v == node.id} for node in instance.nodes}
+    ready, places = [0], []
+    for node in instance.order or ():
+        if len(ready) > 1:
+            places.append(ready.index(node) / (len(ready) - 1))
+        ready.remove(node)
+        released = {v for u, v in edges if u == node and waits_for[v] == {node}}
+        for waiting in waits_for.values():
+            waiting.discard(node)
+        ready += sorted(released)
+    return sum(places) / len(places)
+
+
+def test_given_orders_are_like_the_published_one() -> None:
+    found = [newness(layered_instance(Shape(100), seed)) for seed in range(8)]
+    assert sum(found) / len(found) == pytest.approx(0.72, abs=0.03)
+
+
+@pytest.mark.parametrize(("nodes", "layers"), [(250, 22), (500, 31)])
+def test_larger_layered_graphs_are_about_as_deep_as_the_published_ones(
+    nodes: int, layers: int
+) -> None:
+    instance = layered_instance(Shape(nodes, published_width(nodes)), seed=0)
+    assert max(layers_of(instance).values()) - 1 == pytest.approx(layers, rel=0.2)
 
 
 def test_layered_program_writes_an_instance() -> None:

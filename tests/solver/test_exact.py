@@ -149,7 +149,7 @@ def test_one_sweep_a_stage_is_not_always_enough() -> None:
 
 
 def test_checkmate_refuses_more_ops_than_it_can_hold() -> None:
-    graph = layered_graph(60, 0)
+    graph = layered_graph(60, 0, by_layers=True)
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 7 // 10
     result = solve(graph, budget_bytes, "checkmate", most_ops=59, start=False)
     assert result.schedule is None

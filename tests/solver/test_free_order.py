@@ -143,7 +143,7 @@ def test_that_nothing_fits_in_any_order_is_said_where_it_is_proved() -> None:
 
 
 def test_what_is_not_proved_is_not_said() -> None:
-    graph = layered_graph(40, 0)
+    graph = layered_graph(40, 0, by_layers=True)
     peak_bytes = peak_bytes_of(graph)
     budget_bytes = peak_bytes * 9 // 10
 
@@ -170,7 +170,7 @@ def test_the_budget_that_an_infeasible_result_names_is_feasible() -> None:
 
 
 def test_the_time_limit_is_kept_and_the_best_too() -> None:
-    graph = layered_graph(120, 0)
+    graph = layered_graph(120, 0, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 7 // 10
     began_s = time.monotonic()
     result = solve(graph, budget_bytes, order="free", time_limit_s=3.0)
@@ -182,7 +182,7 @@ def test_the_time_limit_is_kept_and_the_best_too() -> None:
 
 @pytest.mark.parametrize("after", ["the given order", "looking for", "an order for"])
 def test_an_interrupt_keeps_the_best(after: str) -> None:
-    graph = layered_graph(60, 0)
+    graph = layered_graph(60, 0, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 7 // 10
     known: list[Progress] = []
 
@@ -200,7 +200,7 @@ def test_an_interrupt_keeps_the_best(after: str) -> None:
 
 
 def test_progress_never_gets_worse_and_ends_at_the_result() -> None:
-    graph = layered_graph(40, 1)
+    graph = layered_graph(40, 1, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
     told: list[Progress] = []
     result = solve(graph, budget_bytes, order="free", progress=told.append, time_limit_s=4.0)
@@ -226,7 +226,7 @@ def test_a_published_layered_graph_in_free_order(percent: int, most: float) -> N
 
 
 def test_a_random_layered_graph_in_free_order() -> None:
-    graph = layered_graph(60, 3)
+    graph = layered_graph(60, 3, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
     free, again = (FreeOrder(graph, budget_bytes, cheap, moves=6000).solve() for _ in range(2))
     assert free.overhead <= cheap(graph, budget_bytes).overhead * 2 / 3
@@ -263,7 +263,7 @@ def test_without_time_the_given_order_stands() -> None:
 
 
 def test_an_interrupt_of_any_solver_keeps_the_given_order() -> None:
-    graph = layered_graph(40, 0)
+    graph = layered_graph(40, 0, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
     fixed = cheap(graph, budget_bytes)
 

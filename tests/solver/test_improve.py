@@ -28,7 +28,7 @@ AROUND = "neighbourhoods"
 
 @functools.cache
 def layered() -> TrainingGraph:
-    return layered_graph(60, 2)
+    return layered_graph(60, 2, by_layers=True)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ def tell(progress):
     if "neighbourhoods" in progress.doing:
         print("searching", file=sys.stderr, flush=True)
 
-graph = layered_graph(150, 0)
+graph = layered_graph(150, 0, by_layers=True)
 result = solve(graph, peak_bytes_of(graph) * 90 // 100, gap=0.0, progress=tell)
 print(result.status, result.schedule is not None, result.message)
 """
