@@ -166,14 +166,17 @@ def _entry(cell: dict[str, Any]) -> str:
 
 
 def percent(fraction: float) -> str:
+    """A fraction as a percentage; a negative one, of rounding, as none."""
     return f"{100 * max(fraction, 0.0):.2f} %"
 
 
 def head(titles: list[str]) -> list[str]:
+    """The first two lines of a table."""
     return [row(titles), row(["---"] * len(titles))]
 
 
 def row(entries: list[str]) -> str:
+    """One line of a table."""
     return f"| {' | '.join(entries)} |"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
 
 @contextmanager
-def _without_garbage() -> Iterator[None]:
+def _without_garbage() -> Generator[None]:
     """Collects garbage now, and none until the end."""
     was_enabled = gc.isenabled()
     gc.collect()
