@@ -115,7 +115,7 @@ class Auto:
             self._close_gap(search, plain, share)
         else:
             search.proved_infeasible = True
-        if search.best is None and not share.is_look:
+        if search.best is None and search.lowest is None and not share.is_look:
             take_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
@@ -131,7 +131,9 @@ class Auto:
             return
         if share.start is None and is_open(search, gap):
             self._take_more_starts(search)
-        if lazy is not None:
+        if search.best is None and share.start is None:
+            take_least_peak(search, plain)
+        if lazy is not None and not search.proved_infeasible:
             Improvement(search, lazy, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= self.exact_ops and is_open(search, gap):
             Checkmate().run(search, min(self.exact_s, search.left_s))
