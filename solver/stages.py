@@ -55,7 +55,8 @@ class State:
     def from_recomputed(cls, problem: Problem, recomputed: Sequence[Iterable[int]]) -> State:
         """The state that runs ops again as listed by stage and frees after last use.
 
-        A value is carried from each computation to the last use before the next one.
+        A value is carried from each computation to the last use before the next one. Listed
+        runs that nothing needs are left out, and what only they read is not carried to them.
         """
         state = cls(problem)
         made: list[list[int]] = [[problem.producer[v]] for v in range(problem.n_values)]
@@ -71,6 +72,7 @@ class State:
         for v in range(problem.n_values):
             state._carry(v, made[v], used[v])
         state.refresh()
+        state._drop_unread()
         return state
 
     def _carry(self, v: int, made: list[int], used: list[int]) -> None:
@@ -84,6 +86,21 @@ class State:
                 self._set(v, here + 1, used[last], 1)
                 if here != self.problem.producer[v]:
                     insort(self.starts[here], v)
+
+    def _drop_unread(self) -> None:
+        """Carry nothing to a stage that does not touch it: nothing would free it there."""
+        ends = np.argwhere(self.kept[:-1] > self.kept[1:])
+        last_first: list[tuple[int, int]] = ends[::-1].tolist()
+        shortened: set[int] = set()
+        for stage, v in last_first:
+            touches = self.touches[v]
+            place = bisect_left(touches, stage)
+            if place < len(touches) and touches[place] == stage:
+                continue
+            before = touches[place - 1]
+            self.change(v, before, stage, 0)
+            shortened |= {before, stage}
+        self.settle(shortened)
 
     def copy(self) -> State:
         """An independent copy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
@@ -36,6 +37,22 @@ def test_a_sequence_needs_no_more_than_the_schedule_it_came_from(graph: Training
     assert found.time_us <= result.time_us
     state = State.from_recomputed(problem, recomputed_by_stage(problem, sequence))
     assert graph.time_us + state.cost_us <= found.time_us + 1e-6
+
+
+@settings(max_examples=200, deadline=None)
+@given(training_graphs(max_ops=9), st.data())
+def test_runs_that_nothing_needs_make_no_invalid_schedule(
+    graph: TrainingGraph, data: st.DataObject
+) -> None:
+    problem = Problem.of(graph)
+    stages: list[list[int]] = []
+    for t in range(problem.n_ops + 1):
+        free = [op for op in range(t) if not problem.pinned[op]]
+        stages.append(sorted(data.draw(st.sets(st.sampled_from(free)))) if free else [])
+    state = State.from_recomputed(problem, stages)
+    found = simulate(graph, state.schedule())
+    assert found.peak_bytes == int(state.peak_bytes.max())
+    assert found.time_us == pytest.approx(graph.time_us + state.cost_us)
 
 
 def diamond(kinds: tuple[str, str] = ("activation", "activation")) -> TrainingGraph:
