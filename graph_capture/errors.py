@@ -15,6 +15,10 @@ class CaptureError(RematError):
     """The model cannot be captured exactly as one static training graph."""
 
 
+class DeviceError(RematError):
+    """The device is unknown, or is not one that can be planned for here."""
+
+
 class FactoryError(RematError):
     """The file or factory that should build the model is missing or fails."""
 

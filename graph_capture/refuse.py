@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from remat.graph_capture.device_table import check_placement
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.provenance import source_of_error
 
@@ -32,17 +33,26 @@ def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield path, module, attribute
 
 
-def refuse_module(model: nn.Module) -> None:
-    """Raise `CaptureError` for a module whose training step cannot be captured exactly."""
+def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
+    """Raise `CaptureError` for a module whose training step cannot be captured exactly.
+
+    Parameters
+    ----------
+    needs_storage : whether ops are to be run on tensors like its own.
+    """
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(
                 f"parameter {path} is not initialised: run the lazy module once on a batch first"
             )
-        if parameter.is_meta:
+        check_placement(f"parameter {path}", parameter.device)
+        if needs_storage and parameter.is_meta:
             raise CaptureError(
-                f"parameter {path} is on the meta device: build the model with storage first"
+                f"parameter {path} is on the meta device, and the ops are to run here: build the "
+                "model with storage, or plan for another device by name, such as device='h100'"
             )
+    for path, buffer in model.named_buffers():
+        check_placement(f"buffer {path}", buffer.device)
     for path, module, attribute in hook_dictionaries(model):
         if getattr(module, attribute):
             raise CaptureError(hook_message(path, module, attribute))

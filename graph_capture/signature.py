@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
+from remat.graph_capture.device_table import check_placement
 from remat.graph_capture.errors import CaptureError, RewriteError
 
 
@@ -40,11 +42,9 @@ class Signature:
             for name, facts, other in zip(self.names, self.tensors, self.others, strict=True)
         )
 
-    def example(self) -> Any:
+    def example(self, mode: FakeTensorMode) -> Any:
         """A batch of fake tensors with this signature."""
-        from torch._subclasses import FakeTensorMode
-
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode:
             leaves = [
                 other if facts is None else _empty(facts)
                 for facts, other in zip(self.tensors, self.others, strict=True)
@@ -115,3 +115,5 @@ def check_batch(batch: Any) -> None:
             )
         if isinstance(leaf, Tensor) and leaf.is_meta:
             raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
+        if isinstance(leaf, Tensor):
+            check_placement(name, leaf.device)

@@ -19,8 +19,11 @@ from torch._functorch.aot_autograd import (
     JointWithDescriptors,
     aot_export_joint_with_descriptors,
 )
+from torch._subclasses import FakeTensorMode
 
+from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.fused_attention import FusedAttention
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint import Joint, build_joint
 from remat.graph_capture.node_facts import is_tangent
@@ -30,19 +33,26 @@ from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.untouched import untouched
+from remat.graph_capture.without_storage import as_if_on_cpu
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that is needed to trace a model again; holds no tensor and no module."""
+    """All that is needed to trace a model again; holds no tensor and no module.
+
+    Attributes
+    ----------
+    device : for which the trace is made; only that of ``cpu`` is of the very ops that run here.
+    """
 
     name: str
     signature: Signature
     loss_fn: LossFunction | None
     resident: Resident
     autocast: tuple[Any, ...]
+    device: str = CPU
 
     def facts(self) -> dict[str, Any]:
         """What goes into every graph built from this recipe."""
@@ -83,6 +93,7 @@ def trace(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
+    device: str = CPU,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -92,12 +103,16 @@ def trace(
     loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
         part of the step, and the rewritten module returns its result.
     optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
+    device : what the trace is to be priced for. The trace is one of the CPU's ops in any
+        case; for another device the model may be on ``meta``, without storage.
 
     Raises
     ------
     CaptureError : the step cannot be one static graph; names module, line and way out.
+    DeviceError : the device is unknown, or cannot be planned for here.
     """
-    refuse_module(model)
+    check_device(device)
+    refuse_module(model, needs_storage=device == CPU)
     batch = (tuple(args), dict(kwargs or {}), target)
     check_batch(batch)
     recipe = Recipe(
@@ -106,6 +121,7 @@ def trace(
         loss_fn=loss_fn,
         resident=resident_bytes(model, batch, optimizer=optimizer, accumulate=accumulate),
         autocast=autocast_state(),
+        device=device,
     )
     done = trace_recipe(model, recipe)
     _recipes.setdefault(model, {})[done.graph.hash] = recipe
@@ -116,16 +132,20 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace `model` on fake tensors with the recipe's signature."""
     step = Step(model, recipe.loss_fn)
     provenance = Provenance(step)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
+        stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(_as_if_compiling())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         stack.enter_context(provenance)
+        if recipe.device != CPU:
+            stack.enter_context(FusedAttention())
         try:
             descriptors = aot_export_joint_with_descriptors(
-                stack, step, recipe.signature.example(), {}, decompositions={}
+                stack, step, recipe.signature.example(fake), {}, decompositions={}
             )
         except Exception as error:  # whatever a model raises is refused, with its place
             raise refusal(error, model, provenance.module) from error
@@ -154,19 +174,34 @@ def capture(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
-    device: str = "cpu",
+    device: str = CPU,
     progress: Progress | None = None,
 ) -> TrainingGraph:
-    """Trace one training step and price its ops: see `trace` and `price`."""
-    from remat.graph_capture.pricing import price
+    """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
-    if device != "cpu":
-        raise CaptureError(f"device {device!r} cannot be planned for yet: this release plans 'cpu'")
+    Parameters
+    ----------
+    device : ``cpu``, whose ops are measured, or a name of `devices.json`, such as ``h100``,
+        for which they are modelled: nothing runs, and the model may be on ``meta``.
+    """
     traced = trace(
         model, args, kwargs,
-        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
+        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
     )  # fmt: skip
-    return price(traced, progress=progress)
+    return price_for(traced, device, progress=progress)
+
+
+def price_for(
+    traced: Trace, device: str = CPU, *, progress: Progress | None = None
+) -> TrainingGraph:
+    """The trace's graph with the prices of a device: measured here, or modelled by name."""
+    if device == CPU:
+        from remat.graph_capture.pricing import price
+
+        return price(traced, progress=progress)
+    from remat.graph_capture.modelled import price_modelled
+
+    return price_modelled(traced, device)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

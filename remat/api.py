@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import remat.solver as solvers
-from remat.budget import auto_bytes, parse_budget
+from remat.budget import RESERVE, auto_bytes, parse_budget
 from remat.formats import bytes_text
+from remat.graph_capture.device_table import MODELLED, modelled_device
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
@@ -42,13 +43,15 @@ def resolve_budget(
 ) -> int:
     """Bytes that `budget` means for `graph`.
 
-    Per cents are of the unmodified peak, ``auto`` is what the model and the batch take plus
-    the memory that is free less a tenth, and ``min`` is the least peak that `solver` knows
-    for these pins and options.
+    Per cents are of the unmodified peak, and ``min`` is the least peak that `solver` knows
+    for these pins and options. ``auto`` is what the model and the batch take plus the memory
+    that is free less a tenth; for a modelled device, its memory less a tenth.
     """
     parsed = parse_budget(budget)
     if parsed.kind == "share":
         return int(parsed.share * unmodified(graph).peak_bytes)
+    if parsed.kind == "auto" and graph.prices == MODELLED:
+        return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
     if parsed.kind == "auto":
         resident = graph.resident
         allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from remat.graph_capture.device_table import device_table
 from remat.solver import TABLE
 
 
@@ -56,6 +57,10 @@ PriceOfGib = Annotated[
     bool, typer.Option("--price-of-gib", help="also say what a GiB more or less is worth")
 ]
 Optimizer = Annotated[OptimizerName, typer.Option(help="count this optimizer's state")]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, measured here; or modelled: " + ", ".join(device_table().devices)),
+]
 Accumulate = Annotated[
     bool, typer.Option("--accumulate", help="count accumulated gradients as resident")
 ]

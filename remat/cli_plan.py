@@ -15,6 +15,7 @@ from remat.api import infeasible_text
 from remat.cli_run import asked, conclude, load_shown, priced, said_price, show_price
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
+from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow, rows_of_graph, rows_of_plan
 from remat.schedules.schedule import Schedule
@@ -34,6 +35,7 @@ def capture(
     model: options.Model,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -41,8 +43,9 @@ def capture(
     """Trace one training step of MODEL, and measure what each op costs."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        check_device(device)
         loaded = load_shown(model, session)
-        graph = pipeline.capture_loaded(loaded, session.stages, optimizer.value, accumulate)
+        graph = pipeline.capture_loaded(loaded, session.stages, optimizer.value, accumulate, device)
         session.save(output, graph.to_json(), "graph")
         if as_json:
             session.emit(msgspec.to_builtins(graph))
@@ -61,6 +64,7 @@ def solve(
     price: options.PriceOfGib = False,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -68,8 +72,10 @@ def solve(
     """Find the fastest schedule that fits the budget."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        request = asked(budget, solver, order, time_limit, optimizer, accumulate, keep, recompute)
-        graph = graph_of(source, session, optimizer.value, accumulate)
+        request = asked(
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device
+        )
+        graph = graph_of(source, session, optimizer.value, accumulate, device)
         result = pipeline.solve_request(graph, request, session.stages)
         if result.schedule:
             session.save(output, result.schedule.to_json(), "plan")
@@ -94,13 +100,14 @@ def inspect(
     top: Top = 20,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
     """Show the ops: sizes, prices, places, and how often a plan runs each."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        rows = _rows_of(source, plan, session, optimizer.value, accumulate)
+        rows = _rows_of(source, plan, session, optimizer.value, accumulate, device)
         if as_json:
             session.emit({"ops": [asdict(row) for row in rows]})
         else:
@@ -133,22 +140,25 @@ def rewrite(
 
 
 def _rows_of(
-    source: str, plan: Path | None, session: Session, optimizer: Any, accumulate: bool
+    source: str, plan: Path | None, session: Session, optimizer: Any, accumulate: bool, device: str
 ) -> list[OpRow]:
     if source.endswith(".json"):
         data = Path(source).read_bytes()
         if b'"steps":' in data:
             return rows_of_plan(Schedule.from_json(data))
     schedule = Schedule.from_json(plan.read_bytes()) if plan else None
-    return rows_of_graph(graph_of(source, session, optimizer, accumulate), schedule)
+    return rows_of_graph(graph_of(source, session, optimizer, accumulate, device), schedule)
 
 
-def graph_of(source: str, session: Session, optimizer: Any, accumulate: bool) -> TrainingGraph:
-    """The graph in a file that `capture -o` kept, or of a model."""
+def graph_of(
+    source: str, session: Session, optimizer: Any, accumulate: bool, device: str = CPU
+) -> TrainingGraph:
+    """The graph in a file that `capture -o` kept, or of a model for a device."""
+    check_device(device)
     if source.endswith(".json"):
         return TrainingGraph.from_json(Path(source).read_bytes())
     loaded = load_shown(source, session)
-    return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate)
+    return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate, device)
 
 
 def _show_graph(session: Session, graph: TrainingGraph) -> None:

@@ -12,6 +12,7 @@ from remat.budget import parse_budget
 from remat.cli_session import CHECK_FAILED, INFEASIBLE, Session
 from remat.factory import Loaded, load
 from remat.fronts import price_json, price_text
+from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
@@ -32,6 +33,7 @@ def run(
     price: options.PriceOfGib = False,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -39,7 +41,9 @@ def run(
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        request = asked(budget, solver, order, time_limit, optimizer, accumulate, keep, recompute)
+        request = asked(
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device
+        )
         report = pipeline.run(load_shown(model, session), request, session.stages)
         if report.result.schedule:
             session.save(output, report.result.schedule.to_json(), "plan")
@@ -125,13 +129,15 @@ def asked(
     accumulate: bool,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    device: str = CPU,
 ) -> pipeline.Request:
-    """The request, refused before anything runs if its budget, solver or order is unknown."""
+    """The request, refused before anything runs if a part of it is unknown."""
     parse_budget(budget)
+    check_device(device)
     make_solver(solver, order=order.value)
     return pipeline.Request(
         budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute),
-        order.value,
+        order.value, device,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, percent_text, time_text
 from remat.fronts import Budgets
 from remat.fronts import sweep as sweep_graph
+from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.screen import plain_table
@@ -46,6 +47,7 @@ def sweep(
     recompute: options.Recompute = [],  # noqa: B006
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -55,7 +57,7 @@ def sweep(
     with session.guarded():
         asked = asked_budgets(budgets)
         _refuse_unknown(solver, order.value, jobs)
-        graph = graph_of(source, session, optimizer.value, accumulate)
+        graph = graph_of(source, session, optimizer.value, accumulate, device)
         with session.stages.stage("sweep", "solving at several budgets") as progress:
             fronts = sweep_graph(
                 graph, asked, solvers=solver, time_limit_s=time_limit, jobs=jobs,

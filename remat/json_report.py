@@ -25,6 +25,8 @@ def report_json(report: Report) -> dict[str, Any]:
         "budget_bytes": result.budget_bytes,
         "model": report.graph.name,
         "ops": len(report.graph.ops),
+        "device": report.graph.device,
+        "prices": report.graph.prices,
         "baseline": _row_json(rows["unmodified"]),
         "chen_sqrt": _row_json(rows["chen_sqrt"]),
         "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,

@@ -17,6 +17,7 @@ from remat.api import (
 )
 from remat.factory import Loaded
 from remat.formats import bytes_text, percent_text
+from remat.graph_capture.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -77,6 +78,7 @@ class Request:
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     order: str = "fixed"
+    device: str = CPU
 
 
 @dataclass(frozen=True)
@@ -122,31 +124,38 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
     return found
 
 
-def trace_loaded(loaded: Loaded, optimizer: Optimizer, accumulate: bool) -> Trace:
+def trace_loaded(
+    loaded: Loaded, optimizer: Optimizer, accumulate: bool, device: str = CPU
+) -> Trace:
     """The unpriced trace of what a factory made."""
     from remat.graph_capture.tracing import trace
 
     return trace(
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
-        optimizer=optimizer, accumulate=accumulate,
+        optimizer=optimizer, accumulate=accumulate, device=device,
     )  # fmt: skip
 
 
-def price_trace(traced: Trace, stages: Stages) -> TrainingGraph:
+def price_trace(traced: Trace, stages: Stages, device: str = CPU) -> TrainingGraph:
     """The priced graph of a trace."""
-    from remat.graph_capture.pricing import price
+    from remat.graph_capture.tracing import price_for
 
-    with stages.stage("profile", "measuring ops") as progress:
-        return price(traced, progress=progress)
+    doing = "measuring ops" if device == CPU else f"modelling ops on {device}"
+    with stages.stage("profile", doing) as progress:
+        return price_for(traced, device, progress=progress)
 
 
 def capture_loaded(
-    loaded: Loaded, stages: Stages, optimizer: Optimizer = "none", accumulate: bool = False
+    loaded: Loaded,
+    stages: Stages,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    device: str = CPU,
 ) -> TrainingGraph:
     """Trace and price what a factory made."""
     with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, optimizer, accumulate)
-    return price_trace(traced, stages)
+        traced = trace_loaded(loaded, optimizer, accumulate, device)
+    return price_trace(traced, stages, device)
 
 
 def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Result:
@@ -192,16 +201,23 @@ def check_schedule(
 
 
 def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
-    """Capture, price, solve, rewrite and check; stop after solving where nothing fits."""
+    """Capture, price, solve, rewrite and check.
+
+    Stops after solving where nothing fits, and where the device is not here to run on.
+    """
     with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, request.optimizer, request.accumulate)
-    graph = price_trace(traced, stages)
+        traced = trace_loaded(loaded, request.optimizer, request.accumulate, request.device)
+    graph = price_trace(traced, stages, request.device)
     everything = unmodified(graph)
     chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
     result = solve_request(graph, request, stages)
     rows = (_row("unmodified", everything), _row("chen_sqrt", chen))
     if result.schedule is None:
         return Report(graph, result, rows, stages.seconds)
+    simulation = simulate(graph, result.schedule)
+    if request.device != CPU:
+        rows = (*rows, _row("this plan", result))
+        return Report(graph, result, rows, stages.seconds, simulation)
     counted = request.optimizer, request.accumulate
     with stages.stage("check", "checking the plan against eager"):
         checked = check_schedule(loaded, traced, result.schedule, *counted)
@@ -212,7 +228,6 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
         _row("chen_sqrt", chen, compared),
         _row("this plan", result, checked),
     )
-    simulation = simulate(graph, result.schedule)
     return Report(graph, result, rows, stages.seconds, simulation, checked)
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
+from remat.graph_capture.device_table import MODELLED, modelled_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
@@ -70,6 +71,8 @@ def _verdict(report: Report) -> Table:
     if report.check:
         table.add_row("equal", equal_text(report.check))
     _add_kept(table, graph, result)
+    if graph.prices == MODELLED:
+        table.add_row("prices", modelled_text(graph.device))
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
@@ -85,6 +88,15 @@ def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
+
+
+def modelled_text(device: str) -> str:
+    """What is behind the figures of a device that is not here."""
+    title = modelled_device(device).title
+    return (
+        f"modelled for {title}: peak rates as its maker states them, at assumed shares of them, "
+        "which nobody has compared with a measured step; nothing was run"
+    )
 
 
 def _gap(result: Result) -> str:
@@ -144,6 +156,8 @@ def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
     _add_kept(table, graph, result)
+    if graph.prices == MODELLED:
+        table.add_row("prices", modelled_text(graph.device))
     if result.message:
         table.add_row("note", Text(result.message))
     console.print(table)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from remat.graph_capture import tracing
+from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.step import LossFunction
-from remat.graph_capture.tracing import Trace, recipe_for, trace_recipe
+from remat.graph_capture.tracing import Recipe, Trace, recipe_for, trace_recipe
+from remat.graph_capture.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.module import RematModule, make_module
 from remat.schedules.schedule import Schedule
@@ -47,10 +50,16 @@ def rewrite(
         raise RewriteError(
             "this module is rewritten already: rewrite the original (module.original_module)"
         )
+    if not has_storage(model):
+        raise RewriteError(
+            f"this {type(model).__name__} is on the meta device and cannot train: build it with "
+            "storage, and rewrite that one to the plan, with its batch"
+        )
     if trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
-        traced = trace_recipe(model, trace.recipe) if trace.compiled else trace
+        is_usable = not trace.compiled and trace.recipe.device == CPU
+        traced = trace if is_usable else _traced_again(model, trace.recipe)
     step = compile_step(traced, schedule)
     return make_module(model, schedule, traced.recipe, step)
 
@@ -71,4 +80,9 @@ def _trace_for(
             f"this {type(model).__name__} was not captured in this process for this plan: pass "
             "the batch too, rewrite(model, schedule, args, kwargs, loss_fn=..., target=...)"
         )
-    return trace_recipe(model, recipe)
+    return _traced_again(model, recipe)
+
+
+def _traced_again(model: nn.Module, recipe: Recipe) -> Trace:
+    """A trace of the ops that run here, whatever device the recipe's plan is for."""
+    return trace_recipe(model, dataclasses.replace(recipe, device=CPU))

@@ -1,0 +1,129 @@
+"""Devices that can be planned for by name, owned or not: `devices.json`, checked and typed.
+
+Rates are peaks as the makers state them, dense; `Efficiency` is what ops are taken to reach of
+them. Memory is in units of 10^9 bytes as sold, a little less than what a driver shows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from remat.graph_capture.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+CPU, CUDA = "cpu", "cuda"
+MODELLED = "modelled"
+"""What `TrainingGraph.prices` says of a graph priced for a device of the table."""
+TABLE = Path(__file__).with_name("devices.json")
+GB = 1e9
+
+
+class Efficiency(msgspec.Struct, frozen=True):
+    """Shares of the peak rate and of the peak bandwidth that a class of ops is taken to reach."""
+
+    rate: float
+    bandwidth: float
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One device, as its maker states it.
+
+    Attributes
+    ----------
+    title : in full. source : where its figures stand.
+    memory_gb, bandwidth_gb_s, link_gb_s : of its memory, and of the link to the host one way.
+    tflops : peak arithmetic by dtype; ``tf32`` is how tensor cores may round float32.
+    """
+
+    title: str
+    memory_gb: float
+    bandwidth_gb_s: float
+    link_gb_s: float
+    tflops: dict[str, float]
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of its memory."""
+        return int(self.memory_gb * GB)
+
+    @property
+    def bytes_per_us(self) -> float:
+        """Peak bandwidth of its memory."""
+        return self.bandwidth_gb_s * GB / 1e6
+
+    def flops_per_us(self, dtype: str) -> float:
+        """Peak arithmetic of a dtype; that of float32 where the device has no own."""
+        return self.tflops.get(dtype, self.tflops["float32"]) * 1e6
+
+
+class DeviceTable(msgspec.Struct, frozen=True):
+    """All devices, and what holds for each of them.
+
+    Attributes
+    ----------
+    classes : efficiency by class of ops. launch_us : least time of any op.
+    """
+
+    classes: dict[str, Efficiency]
+    launch_us: float
+    devices: dict[str, Device]
+
+
+@functools.cache
+def device_table() -> DeviceTable:
+    """The table of this release."""
+    return msgspec.json.decode(TABLE.read_bytes(), type=DeviceTable)
+
+
+def modelled_device(name: str) -> Device:
+    """The device of that name.
+
+    Raises
+    ------
+    DeviceError : there is none; names those that are near, or all.
+    """
+    known = device_table().devices
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose cpu, {', '.join(known)}"
+    raise DeviceError(f"there is no device {name!r}: {hint}")
+
+
+def check_placement(what: str, device: torch.device) -> None:
+    """Raise `DeviceError` for a tensor of a device that this torch cannot run autograd on.
+
+    Fake CUDA autograd ends the process where torch is built for the CPU alone.
+    """
+    import torch
+
+    if device.type not in (CPU, "meta") and not torch.get_device_module(device).is_available():
+        raise DeviceError(
+            f"{what} is on {device}, which this torch cannot run: move the model and the batch to "
+            "cpu, and plan for a model of the device by name, such as device='h100'"
+        )
+
+
+def check_device(name: str) -> None:
+    """Raise `DeviceError`, before anything is traced, where `name` cannot be planned for."""
+    if name == CPU:
+        return
+    if name.partition(":")[0] == CUDA:
+        import torch
+
+        here = "is seen, but is not measured by this release"
+        if not torch.cuda.is_available():
+            here = "is not here: this torch sees none"
+        raise DeviceError(
+            f"a CUDA device {here}. Plan for a model of it by name, such as device='h100' "
+            f"({', '.join(device_table().devices)}), or for device='cpu'"
+        )
+    modelled_device(name)

@@ -1,0 +1,64 @@
+"""`--device`: planned without owning one, and said so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import EXAMPLES, Remat
+
+QUICK = ("--time-limit", "2")
+
+
+def test_run_plans_for_a_device_that_is_not_here_and_says_so(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--device", "h100", "--budget", "70%", *QUICK, columns=60)
+    assert done.exit_code == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= 60
+    shown = " ".join(done.stdout.split())
+    assert "modelled for NVIDIA H100 SXM5, 80 GB" in shown
+    assert "nothing was run" in shown
+    assert "bit-identical" not in shown
+
+
+def test_json_names_the_device_and_measures_nothing(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--device", "l4", *QUICK, "--json")
+    said = json.loads(done.stdout)
+    assert (said["device"], said["prices"]) == ("l4", "modelled")
+    assert said["budget_bytes"] == 21_600_000_000
+    assert said["check"] is None
+    assert said["plan"]["measured_peak_bytes"] is None
+
+
+def test_a_kept_graph_remembers_its_device(remat: Remat, tmp_path: Path) -> None:
+    graph = str(tmp_path / "graph.json")
+    assert remat("capture", remat.gpt, "--device", "a100-40gb", "-o", graph).exit_code == 0
+    said = json.loads(remat("solve", graph, "--budget", "auto", *QUICK, "--json").stdout)
+    assert said["budget_bytes"] == 36_000_000_000
+    assert "modelled for NVIDIA A100" in remat("solve", graph, *QUICK, columns=200).stdout
+
+
+@pytest.mark.parametrize("verb", ["run", "capture", "solve", "sweep", "inspect"])
+def test_an_unknown_device_is_refused_before_the_model_is_loaded(remat: Remat, verb: str) -> None:
+    done = remat(verb, "no/such/file.py:factory", "--device", "h10")
+    assert done.exit_code == 2
+    assert "there is no device 'h10': did you mean h100" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda_is_refused(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--device", "cuda")
+    assert done.exit_code == 2
+    assert "this torch sees none" in done.stderr
+
+
+def test_a_llama_without_storage_is_planned(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LAYERS": "2", "SEQ": "256", "VOCAB": "1000"}.items():
+        monkeypatch.setenv(f"LLAMA_{name}", value)
+    done = remat("run", f"{EXAMPLES / 'llama.py'}:factory", "--device", "h100", *QUICK, "--json")
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["plan"]["overhead"] == 0.0
+    assert said["baseline"]["predicted_peak_bytes"] > 1.7e9
