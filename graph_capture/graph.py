@@ -105,7 +105,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         caller's hands in between and cannot be freed.
     resident : bytes that no schedule changes. inputs : signature of the batch.
     device : for example ``cpu``. prices : how costs were obtained (``unpriced``,
-        ``measured``). versions : of what captured and priced it.
+        ``measured``, ``modelled``). versions : of what captured and priced it.
     """
 
     name: str

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.dropout import make_dropout_exact
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.gradient_layout import lay_out_gradients
 from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.node_facts import (
     BATCH_NORM,
@@ -28,8 +29,10 @@ from remat.graph_capture.node_facts import (
     target_name,
     tensors_of,
 )
+from remat.graph_capture.refuse import fused_lstm_message, sparse_message
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
+FUSED_LSTM = "aten.mkldnn_rnn_layer"
 
 
 @dataclass
@@ -222,6 +225,9 @@ class _Builder:
 
     def _add_call(self, node: fx.Node) -> None:
         tensors = [t for t in tensors_of(node) if t is not None]
+        if any(t.layout != torch.strided for t in tensors):
+            module, source = self.places.of(node)
+            raise CaptureError(sparse_message(node.name, module, source))
         if is_getitem(node) or is_alias_of_input(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -244,6 +250,8 @@ class _Builder:
     def _add_op(self, node: fx.Node) -> None:
         module, source = self.places.of(node)
         phase: Phase = "forward" if node in self.in_forward else "backward"
+        if target_name(node).startswith(FUSED_LSTM):
+            raise CaptureError(fused_lstm_message(", ".join(filter(None, (module, source)))))
         if mutates(node):
             raise CaptureError(
                 f"{target_name(node)} in module {module or '(root)'} ({source}) writes to its "
@@ -386,4 +394,5 @@ def build_joint(
     CaptureError : the graph mutates a tensor, or uses one whose gradient would be lost.
     """
     make_dropout_exact(gm)
+    lay_out_gradients(gm, num_forward_outputs)
     return _Builder(gm, num_forward_outputs).build(name, resident, **facts)

@@ -91,11 +91,25 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
             f"torch said: {_first_line(error)}"
         )
     if "mkldnn_rnn" in str(error):
-        return CaptureError(
-            f"nn.LSTM on CPU cannot be traced ({place}): trace it under "
-            "torch.backends.mkldnn.flags(enabled=False), or unroll nn.LSTMCell over time"
-        )
+        return CaptureError(fused_lstm_message(place))
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
+
+
+def fused_lstm_message(place: str) -> str:
+    """What to tell about oneDNN's LSTM, whose backward needs what no graph can hold."""
+    return (
+        "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
+        f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
+        "c)) for each t, or capture and train under torch.backends.mkldnn.flags(enabled=False)"
+    )
+
+
+def sparse_message(name: str, module: str, source: str) -> str:
+    """What to tell about a sparse tensor inside the step."""
+    return (
+        f"{name} of module {module or '(root)'} ({source or 'unknown line'}) makes a sparse "
+        "tensor, which has no storage to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -32,6 +32,7 @@ from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
+from remat.graph_capture.ties import tied_as_one
 from remat.graph_capture.untouched import untouched
 from remat.graph_capture.without_storage import as_if_on_cpu
 
@@ -136,6 +137,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))
+        stack.enter_context(tied_as_one(model))
         stack.enter_context(_as_if_compiling())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())

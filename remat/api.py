@@ -14,6 +14,7 @@ from remat.graph_capture.device_table import MODELLED, modelled_device
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.memory_price import least_peak
 from remat.solver.pin_globs import Globs, as_globs
 from remat.solver.result import Result
 
@@ -98,15 +99,13 @@ def solve(
     BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
         that matches nothing, an op pinned both ways.
     """
-    keep, recompute = as_globs(keep), as_globs(recompute)
-    budget_bytes = resolve_budget(
-        graph, budget, solver=solver,
-        time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
-    )  # fmt: skip
-    return solvers.solve(
-        graph, budget_bytes, solver,
-        time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
-    )  # fmt: skip
+    asked: dict[str, Any] = {
+        "keep": as_globs(keep), "recompute": as_globs(recompute), **options
+    }  # fmt: skip
+    if parse_budget(budget).kind == "min":
+        return least_peak(graph, time_limit_s, solver=solver, **asked)
+    budget_bytes = resolve_budget(graph, budget)
+    return solvers.solve(graph, budget_bytes, solver, time_limit_s=time_limit_s, **asked)
 
 
 def rematerialize(

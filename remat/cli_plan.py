@@ -89,7 +89,8 @@ def solve(
 
 
 def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
-    said = msgspec.to_builtins(result) | {"bound": json_report.bound_json(graph, result)}
+    said = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
+    said |= {"bound": json_report.bound_json(graph, result)}
     said |= json_report.kept_json(graph, result)
     return said if result.schedule else said | json_report.infeasible_json(result)
 

@@ -15,12 +15,14 @@ from remat.api import (
     resolve_budget,
     unmodified,
 )
+from remat.budget import parse_budget
 from remat.factory import Loaded
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.memory_price import least_peak
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -170,7 +172,9 @@ def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Res
             "solver": name, "time_limit_s": limit_s, "order": request.order,
             "keep": request.keep, "recompute": request.recompute,
         }  # fmt: skip
-        budget_bytes = resolve_budget(graph, request.budget, **asked)
+        if parse_budget(request.budget).kind == "min":
+            return least_peak(graph, progress=listen, **asked)
+        budget_bytes = resolve_budget(graph, request.budget)
         return solvers.solve(graph, budget_bytes, progress=listen, **asked)
 
 

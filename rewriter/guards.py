@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.refuse import hook_dictionaries, hook_message
+from remat.graph_capture.ties import tied_places
 from remat.graph_capture.tracing import Recipe, autocast_state
 
 
@@ -35,6 +36,7 @@ class Guards:
         ]
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.state = [(name, _facts(tensor)) for name, tensor in named_state(model)]
+        self.tied = tied_places(model)
         self.constants = _watched_constants(model, forward, backward)
 
     def require(self, batch: Any, state: list[Tensor]) -> None:
@@ -60,6 +62,10 @@ class Guards:
         if now != self.recipe.autocast:
             raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
 
+    def inputs(self, state: list[Tensor]) -> list[Tensor]:
+        """Of parameters and buffers those that the step takes: a tied one once."""
+        return [tensor for i, tensor in enumerate(state) if i not in self.tied]
+
     def _require_state(self, state: list[Tensor]) -> None:
         if len(state) != len(self.state):
             before, now = f"{len(self.state)} in number", f"{len(state)}"
@@ -68,6 +74,10 @@ class Guards:
             for was, is_now, shown in zip(before, _facts(tensor), _FACT_TEXT, strict=True):
                 if was != is_now:
                     raise self._changed(name, shown(was), shown(is_now))
+        for later, first in self.tied.items():
+            if state[later] is not state[first]:
+                tied = f"tied to {self.state[first][0]}"
+                raise self._changed(self.state[later][0], tied, "another parameter")
 
     def _changed(self, what: str, before: str, now: str) -> RewriteError:
         return RewriteError(

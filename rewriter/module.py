@@ -65,7 +65,7 @@ class RematModule(fx.GraphModule):
     def _step(self, batch: Any) -> Any:
         state = [tensor for _, tensor in named_state(self)]
         self._guards.require(batch, state)
-        output = self._compiled(*state, *batch)
+        output = self._compiled(*self._guards.inputs(state), *batch)
         refuse_double_backward(output, self._guards.name)
         return output
 

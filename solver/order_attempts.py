@@ -121,8 +121,10 @@ class Attempts:
     def _without_schedule(self, said: Sequence[str], wall_s: float) -> Result:
         given, found = self.latest[self.made[0].order], _repeatable(self.made).result
         is_cut_short = self.cut_short and not self.is_infeasible
+        least = found.least_schedule
         return msgspec.structs.replace(
             found,
+            least_schedule=least and for_graph(self.graph, least),
             status="time limit" if is_cut_short else "infeasible",
             lower_bound_us=self.bound_us,
             least_bound_bytes=self.least_bound_bytes,

@@ -182,6 +182,7 @@ class _PinnedSearch:
             result,
             budget_bytes=self.budget_bytes,
             least_feasible_bytes=0,
+            least_schedule=None,
             held_at_peak=(),
             lower_bound_us=self.graph.time_us,
             least_bound_bytes=0,

@@ -38,6 +38,7 @@ class Result(msgspec.Struct, frozen=True):
         computations, takes less time; with the option `order` free, none in any order.
     solver, wall_s : who solved it, and how long that took.
     least_feasible_bytes : where infeasible, the least budget known to be feasible.
+    least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
     held_at_peak : where infeasible, what holds the memory at that schedule's peak.
     least_bound_bytes : where infeasible, no schedule's peak is below; 0 where not sought.
     floor : where the budget is below it, what any schedule needs that never computes an
@@ -56,6 +57,7 @@ class Result(msgspec.Struct, frozen=True):
     lower_bound_us: float = 0.0
     wall_s: float = 0.0
     least_feasible_bytes: int = 0
+    least_schedule: Schedule | None = None
     held_at_peak: tuple[Holding, ...] = ()
     least_bound_bytes: int = 0
     floor: Holding | None = None
@@ -136,6 +138,7 @@ def infeasible(
         budget_bytes=budget_bytes,
         wall_s=wall_s,
         least_feasible_bytes=simulation.peak_bytes,
+        least_schedule=schedule,
         held_at_peak=tuple(held),
         message=message,
     )

@@ -82,7 +82,8 @@ def sweep(
         floor_bytes=floor_bytes(graph),
         unmodified_bytes=_unmodified_bytes(graph),
         points=tuple(
-            Point(result.budget_bytes, result) for result in merged(graph, found)
+            Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
+            for result in merged(graph, found)
         ),
     )  # fmt: skip
 

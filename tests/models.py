@@ -330,6 +330,45 @@ def bfloat16() -> Case:
     return Scalar(mlp()).bfloat16(), (batch().bfloat16(),), {}, None, None
 
 
+class ThreeNames(nn.Module):
+    """One weight under three names: the order in which its gradients are added matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(32, WIDTH), nn.Embedding(32, WIDTH)
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+        self.second.weight = self.head.weight = self.first.weight
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        x = functional.gelu(self.inner(self.first(a)))
+        return self.head(functional.gelu(self.inner(x + self.second(b)))).square().mean()
+
+
+def tied_under_three_names() -> Case:
+    ids = torch.randint(32, (BATCH,)), torch.randint(32, (BATCH,))
+    return ThreeNames(), ids, {}, None, None
+
+
+class ChannelsLast(nn.Module):
+    """Convolutions between channels-last norms, as in ConvNeXt: gradients in another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 96, 4, stride=4)
+        self.norms = nn.ModuleList(nn.LayerNorm(96) for _ in range(3))
+        self.convolutions = nn.ModuleList(nn.Conv2d(96, 96, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for norm, convolution in zip(self.norms, self.convolutions, strict=True):
+            x = x + convolution(functional.gelu(norm(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2))
+        return x.square().mean()
+
+
+def gradients_in_another_layout() -> Case:
+    return ChannelsLast(), (torch.randn(4, 3, 16, 16),), {}, None, None
+
+
 MODELS: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
@@ -340,7 +379,8 @@ MODELS: dict[str, Callable[[], Case]] = {
         attention_with_dropout, tied_weights, nested_outputs_and_kwargs, nested_outputs_returned,
         frozen_parameters, input_requires_grad, custom_function, user_checkpoint, in_place_views,
         overwritten_buffer, overwritten_input, constant_attribute, noise, group_and_layer_norm,
-        transformer_layers, lstm_cells, double_precision, bfloat16,
+        transformer_layers, lstm_cells, double_precision, bfloat16, tied_under_three_names,
+        gradients_in_another_layout,
     )
 }  # fmt: skip
 

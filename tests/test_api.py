@@ -13,6 +13,7 @@ import remat
 from remat import api
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.rewriter import checking
+from remat.schedules.simulate import simulate
 from tests.models import make
 
 ROOT = Path(__file__).parents[1]
@@ -104,3 +105,15 @@ def test_the_check_is_left_out_where_the_unmodified_step_does_not_fit(
     monkeypatch.setattr(checking, "check", lambda *_, **__: pytest.fail("ran the step"))
     with pytest.warns(UserWarning, match=r"not checked against the unmodified step"):
         remat.rematerialize(model, args, budget="80%")
+
+
+def test_a_least_budget_that_was_named_is_met_however_short_the_time() -> None:
+    model, args, kwargs, loss_fn, target = make("transformer_layers")
+    graph = remat.capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    for limit_s in (0.0, 0.05, 1.0):
+        result = remat.solve(graph, "min", time_limit_s=limit_s)
+        if result.budget_bytes:
+            assert result.schedule is not None
+            assert simulate(graph, result.schedule).peak_bytes == result.peak_bytes
+            assert result.peak_bytes <= result.budget_bytes == result.schedule.budget_bytes
+    assert result.schedule is not None

@@ -125,3 +125,20 @@ def test_accumulated_gradients_are_counted_predicted_and_measured() -> None:
 def simulate_without(model: nn.Module, args: tuple[torch.Tensor, ...]) -> int:
     graph = capture(model, args)
     return simulate(graph, schedule_of(graph, "store_all")).peak_bytes
+
+
+def test_gradients_that_autograd_would_copy_are_copied_in_the_step() -> None:
+    model, args, *_ = make("gradients_in_another_layout")
+    graph = trace(model, args).graph
+    copies = [op for op in graph.ops if op.target == "remat.laid_out.default"]
+    assert [op.module for op in copies] == [f"convolutions.{i}" for i in (2, 1, 0)]
+    assert {output for op in copies for output in op.outputs} <= set(graph.outputs)
+    assert not {name for op in copies for name in op.inputs} & set(graph.outputs)
+
+
+def test_a_parameter_of_several_names_has_one_gradient() -> None:
+    model, args, *_ = make("tied_under_three_names")
+    graph = trace(model, args).graph
+    weights = [v for v in graph.values if v.kind == "parameter" and v.shape == (32, WIDTH)]
+    assert len(weights) == 1
+    assert len(graph.outputs) - len(graph.forward_outputs) - 1 == len(list(model.parameters()))

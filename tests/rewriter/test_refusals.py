@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, ScheduleError
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter import RematModule, check, rewrite
 from remat.schedules.schedule import Schedule
 from tests.models import BATCH, WIDTH, Scalar, batch, make, mlp
 from tests.rewriter.test_exact import schedule_of
@@ -225,3 +225,45 @@ def test_an_attribute_that_forward_changes_is_restored_with_a_warning() -> None:
         capture(model, (batch(),))
     assert model.calls == 0
     assert not hasattr(model, "last")
+
+
+class SparseGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids).square().mean()
+
+
+def test_what_a_cpu_graph_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"nn\.LSTM on CPU.*body.*nn\.LSTMCell"):
+        capture(LastOf(nn.LSTM(WIDTH, WIDTH)), (torch.randn(5, 2, WIDTH),))
+    with pytest.raises(CaptureError, match=r"module embedding .*test_refusals.*sparse=False"):
+        capture(SparseGradient(), (torch.arange(4),))
+
+
+class LastOf(Branching):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)[0].square().mean()
+
+
+def test_an_lstm_is_planned_without_its_fused_form() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        model, x = LastOf(nn.LSTM(WIDTH, WIDTH)), torch.randn(5, 2, WIDTH)
+        graph = capture(model, (x,))
+        module = rewrite(model, schedule_of(graph, "chen_sqrt"))
+        assert check(model, module, (x,), steps=1).differences == ()
+
+
+def test_a_weight_that_is_no_longer_tied_is_refused() -> None:
+    model, args, *_ = make("tied_under_three_names")
+    module = rewrite(model, schedule_of(capture(model, args), "store_all"))
+    module(*args)
+    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+    with pytest.raises(RewriteError, match=r"second\.weight .* was tied to first\.weight"):
+        module(*args)

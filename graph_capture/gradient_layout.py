@@ -1,0 +1,70 @@
+"""Gradients in the layout of their parameters, copied inside the step where they are not.
+
+Autograd keeps the gradient it is given only if it is laid out as the parameter is, and copies
+it otherwise (`AccumulateGrad`, the "gradient layout contract"). Eager copies each as soon as
+backward has made it; a compiled step hands over all of them at its end, and the copy would come
+on top of all others. So the copy is an op of the step, right after the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("laid_out(Tensor x, int[] strides) -> Tensor")
+
+
+@torch.library.impl(_library, "laid_out", "CompositeExplicitAutograd")
+def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy of `x` with those strides."""
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+LAID_OUT = torch.ops.remat.laid_out.default
+
+
+def lay_out_gradients(gm: fx.GraphModule, num_forward_outputs: int) -> None:
+    """Copy the gradients of parameters in a joint graph that autograd would copy."""
+    end = gm.graph.output_node()
+    results: list[Any] = list(end.args[0])  # pyright: ignore[reportArgumentType]
+    parameter = {
+        node.meta["desc"]: node.meta["val"]
+        for node in gm.graph.find_nodes(op="placeholder")
+        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
+    }
+    copies: dict[fx.Node, fx.Node] = {}
+    for i in range(num_forward_outputs, len(results)):
+        node, what = results[i], end.meta["desc"][i]
+        like = parameter.get(getattr(what, "grad_of", None))
+        if not isinstance(node, fx.Node) or like is None or _fits(node.meta["val"], like):
+            continue
+        if node not in copies:
+            copies[node] = _copied(gm, node, like)
+        results[i] = copies[node]
+    if copies:
+        end.args = (tuple(results),)
+        gm.recompile()
+
+
+def _fits(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether autograd keeps a gradient of such strides; a sparse one is refused elsewhere."""
+    if gradient.layout != torch.strided:
+        return True
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
+        return gradient.is_contiguous()
+    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return all(size == 1 or own == like for size, own, like in strides)
+
+
+def _copied(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
+    value = node.meta["val"]
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(like)
+    strides = like.stride() if is_dense else torch.empty(like.shape, device="meta").stride()
+    with gm.graph.inserting_after(node):
+        copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))
+    copy.meta = {**node.meta, "val": value.new_empty_strided(value.shape, strides)}
+    return copy

@@ -1,0 +1,83 @@
+"""One model of the zoo, captured, planned, rewritten and run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import remat
+from remat import api
+from remat.graph_capture import TrainingGraph, trace
+from remat.graph_capture.pricing import price
+from remat.rewriter import Check, check, rewrite
+from remat.schedules.schedule import Schedule
+from remat.solver import make_solver
+from tests.zoo.case import Case
+
+SHARE = "60%"
+LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One schedule: what was predicted, and what its module did."""
+
+    predicted_bytes: int
+    check: Check
+
+    @property
+    def error(self) -> float:
+        """Predicted peak over the measured one, minus one."""
+        return self.predicted_bytes / self.check.plan_peak_bytes - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that is known of a model.
+
+    Attributes
+    ----------
+    ops : of its graph. trace_s, price_s : seconds that capture and pricing took.
+    everything : the plan that keeps all. planned : the one for 60 % of the unmodified
+        peak, or for the least budget known where that is more. share : of that peak.
+    """
+
+    ops: int
+    trace_s: float
+    price_s: float
+    everything: Plan
+    planned: Plan
+    share: float
+
+
+def measured(case: Case) -> Row:
+    """Capture the case, and run it as it keeps everything and as planned."""
+    batch = {"loss_fn": case.loss_fn, "target": case.target}
+    with case.under_autocast():
+        began_s = time.perf_counter()
+        traced = trace(case.model, case.args, case.kwargs, **batch)
+        traced_s = time.perf_counter()
+        graph = price(traced)
+        priced_s = time.perf_counter()
+        everything = _plan(case, graph, make_solver("store_all").schedule(graph))
+        planned = _plan(case, graph, _smaller(graph))
+    unmodified_bytes = api.unmodified(graph).peak_bytes
+    return Row(
+        len(graph.ops), traced_s - began_s, priced_s - traced_s, everything, planned,
+        planned.predicted_bytes / unmodified_bytes,
+    )  # fmt: skip
+
+
+def _smaller(graph: TrainingGraph) -> Schedule:
+    result = remat.solve(graph, SHARE, time_limit_s=LIMIT_S)
+    if result.schedule is None:
+        result = remat.solve(graph, "min", time_limit_s=LIMIT_S)
+    assert result.schedule is not None, result.message
+    return result.schedule
+
+
+def _plan(case: Case, graph: TrainingGraph, schedule: Schedule) -> Plan:
+    batch = {"loss_fn": case.loss_fn, "target": case.target}
+    module = rewrite(case.model, schedule)
+    found = check(case.model, module, case.args, case.kwargs, **batch, steps=1)
+    return Plan(remat.simulate(graph, schedule).peak_bytes, found)

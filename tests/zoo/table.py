@@ -1,0 +1,84 @@
+"""Writes docs/models.md's table: `python -m tests.zoo.table`, with the extra `zoo` installed.
+
+Every model of the zoo is captured, planned, rewritten and run; what stands between the marks
+in the document is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from benchmarks.cell import cpu_name
+from benchmarks.solver_table import head, replaced, row
+from remat.formats import bytes_text
+from remat.graph_capture.errors import CaptureError
+from tests.zoo.case import Entry
+from tests.zoo.catalogue import ZOO
+from tests.zoo.measure import Plan, measured
+
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+PACKAGES = ("torch", "transformers", "timm", "diffusers")
+TITLES = (
+    "model", "ops", "capture", "pricing", "keeping all: predicted, measured", "error",
+    "planned: share of the peak", "predicted, measured", "error", "gradients equal",
+)  # fmt: skip
+
+
+def entries(name: str, entry: Entry) -> list[str]:
+    """The cells of a model's row."""
+    if entry.is_missing:
+        raise SystemExit(f"{entry.needs} is not installed: pip install 'remat[zoo]'")
+    try:
+        found = measured(entry.make())
+    except CaptureError as error:
+        refusal = str(error).split(". ")[0]
+        return [name, "-", "refused", refusal, *["-"] * (len(TITLES) - 4)]
+    plans = (found.everything, found.planned)
+    equal = sum(plan.check.gradients for plan in plans)
+    total = sum(plan.check.gradients_total for plan in plans)
+    return [
+        name, str(found.ops), f"{found.trace_s:.1f} s", f"{found.price_s:.1f} s",
+        *_peaks(found.everything), f"{100 * found.share:.0f} %", *_peaks(found.planned),
+        f"{equal} of {total}" + ("" if all(plan.check.equal for plan in plans) else ", differs"),
+    ]  # fmt: skip
+
+
+def _peaks(plan: Plan) -> tuple[str, str]:
+    shown = bytes_text(plan.predicted_bytes), bytes_text(plan.check.plan_peak_bytes)
+    return ", ".join(shown), f"{100 * plan.error:.2f} %"
+
+
+def made_with() -> str:
+    """On what, with what and when."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    today = time.strftime("%Y-%m-%d")
+    return f"{cpu_name()}. python {platform.python_version()}, {versions}. {today}."
+
+
+def main() -> int:
+    """Measure the zoo and write the document anew."""
+    parser = argparse.ArgumentParser(prog="tests.zoo.table", description=__doc__)
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--only", nargs="*", help="parts of names, to look at a few")
+    asked = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    warnings.simplefilter("ignore")
+    lines = [made_with(), "", *head(list(TITLES))]
+    for name, entry in ZOO.items():
+        if not asked.only or any(part in name for part in asked.only):
+            lines.append(row(entries(name, entry)))
+            print(lines[-1], flush=True)
+    if not asked.only:
+        asked.docs.write_text(replaced(asked.docs.read_text(), "models", lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

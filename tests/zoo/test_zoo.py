@@ -1,0 +1,37 @@
+"""Models as users bring them: bit-exact with the peak as predicted, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from remat.graph_capture import capture
+from remat.graph_capture.errors import CaptureError
+from tests.zoo.catalogue import ZOO
+from tests.zoo.measure import measured
+
+MOST_ERROR = 0.01
+
+pytestmark = [
+    pytest.mark.zoo,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if not entry.refused])
+def test_equal_to_eager_with_the_predicted_peak(name: str) -> None:
+    entry = ZOO[name]
+    if entry.is_missing:
+        pytest.skip(f"{entry.needs} is not installed: pip install 'remat[zoo]'")
+    row = measured(entry.make())
+    for plan in (row.everything, row.planned):
+        assert plan.check.differences == ()
+        assert plan.check.gradients == plan.check.gradients_total > 0
+        assert abs(plan.error) <= MOST_ERROR
+    assert row.planned.predicted_bytes <= row.everything.predicted_bytes
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.refused])
+def test_what_cannot_be_planned_is_refused_with_a_way_out(name: str) -> None:
+    case = ZOO[name].make()
+    with pytest.raises(CaptureError, match=ZOO[name].refused):
+        capture(case.model, case.args, case.kwargs, loss_fn=case.loss_fn, target=case.target)
