@@ -40,6 +40,7 @@ class Row:
     ops : of its graph. trace_s, price_s : seconds that capture and pricing took.
     everything : the plan that keeps all. planned : the one for 60 % of the unmodified
         peak, or for the least budget known where that is more. share : of that peak.
+    unmodified_bytes : predicted peak of the unmodified step.
     """
 
     ops: int
@@ -48,6 +49,7 @@ class Row:
     everything: Plan
     planned: Plan
     share: float
+    unmodified_bytes: int
 
 
 def measured(case: Case) -> Row:
@@ -64,7 +66,7 @@ def measured(case: Case) -> Row:
     unmodified_bytes = api.unmodified(graph).peak_bytes
     return Row(
         len(graph.ops), traced_s - began_s, priced_s - traced_s, everything, planned,
-        planned.predicted_bytes / unmodified_bytes,
+        planned.predicted_bytes / unmodified_bytes, unmodified_bytes,
     )  # fmt: skip
 
 
