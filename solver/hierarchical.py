@@ -20,7 +20,7 @@ recomputation an op in most options; weak where few, large blocks are most of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
@@ -81,6 +81,16 @@ class Hierarchical:
         elif (layers := self._layers(search, 1)) is not None:
             self._compose(search, layers)
         search.message = message
+
+    def least_states(self, search: Search) -> Iterator[State]:
+        """States in which blocks of 1, 2 and 4 repetitions keep the least they can."""
+        message = search.message
+        for group in GROUPS:
+            layers = self._layers(search, group)
+            search.message = message
+            if layers is None or search.out_of_time():
+                return
+            yield _least_state(search.problem, layers)
 
     def _run(self, search: Search) -> None:
         plain = store_all_state(search.problem)

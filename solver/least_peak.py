@@ -1,7 +1,8 @@
 """Ways down to the least peak known, for where nothing fits the budget.
 
 Source: greedy repair (`repair`) under a limit that is lowered by 2 % again and again, from the
-schedule that keeps everything and from cuts that aim near the largest working set.
+schedule that keeps everything, from cuts that aim near the largest working set, and on large
+graphs from blocks that keep the least.
 Cost: some seconds on a thousand ops. Shortcomings: the least peak found, not the least.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from remat.solver.below_floor import prove_nothing_fits
 from remat.solver.cut_bound import CutProgram, expand, largest_working_set_bytes
+from remat.solver.hierarchical import Hierarchical
 from remat.solver.repair import Repair, fill
 from remat.solver.search import Search
 from remat.solver.stages import State
@@ -20,6 +22,8 @@ from remat.solver.stages import State
 LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""
 LEAST_POWERS = (0.6, 1.0)
+MANY_OPS = 1000
+"""More ops have a long way down."""
 
 
 def take_least_peak(search: Search, plain: State) -> None:
@@ -40,7 +44,12 @@ def take_least_peak(search: Search, plain: State) -> None:
 
 
 def least_starts(search: Search, plain: State) -> Iterator[State]:
-    """Schedules to go down from: the one that keeps all, and cuts near the least peak."""
+    """Schedules to go down from: the one that keeps all, and cuts near the least peak.
+
+    On large graphs, whose way down is long, first those whose repeated blocks keep the least.
+    """
+    if search.problem.n_ops > MANY_OPS:
+        yield from Hierarchical().least_states(search)
     yield plain
     problem = search.problem
     floor = largest_working_set_bytes(problem)

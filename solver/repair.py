@@ -20,6 +20,9 @@ from remat.solver.stages import Bytes, State
 
 TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
+MOST_VAIN_WORK = 60_000
+"""Work, as `search.work` counts it, after which a stage is given up. Ops of large graphs that
+run a long way back again take much for each move."""
 TRIAL_WORK, OPS_A_WORK = 4, 25
 """What a replayed move takes, in estimated ones; and ops that are replayed in the time of one."""
 
@@ -79,7 +82,10 @@ class Repair:
 
     def _best_at(self, worst: int, over: Bytes) -> Move | None:
         """The move that relieves stage `worst` best, over all stages that it relieves."""
+        most_work = self.search.work + MOST_VAIN_WORK
         for ranked in self._rankings(worst, over):
+            if self.search.work > most_work or self.search.out_of_time():
+                return None
             best: tuple[float, Move] | None = None
             for _, move in ranked:
                 trial = try_move(self.state, move, over, self.limit_bytes)
