@@ -129,8 +129,6 @@ class Auto:
             if is_open(search, gap):
                 search.cut_short = True
             return
-        if is_large(search) and search.best is None:
-            take_least_peak(search, plain)
         if share.start is None and is_open(search, gap):
             self._take_more_starts(search)
         if search.best is None and search.lowest is None:
