@@ -114,6 +114,8 @@ def check_placement(what: str, device: torch.device) -> None:
 
 def check_device(name: str) -> None:
     """Raise `DeviceError`, before anything is traced, where `name` cannot be planned for."""
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DeviceError(f"a device is named by a text such as 'cpu' or 'h100', not {name!r}")
     if name == CPU:
         return
     if name.partition(":")[0] == CUDA:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -158,6 +159,12 @@ def test_each_kind_of_model_can_be_planned_for_a_device(name: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_here_is_refused(name: str) -> None:
     with pytest.raises(DeviceError, match="this torch sees none"):
+        planned(blocks(), name)
+
+
+@pytest.mark.parametrize("name", [None, 7, torch.device("cpu")])
+def test_a_device_is_named_by_a_text(name: Any) -> None:
+    with pytest.raises(DeviceError, match="named by a text"):
         planned(blocks(), name)
 
 
