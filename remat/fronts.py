@@ -11,7 +11,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.front import Front, Price
 from remat.solver.pin_globs import as_globs
-from remat.solver.sweep import BUDGETS, PINS, Tell, check_jobs, spread_budgets
+from remat.solver.result import Result
+from remat.solver.sweep import BUDGETS, PINS, Tell, check_jobs, spread
 from remat.solver.sweep import sweep as sweep_bytes
 
 Budgets = int | Iterable[str | SupportsIndex] | None
@@ -85,19 +86,22 @@ def sweep(
     check_jobs(jobs)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
-    asked = _in_bytes(graph, budgets, time_limit_s, pins)
-    shared: dict[str, Any] = {"time_limit_s": time_limit_s, "jobs": jobs, "tell": tell, **options}
+    asked, at_hand = _in_bytes(graph, budgets, time_limit_s, pins)
+    shared: dict[str, Any] = {
+        "time_limit_s": time_limit_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
+    }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
 
 
 def _in_bytes(
     graph: TrainingGraph, budgets: Budgets, time_limit_s: float, pins: dict[str, Any]
-) -> list[int]:
+) -> tuple[list[int], list[Result]]:
+    """The budgets, and what is at hand before they are solved."""
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
-        return spread_budgets(graph, count, time_limit_s=time_limit_s, **pins)
-    return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets]
+        return spread(graph, count, time_limit_s=time_limit_s, **pins)
+    return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets], []
 
 
 def price_text(price: Price) -> str:

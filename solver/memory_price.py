@@ -11,7 +11,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
 from remat.solver.front import Price, checked_step
-from remat.solver.result import Result, judged
+from remat.solver.result import Result, at_least_budget
 from remat.solver.sweep import is_ideal
 
 LEAST_S = 1.0
@@ -36,23 +36,12 @@ def least_peak(
         return named
     left_s = max(time_limit_s - (time.monotonic() - began_s), min(LEAST_S, time_limit_s))
     found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
-    if found.schedule is not None or named.least_schedule is None:
+    at_hand = at_least_budget(graph, named)
+    if found.schedule is not None or at_hand is None:
         return found
-    return _named_again(graph, named, found)
-
-
-def _named_again(graph: TrainingGraph, named: Result, found: Result) -> Result:
-    """The schedule behind the budget that was named, where a solve for that finds none in time."""
-    assert named.least_schedule is not None
-    budget_bytes = named.least_feasible_bytes
-    return judged(
-        graph,
-        msgspec.structs.replace(named.least_schedule, budget_bytes=budget_bytes),
-        budget_bytes=budget_bytes,
-        lower_bound_us=found.lower_bound_us,
-        wall_s=named.wall_s + found.wall_s,
-        cut_short=True,
-        message=found.message,
+    bound_us = min(max(found.lower_bound_us, graph.time_us), at_hand.time_us)
+    return msgspec.structs.replace(
+        at_hand, lower_bound_us=bound_us, wall_s=named.wall_s + found.wall_s, message=found.message
     )
 
 

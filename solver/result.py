@@ -142,3 +142,21 @@ def infeasible(
         held_at_peak=tuple(held),
         message=message,
     )
+
+
+def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
+    """The schedule behind the least budget that an infeasible result names; None without one.
+
+    Where ops are pinned, it is one of the graph with the pins, and not at hand.
+    """
+    if lost.least_schedule is None or lost.least_schedule.graph_hash != graph.hash:
+        return None
+    budget_bytes = lost.least_feasible_bytes
+    return judged(
+        graph,
+        msgspec.structs.replace(lost.least_schedule, budget_bytes=budget_bytes),
+        budget_bytes=budget_bytes,
+        lower_bound_us=graph.time_us,
+        wall_s=lost.wall_s,
+        cut_short=True,
+    )

@@ -22,7 +22,7 @@ from remat.solver import make_solver, solve
 from remat.solver.cut_bound import largest_working_set_bytes
 from remat.solver.front import Front, Point
 from remat.solver.problem import Problem
-from remat.solver.result import INTERRUPTED, Result, judged
+from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
 from remat.solver.store_all import StoreAll
 
 BUDGETS = 12
@@ -41,6 +41,7 @@ def sweep(
     time_limit_s: float = 60.0,
     jobs: int = 1,
     tell: Tell | None = None,
+    at_hand: Sequence[Result] = (),
     **options: object,
 ) -> Front:
     """Solve at several budgets and merge what is found.
@@ -59,6 +60,8 @@ def sweep(
         How many solves run at once; -1 for as many as there are cores or workers.
     tell : callable
         Told how many budgets are done, where they are solved one by one.
+    at_hand : results
+        Whose schedules count where they fit, if they are of the same solver.
     **options : object
         As of `remat.solver.solve`.
 
@@ -68,7 +71,10 @@ def sweep(
     """
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
-    asked = _checked(graph, budgets, time_limit_s, options)
+    if isinstance(budgets, int):
+        budgets, least = spread(graph, budgets, time_limit_s=time_limit_s, **options)
+        at_hand = (*at_hand, *least)
+    asked = _checked(budgets)
     options = {**options, "time_limit_s": time_limit_s}
     if jobs == 1:
         found = _one_by_one(graph, asked, solver, options, tell)
@@ -83,7 +89,7 @@ def sweep(
         unmodified_bytes=_unmodified_bytes(graph),
         points=tuple(
             Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
-            for result in merged(graph, found)
+            for result in merged(graph, found, [r for r in at_hand if r.solver == solver])
         ),
     )  # fmt: skip
 
@@ -94,26 +100,20 @@ def check_jobs(jobs: int) -> None:
         raise SolverError(f"jobs must be 1 or more, or -1 for every core, not {jobs}")
 
 
-def _checked(
-    graph: TrainingGraph,
-    budgets: int | Iterable[int],
-    time_limit_s: float,
-    options: dict[str, object],
-) -> list[int]:
-    if isinstance(budgets, int):
-        return spread_budgets(graph, budgets, time_limit_s=time_limit_s, **options)
+def _checked(budgets: Iterable[int]) -> list[int]:
     asked = sorted(set(budgets))
     if not asked or asked[0] < 0:
         raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
     return asked
 
 
-def spread_budgets(
+def spread(
     graph: TrainingGraph, count: int, *, time_limit_s: float = 60.0, **options: object
-) -> list[int]:
+) -> tuple[list[int], list[Result]]:
     """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
 
-    The same for each solver. Of `options` only the pins are heeded.
+    The same for each solver; and the outcome at the least, if it is at hand. Of `options` only
+    the pins are heeded.
 
     Raises
     ------
@@ -127,7 +127,9 @@ def spread_budgets(
     least_bytes = lost.least_feasible_bytes or floor_bytes(graph)
     room_bytes = max(high_bytes - least_bytes, 0)
     parts = range(count) if count > 1 else [1]
-    return sorted({high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts})
+    asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
+    least = at_least_budget(graph, lost)
+    return sorted(asked), [] if least is None else [least]
 
 
 def floor_bytes(graph: TrainingGraph) -> int:
@@ -198,13 +200,15 @@ def _side_by_side(
     return cast("list[Result]", list(joblib.Parallel(n_jobs=jobs)(tasks)))
 
 
-def merged(graph: TrainingGraph, found: Sequence[Result]) -> list[Result]:
+def merged(
+    graph: TrainingGraph, found: Sequence[Result], at_hand: Sequence[Result] = ()
+) -> list[Result]:
     """Each result with the best schedule of all that fits, and the best bound that holds.
 
-    `found` is in rising order of budgets.
+    `found` is in rising order of budgets; the schedules of `at_hand` count too.
     """
     known = sorted(
-        (result for result in found if result.schedule is not None),
+        (result for result in (*found, *at_hand) if result.schedule is not None),
         key=lambda result: (result.time_us, result.peak_bytes),
     )
     bound_us = 0.0

@@ -15,7 +15,7 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.solver import TABLE, Result, solve, solver_class
 from remat.solver.problem import Problem
 from remat.solver.sequence import keeps_order
-from remat.solver.sweep import spread_budgets, sweep
+from remat.solver.sweep import spread, sweep
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, training_graphs
 from tests.solver.test_contract import IGNORES_BUDGET, check
@@ -150,7 +150,7 @@ def test_nothing_beats_auto_on_small_graphs(solver: str) -> None:
 
 @functools.cache
 def budgets_of_chain() -> list[int]:
-    return spread_budgets(chain(5), 4)
+    return spread(chain(5), 4)[0]
 
 
 @pytest.mark.parametrize("solver", TABLE)

@@ -14,7 +14,7 @@ from remat.solver import Result, solve
 from remat.solver.cut import Cut
 from remat.solver.front import GIB, Front
 from remat.solver.memory_price import least_peak, price_of_gib
-from remat.solver.sweep import floor_bytes, merged, spread_budgets, sweep
+from remat.solver.sweep import floor_bytes, merged, spread, sweep
 from tests.solver.random_graphs import chain, resnet_like
 
 LIMIT_S = 10.0
@@ -59,7 +59,7 @@ def check_front(graph: TrainingGraph, found: Front) -> None:
 def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
     budgets = [budget_bytes for budget_bytes, _ in front().points]
     assert len(front()) == 6
-    assert budgets == spread_budgets(graph_of(), 6)
+    assert budgets == spread(graph_of(), 6)[0]
     assert budgets[0] == solve(graph_of(), 0, "cut").least_feasible_bytes >= floor_bytes(graph_of())
     assert budgets[-1] == front().unmodified_bytes
     assert front().points[-1].result.overhead == 0
@@ -193,3 +193,14 @@ def test_the_price_of_what_cannot_be() -> None:
 def test_bad_sweeps_are_refused_before_any_solve(words: dict[str, object], text: str) -> None:
     with pytest.raises(SolverError, match=text):
         sweep(graph_of(), **words)  # type: ignore[arg-type]
+
+
+def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> None:
+    graph = resnet_like(4)
+    asked, at_hand = spread(graph, 3, time_limit_s=20.0)
+    (least,) = at_hand
+    assert least.peak_bytes <= least.budget_bytes == asked[0]
+    front = sweep(graph, asked, time_limit_s=0.0, at_hand=at_hand)
+    assert [point.result.peak_bytes for point in front.points[:2]] == [least.peak_bytes] * 2
+    other = sweep(graph, asked[:1], "chen_sqrt", at_hand=at_hand)
+    assert all(point.result.solver == "chen_sqrt" for point in other.points)
