@@ -55,9 +55,8 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
 @contextmanager
 def _without_garbage() -> Generator[None]:
-    """Collects garbage now, and none until the end."""
+    """Collect no garbage meanwhile."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
