@@ -33,7 +33,9 @@ Solvers = Annotated[
     list[str], typer.Option("--solver", help="repeatable; one of " + ", ".join(TABLE))
 ]
 Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
-LimitEach = Annotated[float, typer.Option(min=0.0, help="seconds to search at each budget")]
+LimitOfAll = Annotated[
+    float, typer.Option(min=0.0, help="seconds to search, all budgets of a solver together")
+]
 
 
 def sweep(
@@ -41,7 +43,7 @@ def sweep(
     budgets: BudgetList = "12",
     solver: Solvers = ["auto"],  # noqa: B006 typer copies it
     order: options.Order = options.OrderName.fixed,
-    time_limit: LimitEach = 60.0,
+    time_limit: LimitOfAll = 60.0,
     jobs: Jobs = 1,
     keep: options.Keep = [],  # noqa: B006
     recompute: options.Recompute = [],  # noqa: B006

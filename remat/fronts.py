@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
@@ -12,7 +13,7 @@ from remat.solver import solver_class
 from remat.solver.front import Front, Price
 from remat.solver.pin_globs import as_globs
 from remat.solver.result import Result
-from remat.solver.sweep import BUDGETS, PINS, Tell, check_jobs, spread
+from remat.solver.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
 from remat.solver.sweep import sweep as sweep_bytes
 
 Budgets = int | Iterable[str | SupportsIndex] | None
@@ -66,7 +67,7 @@ def sweep(
         out), or a list of budgets as `remat.solve` takes them.
     solver : a name of `remat.solver`'s table. solvers : several, for a front each, at the
         same budgets.
-    time_limit_s : wall clock for each budget, in seconds.
+    time_limit_s : wall clock for all budgets together, in seconds; for each solver anew.
     jobs : how many solves run at once; -1 for as many as there are cores. Inside
         ``joblib.parallel_config(backend="dask")`` they run on that cluster.
     tell : called with how many budgets are done, and of how many.
@@ -86,9 +87,11 @@ def sweep(
     check_jobs(jobs)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
-    asked, at_hand = _in_bytes(graph, budgets, time_limit_s, pins)
+    began_s = time.monotonic()
+    asked, at_hand = _in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
+    left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
-        "time_limit_s": time_limit_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
+        "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
     }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts

@@ -28,9 +28,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver.block_knapsack import Layer, choices_in_place, compose, stages_of
 from remat.solver.block_options import BlockOption, Options, block_graph, block_options
 from remat.solver.cut_bound import least_needed_bytes
+from remat.solver.kept_results import kept_with
 from remat.solver.problem import Problem
 from remat.solver.repair import Repair, fill
-from remat.solver.repeated_blocks import Reads, Shape, find_blocks, shape_of
+from remat.solver.repeated_blocks import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.stages import State
@@ -123,13 +124,26 @@ class Hierarchical:
             search.message = search.message or "no repeated block: the solver 'cut' needs none"
             return None
         search.message = search.message or _description(shapes)
-        tables: dict[Shape, Options] = {}
+        blocks_by_shape: dict[Shape, Block] = {}
         for block, shape in zip(blocks, shapes, strict=True):
-            if shape not in tables:
+            blocks_by_shape.setdefault(shape, block)
+        tables = self._tables(search, reads, blocks_by_shape)
+        return [(block, tables[shape]) for block, shape in zip(blocks, shapes, strict=True)]
+
+    def _tables(
+        self, search: Search, reads: Reads, blocks: dict[Shape, Block]
+    ) -> dict[Shape, Options]:
+        """The options of each shape; complete ones are kept for other solves of the graph."""
+        known = kept_with(search.graph, f"options at {self.limits}", dict[Shape, Options])
+        found: dict[Shape, Options] = {}
+        for shape, block in blocks.items():
+            if shape not in known:
                 search.say(f"solving the block from {search.graph.ops[block.start].name} on")
                 small = block_graph(search.problem, reads, block)
-                tables[shape] = block_options(small, self.limits, lambda: search.left_s)
-        return [(block, tables[shape]) for block, shape in zip(blocks, shapes, strict=True)]
+                found[shape] = block_options(small, self.limits, lambda: search.left_s)
+                if search.left_s > 0:
+                    known[shape] = found[shape]
+        return known | found
 
     def _compose(self, search: Search, layers: Sequence[Layer]) -> bool:
         """Choose, expand, judge, fill; return whether something fits."""

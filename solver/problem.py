@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.kept_results import kept_with
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,11 @@ class Problem:
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
-        """Index `graph`."""
+        """Index `graph`; the same object each time."""
+        return kept_with(graph, "problem", lambda: cls._indexed(graph))
+
+    @classmethod
+    def _indexed(cls, graph: TrainingGraph) -> Problem:
         made = [value for value in graph.values if value.producer]
         index = {value.name: i for i, value in enumerate(made)}
         inputs = tuple(_indices(op.inputs, index) for op in graph.ops)

@@ -10,6 +10,7 @@ through joblib: on this machine, or on the cluster of the backend that is config
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -28,6 +29,10 @@ from remat.solver.store_all import StoreAll
 BUDGETS = 12
 """Budgets of a sweep that names none."""
 PINS = ("keep", "recompute")
+NAMING_PART = 1 / 6
+"""Part of the time limit in which the least peak is looked for."""
+LARGEST_PART = 1.5
+"""Most that a budget takes of the time left, in equal parts of it; most budgets take less."""
 
 Tell = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
@@ -55,7 +60,7 @@ def sweep(
     solver : str
         A name of the solvers' table.
     time_limit_s : float
-        For each budget.
+        For all budgets together, each of which has about an equal part.
     jobs : int
         How many solves run at once; -1 for as many as there are cores or workers.
     tell : callable
@@ -69,17 +74,18 @@ def sweep(
     ------
     SolverError : no budgets, a number of jobs that means nothing, an unknown solver or option.
     """
+    began_s = time.monotonic()
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
     if isinstance(budgets, int):
-        budgets, least = spread(graph, budgets, time_limit_s=time_limit_s, **options)
+        budgets, least = spread(graph, budgets, time_limit_s=NAMING_PART * time_limit_s, **options)
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
-    options = {**options, "time_limit_s": time_limit_s}
+    left_s = time_limit_s - (time.monotonic() - began_s)
     if jobs == 1:
-        found = _one_by_one(graph, asked, solver, options, tell)
+        found = _one_by_one(graph, asked, solver, options, left_s, tell)
     else:
-        found = _side_by_side(graph, asked, solver, options, jobs)
+        found = _side_by_side(graph, asked, solver, options, left_s, jobs)
     return Front(
         name=graph.name,
         graph_hash=graph.hash,
@@ -112,8 +118,8 @@ def spread(
 ) -> tuple[list[int], list[Result]]:
     """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
 
-    The same for each solver; and the outcome at the least, if it is at hand. Of `options` only
-    the pins are heeded.
+    The same for each solver; and the outcome at the least, if it is at hand. `time_limit_s` is
+    for naming the least peak. Of `options` only the pins are heeded.
 
     Raises
     ------
@@ -147,20 +153,24 @@ def _one_by_one(
     budgets: Sequence[int],
     solver: str,
     options: dict[str, Any],
+    time_limit_s: float,
     tell: Tell | None,
 ) -> list[Result]:
     """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
     found: list[Result] = []
+    end_s = time.monotonic() + time_limit_s
     for budget_bytes in budgets:
         if tell:
             tell(len(found), len(budgets))
         last = found[-1] if found else None
+        left_s = max(end_s - time.monotonic(), 0.0)
+        part_s = left_s * min(LARGEST_PART / (len(budgets) - len(found)), 1.0)
         if last is not None and is_ideal(graph, last):
             found.append(_at_larger_budget(last, budget_bytes))
         elif last is not None and last.message.startswith(INTERRUPTED):
             found.append(_untried(graph, solver, budget_bytes))
         else:
-            found.append(solve(graph, budget_bytes, solver, **options))
+            found.append(solve(graph, budget_bytes, solver, time_limit_s=part_s, **options))
     return found
 
 
@@ -191,10 +201,13 @@ def _side_by_side(
     budgets: Sequence[int],
     solver: str,
     options: dict[str, Any],
+    time_limit_s: float,
     jobs: int,
 ) -> list[Result]:
     # joblib ships no types, and is not needed for one job.
     joblib: Any = importlib.import_module("joblib")
+    at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
+    options = {**options, "time_limit_s": max(time_limit_s, 0.0) * at_once / len(budgets)}
     task = joblib.delayed(solve)
     tasks = [task(graph, budget_bytes, solver, **options) for budget_bytes in budgets]
     return cast("list[Result]", list(joblib.Parallel(n_jobs=jobs)(tasks)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import msgspec
 import pytest
@@ -193,6 +194,16 @@ def test_the_price_of_what_cannot_be() -> None:
 def test_bad_sweeps_are_refused_before_any_solve(words: dict[str, object], text: str) -> None:
     with pytest.raises(SolverError, match=text):
         sweep(graph_of(), **words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
+    graph = resnet_like(8)
+    began_s = time.monotonic()
+    found = sweep(graph, 8, gap=0.0, time_limit_s=4.0, jobs=jobs)
+    assert any(result.status == "time limit" for _, result in found.points)
+    assert time.monotonic() - began_s < 10.0
+    check_front(graph, found)
 
 
 def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> None:
