@@ -83,6 +83,11 @@ def device_table() -> DeviceTable:
     return msgspec.json.decode(TABLE.read_bytes(), type=DeviceTable)
 
 
+def is_in_table(name: str) -> bool:
+    """Whether a device of that name is planned for from the table."""
+    return name in device_table().devices
+
+
 def modelled_device(name: str) -> Device:
     """The device of that name.
 

@@ -19,6 +19,10 @@ class DeviceError(RematError):
     """The device is unknown, or is not one that can be planned for here."""
 
 
+class ProfileError(RematError):
+    """The profile cannot be read, or is not of the device or the ops it is wanted for."""
+
+
 class FactoryError(RematError):
     """The file or factory that should build the model is missing or fails."""
 

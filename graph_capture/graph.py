@@ -20,6 +20,7 @@ KEPT = "kept by"
 """How `Op.pinned` begins where only the user wants that the op does not run twice."""
 
 Phase = Literal["forward", "backward"]
+Origin = Literal["unpriced", "measured", "modelled", "estimated"]
 Kind = Literal[
     "parameter", "buffer", "input", "constant", "activation", "rng_state", "tangent",
     "gradient", "output",
@@ -55,7 +56,7 @@ class Op(msgspec.Struct, frozen=True):
     name : name of the fx node. target : for example ``aten.mm.default``.
     inputs, outputs : names of the values it reads and of the values it creates.
     cost_us : time of one run. workspace_bytes : bytes taken while it runs beyond its
-        inputs and outputs.
+        inputs and outputs. price : where these two come from.
     pinned : why the op must not run twice; empty if it may.
     module, source : module path and ``file:line`` of the user's code behind it.
     """
@@ -70,6 +71,7 @@ class Op(msgspec.Struct, frozen=True):
     pinned: str = ""
     module: str = ""
     source: str = ""
+    price: Origin = "unpriced"
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -104,8 +106,9 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     outputs : values that must be live when the step ends. A value in both is in the
         caller's hands in between and cannot be freed.
     resident : bytes that no schedule changes. inputs : signature of the batch.
-    device : for example ``cpu``. prices : how costs were obtained (``unpriced``,
-        ``measured``, ``modelled``). versions : of what captured and priced it.
+    device : for example ``cpu``. prices : how costs were obtained: ``unpriced``,
+        ``measured``, ``modelled``, or ``mixed`` of the last two; each op says its own.
+        versions : of what captured and priced it. notes : on the prices, in words.
     """
 
     name: str
@@ -118,6 +121,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     device: str = "cpu"
     prices: str = "unpriced"
     versions: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -1,96 +1,113 @@
-"""Prices for a device that is not here: a roofline of each op, by the device's stated rates.
-
-An op takes the longer of its arithmetic and its traffic, and a launch:
-``max(flops / rate, bytes / bandwidth) + launch``, at the shares of the peaks that `devices.json`
-states for its class (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009,
-https://doi.org/10.1145/1498765.1498785). Flops are torch's own counts, halved for causal
-attention; an op that torch does not count is bound by its traffic.
+"""Prices for a device that is not here: a `roofline` of each op, or what a profile says of it.
 
 The graph is captured on a CPU, whose fused attention stands for the flash form of the device:
 it has the same results of the same sizes. Sizes are rounded as the CUDA allocator rounds them.
+An op that a profile of the device holds has its measured price; the model of the others is
+fitted to that profile, and the graph's notes say how far off it is on what was measured.
 """
 
 from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.device_table import MODELLED, Device, device_table, modelled_device
+from remat.graph_capture.device_table import MODELLED, modelled_device
+from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint import TANGENTS
 from remat.graph_capture.node_facts import argument, tensors_of
-from remat.graph_capture.op_work import ATTENTION, ATTENTION_BACKWARD, flops_of, moved_bytes
+from remat.graph_capture.op_work import ATTENTION_BACKWARD, work_of
+from remat.graph_capture.profile_file import Measured, Profile
+from remat.graph_capture.roofline import Roofline
+from remat.graph_capture.sample_inputs import price_key
 from remat.graph_capture.tracing import Trace
 
 ALLOCATION_BYTES = 512
 """What the CUDA caching allocator rounds every size up to."""
 RNG_STATE_BYTES = 16
+MOST = 0.9
+"""Part of the measured ops of which the largest error is told."""
 ATTENTION_ROWS, ATTENTION_COLUMNS = 128, 32
 """What flash attention pads sequences and heads to in its float32 sums."""
 
 
-def price_modelled(trace: Trace, name: str) -> TrainingGraph:
+def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> TrainingGraph:
     """The trace's graph with the costs, workspaces and sizes of a device of the table.
 
     Raises
     ------
-    DeviceError : there is no such device.
+    DeviceError : there is no such device. ProfileError : `profile` is of another.
     """
-    device = modelled_device(name)
+    roofline = assumed = Roofline.assumed(modelled_device(name))
+    known: dict[str, Measured] = {}
+    if profile is not None:
+        if profile.device != name:
+            raise ProfileError(f"the profile is of {profile.device}, not of {name}")
+        roofline, known = assumed.fitted(profile), profile.ops
     graph, nodes = trace.graph, trace.joint.node_of_op
+    pricing = _Pricing(roofline, known)
+    ops = tuple(pricing.priced(op, nodes.get(op.name)) for op in graph.ops)
+    is_mixed = any(op.price == "measured" for op in ops)
     return msgspec.structs.replace(
         graph,
-        ops=tuple(_priced(op, nodes.get(op.name), device) for op in graph.ops),
+        ops=ops,
         values=tuple(_sized(value) for value in graph.values),
         resident=_resident(graph),
         device=name,
-        prices=MODELLED,
+        prices="mixed" if is_mixed else MODELLED,
+        notes=() if profile is None else _notes(ops, assumed, profile),
     )
 
 
-def _priced(op: Op, node: fx.Node | None, device: Device) -> Op:
-    if op.target == TANGENTS:
-        return op
-    cost_us = device_table().launch_us
-    if node is not None:
-        cost_us += _work_us(node, op.target, device)
-    workspace_bytes = _rounded(RNG_STATE_BYTES) if op.workspace_bytes else 0
-    if node is not None and op.target == ATTENTION_BACKWARD:
-        workspace_bytes += _attention_sums_bytes(node)
-    return msgspec.structs.replace(op, cost_us=cost_us, workspace_bytes=workspace_bytes)
+@dataclass(frozen=True)
+class _Pricing:
+    """Prices op by op: from what is known, else from the model."""
+
+    roofline: Roofline
+    known: dict[str, Measured]
+
+    def priced(self, op: Op, node: fx.Node | None) -> Op:
+        if op.target == TANGENTS:
+            return op
+        base_bytes = _rounded(RNG_STATE_BYTES) if op.workspace_bytes else 0
+        one = None if node is None or not self.known else self.known.get(price_key(node))
+        if one is not None:
+            return msgspec.structs.replace(
+                op, cost_us=one.cost_us, workspace_bytes=base_bytes + one.workspace_bytes,
+                price="estimated" if one.is_estimate else "measured",
+            )  # fmt: skip
+        cost_us = self.roofline.launch_us
+        if node is not None:
+            cost_us = self.roofline.cost_us(op.target, work_of(node))
+            if op.target == ATTENTION_BACKWARD:
+                base_bytes += _attention_sums_bytes(node)
+        return msgspec.structs.replace(
+            op, cost_us=cost_us, workspace_bytes=base_bytes, price=MODELLED
+        )
 
 
-def _work_us(node: fx.Node, target: str, device: Device) -> float:
-    kind = _class_of(target)
-    reached = device_table().classes[kind]
-    flops = flops_of(node)
-    if kind == "attention" and argument(node, "is_causal"):
-        flops //= 2
-    arithmetic_us = flops / (reached.rate * device.flops_per_us(_rate_of(node, kind, device)))
-    traffic_us = moved_bytes(node) / (reached.bandwidth * device.bytes_per_us)
-    return max(arithmetic_us, traffic_us)
-
-
-def _class_of(target: str) -> str:
-    if target in (ATTENTION, ATTENTION_BACKWARD):
-        return "attention"
-    if target.startswith("aten.convolution"):
-        return "convolution"
-    is_matmul = target.split(".")[1:2] in (["mm"], ["addmm"], ["bmm"], ["baddbmm"])
-    return "matmul" if is_matmul else "other"
-
-
-def _rate_of(node: fx.Node, kind: str, device: Device) -> str:
-    """The dtype whose rate the op has; float32 on tensor cores where torch is set to allow it."""
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()]
-    dtype = dtypes[0] if dtypes else "float32"
-    if dtype != "float32" or "tf32" not in device.tflops:
-        return dtype
-    is_rounded = kind == "convolution" and torch.backends.cudnn.allow_tf32
-    is_rounded |= kind == "matmul" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if is_rounded else dtype
+def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[str, ...]:
+    """How much of the step was measured, on what, and how far off the model is there."""
+    total_us = sum(op.cost_us for op in ops)
+    measured = [op for op in ops if op.price == "measured"]
+    part = sum(op.cost_us for op in measured) / total_us if total_us else 0.0
+    notes = [
+        f"{len(measured)} of {len(ops)} ops, {100 * part:.0f} % of the step's time, were measured "
+        f"on {profile.title} with torch {profile.torch}"
+    ]
+    errors = assumed.errors(profile)
+    if errors:
+        median, most = statistics.median(errors), errors[int(MOST * (len(errors) - 1))]
+        notes.append(
+            f"the model of the others is fitted to {len(errors)} measured ops; each left out in "
+            f"turn, it is off by {100 * median:.0f} % in the median, and by at most "
+            f"{100 * most:.0f} % in nine of ten"
+        )
+    return tuple(notes)
 
 
 def _attention_sums_bytes(node: fx.Node) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Price(msgspec.Struct, frozen=True, array_like=True):
@@ -21,12 +21,14 @@ class Price(msgspec.Struct, frozen=True, array_like=True):
     ----------
     cost_us : its time. workspace_bytes : beyond inputs and outputs, while it runs.
     kept_bytes : what its results keep beyond the storages that the trace gives them;
-        `mse_loss`, for one, returns a scalar in the storage of all its terms.
+    `mse_loss`, for one, returns a scalar in the storage of all its terms. is_estimate : it
+        was not measured.
     """
 
     cost_us: float
     workspace_bytes: int
     kept_bytes: int = 0
+    is_estimate: bool = False
 
 
 class _File(msgspec.Struct):

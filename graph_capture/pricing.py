@@ -12,11 +12,14 @@ import msgspec
 import torch
 from torch import fx
 
+from remat.graph_capture.device_table import CPU
+from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint import SAVE_RNG, Joint
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.node_facts import storage_bytes, storage_key, target_name, tensors_of
 from remat.graph_capture.price_cache import Price, PriceCache
+from remat.graph_capture.profile_file import Profile
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.tracing import Progress, Trace
 
@@ -26,7 +29,9 @@ ESTIMATED_BYTES_PER_US = 5_000
 SAVE_RNG_KEY = "remat.save_rng_state()"
 
 
-def price(trace: Trace, *, progress: Progress | None = None) -> TrainingGraph:
+def price(
+    trace: Trace, *, progress: Progress | None = None, profile: Profile | None = None
+) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
     Each distinct (op, shapes, strides, dtypes, scalars) is run on made data: once to warm
@@ -36,25 +41,84 @@ def price(trace: Trace, *, progress: Progress | None = None) -> TrainingGraph:
     Parameters
     ----------
     progress : called with (distinct ops priced, distinct ops to price).
+    profile : prices that are taken instead, wherever they were measured. Ops that it lacks
+        are measured if it is of this machine.
+
+    Raises
+    ------
+    ProfileError : `profile` is of another machine and lacks ops of the step.
     """
-    joint = trace.joint
-    keys = {name: price_key(node) for name, node in joint.node_of_op.items()}
-    example = {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
+    keys = _keys(trace.joint)
     cache = PriceCache()
-    missing = {key: node for key, node in example.items() if key not in cache.prices}
-    if missing or SAVE_RNG_KEY not in cache.prices:
+    known = {} if profile is None else _taken(trace.joint, profile, cache.device)
+    prices = {**known_or_measured(trace.joint, cache, frozenset(known), progress), **known}
+    of_op = {name: prices[key] for name, key in keys.items()}
+    graph = trace.graph
+    return msgspec.structs.replace(
+        graph,
+        ops=tuple(_priced(op, of_op.get(op.name)) for op in graph.ops),
+        values=_sized(graph, of_op),
+        prices="measured",
+        versions={**graph.versions, "priced_on": profile.title if profile else cache.device},
+        notes=() if profile is None else (_note(profile),),
+    )
+
+
+def _keys(joint: Joint) -> dict[str, str]:
+    """What determines the price of each op."""
+    keys = {name: price_key(node) for name, node in joint.node_of_op.items()}
+    return keys | {op.name: SAVE_RNG_KEY for op in joint.graph.ops if op.target == SAVE_RNG}
+
+
+def examples(joint: Joint) -> dict[str, fx.Node]:
+    """The first node of each key."""
+    return {price_key(node): node for node in reversed(joint.node_of_op.values())}
+
+
+def _taken(joint: Joint, profile: Profile, device: str) -> dict[str, Price]:
+    """The prices of `profile`, if they will do on `device`."""
+    if profile.device != CPU:
+        raise ProfileError(
+            f"the profile is of {profile.device}, not of a CPU: plan for device={profile.device!r}"
+        )
+    needed = examples(joint)
+    missing = [node for key, node in needed.items() if key not in profile.ops]
+    if missing and profile.title != device:
+        raise ProfileError(
+            f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
+            f"such as {target_name(missing[0])}: measure this model there, with "
+            "remat profile MODEL -o FILE"
+        )
+    return {
+        key: Price(one.cost_us, one.workspace_bytes, one.kept_bytes, one.is_estimate)
+        for key, one in profile.ops.items()
+    }
+
+
+def _note(profile: Profile) -> str:
+    note = f"measured on {profile.title} with torch {profile.torch}"
+    if profile.torch == str(torch.__version__):
+        return note
+    warnings.warn(
+        f"the profile was measured with torch {profile.torch}, and is used with "
+        f"{torch.__version__}: times and peaks may differ. Measure it again with "
+        "remat profile MODEL -o FILE",
+        stacklevel=4,
+    )
+    return f"{note}, not with this {torch.__version__}"
+
+
+def known_or_measured(
+    joint: Joint, cache: PriceCache, known: frozenset[str], progress: Progress | None
+) -> dict[str, Price]:
+    """Prices of all ops whose keys are not `known`, those that are new measured and kept."""
+    held = known.union(cache.prices)
+    missing = {key: node for key, node in examples(joint).items() if key not in held}
+    if missing or SAVE_RNG_KEY not in held:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
             cache.prices.update(_measured(joint, missing, progress or _silent))
         cache.save()
-    keys.update({op.name: SAVE_RNG_KEY for op in joint.graph.ops if op.target == SAVE_RNG})
-    prices = {name: cache.prices[key] for name, key in keys.items()}
-    return msgspec.structs.replace(
-        joint.graph,
-        ops=tuple(_priced(op, prices.get(op.name)) for op in joint.graph.ops),
-        values=_sized(joint.graph, prices),
-        prices="measured",
-        versions={**joint.graph.versions, "priced_on": cache.device},
-    )
+    return cache.prices
 
 
 def _sized(graph: TrainingGraph, prices: dict[str, Price]) -> tuple[Value, ...]:
@@ -82,6 +146,7 @@ def _priced(op: Op, price: Price | None) -> Op:
     return msgspec.structs.replace(
         op,
         cost_us=price.cost_us,
+        price="estimated" if price.is_estimate else "measured",
         workspace_bytes=op.workspace_bytes + price.workspace_bytes,
     )
 
@@ -113,7 +178,7 @@ def _estimated(node: fx.Node, error: RuntimeError) -> Price:
     )
     tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
     moved_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    return Price(moved_bytes / ESTIMATED_BYTES_PER_US, 0)
+    return Price(moved_bytes / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
 
 
 def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:

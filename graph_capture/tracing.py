@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from remat.graph_capture.fused_attention import FusedAttention
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint import Joint, build_joint
 from remat.graph_capture.node_facts import is_tangent
+from remat.graph_capture.profile_file import Profile, as_profile
 from remat.graph_capture.provenance import Provenance
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.resident import Optimizer, resident_bytes
@@ -177,6 +179,7 @@ def capture(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
     device: str = CPU,
+    profile: Profile | str | Path | None = None,
     progress: Progress | None = None,
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
@@ -185,25 +188,38 @@ def capture(
     ----------
     device : ``cpu``, whose ops are measured, or a name of `devices.json`, such as ``h100``,
         for which they are modelled: nothing runs, and the model may be on ``meta``.
+    profile : prices measured before, here or elsewhere, or the file they are kept in.
+
+    Raises
+    ------
+    ProfileError : the profile cannot be read, or does not serve this device and model.
     """
+    known = as_profile(profile)
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
     )  # fmt: skip
-    return price_for(traced, device, progress=progress)
+    return price_for(traced, device, progress=progress, profile=known)
 
 
 def price_for(
-    traced: Trace, device: str = CPU, *, progress: Progress | None = None
+    traced: Trace,
+    device: str = CPU,
+    *,
+    progress: Progress | None = None,
+    profile: Profile | None = None,
 ) -> TrainingGraph:
-    """The trace's graph with the prices of a device: measured here, or modelled by name."""
+    """The trace's graph with the prices of a device: measured here, or modelled by name.
+
+    Where `profile` has a price, it counts.
+    """
     if device == CPU:
         from remat.graph_capture.pricing import price
 
-        return price(traced, progress=progress)
+        return price(traced, progress=progress, profile=profile)
     from remat.graph_capture.modelled import price_modelled
 
-    return price_modelled(traced, device)
+    return price_modelled(traced, device, profile)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

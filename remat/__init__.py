@@ -18,6 +18,8 @@ from remat.solver.result import Result
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.fronts import sweep
+    from remat.graph_capture.profile_file import Profile
+    from remat.graph_capture.profiling import profile
     from remat.graph_capture.tracing import capture
     from remat.rewriter.checking import Check, check
     from remat.rewriter.rewriting import rewrite
@@ -27,6 +29,7 @@ __all__ = [
     "Check",
     "Front",
     "Price",
+    "Profile",
     "RematError",
     "Result",
     "Schedule",
@@ -36,6 +39,7 @@ __all__ = [
     "check",
     "least_peak",
     "price_of_gib",
+    "profile",
     "rematerialize",
     "rewrite",
     "simulate",
@@ -50,7 +54,9 @@ _LAZY = {
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",
     "least_peak": "remat.solver.memory_price",
+    "Profile": "remat.graph_capture.profile_file",
     "price_of_gib": "remat.solver.memory_price",
+    "profile": "remat.graph_capture.profiling",
     "rematerialize": "remat.api",
     "rewrite": "remat.rewriter.rewriting",
     "solve": "remat.api",

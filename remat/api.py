@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import remat.solver as solvers
 from remat.budget import RESERVE, auto_bytes, parse_budget
 from remat.formats import bytes_text
-from remat.graph_capture.device_table import MODELLED, modelled_device
+from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
@@ -20,6 +21,8 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from torch import fx, nn
+
+    from remat.graph_capture.profile_file import Profile
 
 Optimizer = Literal["none", "sgd", "momentum", "adamw"]
 
@@ -51,7 +54,7 @@ def resolve_budget(
     parsed = parse_budget(budget)
     if parsed.kind == "share":
         return int(parsed.share * unmodified(graph).peak_bytes)
-    if parsed.kind == "auto" and graph.prices == MODELLED:
+    if parsed.kind == "auto" and is_in_table(graph.device):
         return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
     if parsed.kind == "auto":
         resident = graph.resident
@@ -118,6 +121,7 @@ def rematerialize(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
+    profile: Profile | str | Path | None = None,
     solver: str = "auto",
     time_limit_s: float = 60.0,
     keep: Globs = (),
@@ -143,14 +147,16 @@ def rematerialize(
     RematError : the model cannot be captured, or an option is unknown.
     """
     from remat.graph_capture.pricing import price
+    from remat.graph_capture.profile_file import as_profile
     from remat.graph_capture.tracing import trace
     from remat.rewriter.rewriting import rewrite
 
+    known = as_profile(profile)
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
     )  # fmt: skip
-    graph = price(traced)
+    graph = price(traced, profile=known)
     result = solve(graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options)
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))

@@ -61,6 +61,12 @@ Device = Annotated[
     str,
     typer.Option(help="cpu, measured here; or modelled: " + ", ".join(device_table().devices)),
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", metavar="FILE", help="prices kept by remat profile, to use as they are"
+    ),
+]
 Accumulate = Annotated[
     bool, typer.Option("--accumulate", help="count accumulated gradients as resident")
 ]
@@ -68,4 +74,5 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on s
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run or solve -o")]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run or solve -o")]
+Top = Annotated[int, typer.Option(min=1, help="how many ops to show")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]

@@ -12,10 +12,19 @@ import typer
 from remat import cli_options as options
 from remat import json_report, pipeline
 from remat.api import infeasible_text
-from remat.cli_run import asked, conclude, load_shown, priced, said_price, show_price
+from remat.cli_run import (
+    asked,
+    conclude,
+    load_shown,
+    priced,
+    read_profile,
+    said_price,
+    show_price,
+)
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.device_table import CPU, check_device
+from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow, rows_of_graph, rows_of_plan
 from remat.schedules.schedule import Schedule
@@ -28,7 +37,6 @@ GraphOrModel = Annotated[
 Anything = Annotated[
     str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help="a model, or a kept graph or plan")
 ]
-Top = Annotated[int, typer.Option(min=1, help="how many ops to show")]
 
 
 def capture(
@@ -36,6 +44,7 @@ def capture(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -43,9 +52,7 @@ def capture(
     """Trace one training step of MODEL, and measure what each op costs."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        check_device(device)
-        loaded = load_shown(model, session)
-        graph = pipeline.capture_loaded(loaded, session.stages, optimizer.value, accumulate, device)
+        graph = graph_of_model(model, session, optimizer.value, accumulate, device, profile)
         session.save(output, graph.to_json(), "graph")
         if as_json:
             session.emit(msgspec.to_builtins(graph))
@@ -65,6 +72,7 @@ def solve(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -75,7 +83,7 @@ def solve(
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device
         )
-        graph = graph_of(source, session, optimizer.value, accumulate, device)
+        graph = graph_of(source, session, optimizer.value, accumulate, device, profile)
         result = pipeline.solve_request(graph, request, session.stages)
         if result.schedule:
             session.save(output, result.schedule.to_json(), "plan")
@@ -98,17 +106,18 @@ def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
 def inspect(
     source: Anything,
     plan: options.PlanOption = None,
-    top: Top = 20,
+    top: options.Top = 20,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    profile: options.ProfileFile = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
     """Show the ops: sizes, prices, places, and how often a plan runs each."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        rows = _rows_of(source, plan, session, optimizer.value, accumulate, device)
+        rows = _rows_of(source, plan, session, optimizer.value, accumulate, device, profile)
         if as_json:
             session.emit({"ops": [asdict(row) for row in rows]})
         else:
@@ -140,26 +149,45 @@ def rewrite(
             session.out.print(text, markup=False, soft_wrap=True)
 
 
-def _rows_of(
-    source: str, plan: Path | None, session: Session, optimizer: Any, accumulate: bool, device: str
-) -> list[OpRow]:
+def _rows_of(source: str, plan: Path | None, session: Session, *how: Any) -> list[OpRow]:
     if source.endswith(".json"):
         data = Path(source).read_bytes()
         if b'"steps":' in data:
             return rows_of_plan(Schedule.from_json(data))
     schedule = Schedule.from_json(plan.read_bytes()) if plan else None
-    return rows_of_graph(graph_of(source, session, optimizer, accumulate, device), schedule)
+    return rows_of_graph(graph_of(source, session, *how), schedule)
 
 
 def graph_of(
-    source: str, session: Session, optimizer: Any, accumulate: bool, device: str = CPU
+    source: str,
+    session: Session,
+    optimizer: Any,
+    accumulate: bool,
+    device: str = CPU,
+    profile: Path | None = None,
 ) -> TrainingGraph:
     """The graph in a file that `capture -o` kept, or of a model for a device."""
+    if not source.endswith(".json"):
+        return graph_of_model(source, session, optimizer, accumulate, device, profile)
     check_device(device)
-    if source.endswith(".json"):
-        return TrainingGraph.from_json(Path(source).read_bytes())
-    loaded = load_shown(source, session)
-    return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate, device)
+    if profile is not None:
+        raise ProfileError(f"{source} has its prices: --profile goes with a model")
+    return TrainingGraph.from_json(Path(source).read_bytes())
+
+
+def graph_of_model(
+    model: str,
+    session: Session,
+    optimizer: Any,
+    accumulate: bool,
+    device: str,
+    profile: Path | None,
+) -> TrainingGraph:
+    """The graph of a model for a device; what is unknown is refused before it is loaded."""
+    check_device(device)
+    known = read_profile(profile)
+    loaded = load_shown(model, session)
+    return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate, device, known)
 
 
 def _show_graph(session: Session, graph: TrainingGraph) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from remat import cli_options as options
 from remat import json_report, pipeline
@@ -21,6 +22,9 @@ from remat.solver.front import Price
 from remat.solver.memory_price import price_of_gib
 from remat.solver.result import Result
 
+if TYPE_CHECKING:
+    from remat.graph_capture.profile_file import Profile
+
 
 def run(
     model: options.Model,
@@ -34,6 +38,7 @@ def run(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -42,8 +47,9 @@ def run(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         request = asked(
-            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device
-        )
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
+            profile,
+        )  # fmt: skip
         report = pipeline.run(load_shown(model, session), request, session.stages)
         if report.result.schedule:
             session.save(output, report.result.schedule.to_json(), "plan")
@@ -130,15 +136,26 @@ def asked(
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
     device: str = CPU,
+    profile: Path | None = None,
 ) -> pipeline.Request:
     """The request, refused before anything runs if a part of it is unknown."""
     parse_budget(budget)
     check_device(device)
+    known = read_profile(profile)
     make_solver(solver, order=order.value)
     return pipeline.Request(
         budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute),
-        order.value, device,
+        order.value, device, known,
     )  # fmt: skip
+
+
+def read_profile(path: Path | None) -> Profile | None:
+    """The profile kept in that file, if one is given."""
+    if path is None:
+        return None
+    from remat.graph_capture.profile_file import as_profile
+
+    return as_profile(path)
 
 
 def priced(

@@ -50,6 +50,7 @@ def sweep(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -59,7 +60,7 @@ def sweep(
     with session.guarded():
         asked = asked_budgets(budgets)
         _refuse_unknown(solver, order.value, jobs)
-        graph = graph_of(source, session, optimizer.value, accumulate, device)
+        graph = graph_of(source, session, optimizer.value, accumulate, device, profile)
         with session.stages.stage("sweep", "solving at several budgets") as progress:
             fronts = sweep_graph(
                 graph, asked, solvers=solver, time_limit_s=time_limit, jobs=jobs,

@@ -27,6 +27,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "ops": len(report.graph.ops),
         "device": report.graph.device,
         "prices": report.graph.prices,
+        "price_notes": report.graph.notes,
         "baseline": _row_json(rows["unmodified"]),
         "chen_sqrt": _row_json(rows["chen_sqrt"]),
         "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,

@@ -26,6 +26,7 @@ from remat.solver.memory_price import least_peak
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
+    from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.tracing import Trace
     from remat.rewriter.checking import Check
 
@@ -81,6 +82,7 @@ class Request:
     recompute: tuple[str, ...] = ()
     order: str = "fixed"
     device: str = CPU
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,15 @@ def trace_loaded(
     )  # fmt: skip
 
 
-def price_trace(traced: Trace, stages: Stages, device: str = CPU) -> TrainingGraph:
+def price_trace(
+    traced: Trace, stages: Stages, device: str = CPU, profile: Profile | None = None
+) -> TrainingGraph:
     """The priced graph of a trace."""
     from remat.graph_capture.tracing import price_for
 
     doing = "measuring ops" if device == CPU else f"modelling ops on {device}"
     with stages.stage("profile", doing) as progress:
-        return price_for(traced, device, progress=progress)
+        return price_for(traced, device, progress=progress, profile=profile)
 
 
 def capture_loaded(
@@ -153,11 +157,22 @@ def capture_loaded(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
     device: str = CPU,
+    profile: Profile | None = None,
 ) -> TrainingGraph:
     """Trace and price what a factory made."""
     with stages.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, optimizer, accumulate, device)
-    return price_trace(traced, stages, device)
+    return price_trace(traced, stages, device, profile)
+
+
+def measure_loaded(loaded: Loaded, stages: Stages) -> Profile:
+    """The measured ops of what a factory made."""
+    from remat.graph_capture.profiling import measure
+
+    with stages.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, "none", accumulate=False)
+    with stages.stage("profile", "measuring ops") as progress:
+        return measure(traced, progress=progress)
 
 
 def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Result:
@@ -211,7 +226,7 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     """
     with stages.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request.optimizer, request.accumulate, request.device)
-    graph = price_trace(traced, stages, request.device)
+    graph = price_trace(traced, stages, request.device, request.profile)
     everything = unmodified(graph)
     chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
     result = solve_request(graph, request, stages)

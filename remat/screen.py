@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
-from remat.graph_capture.device_table import MODELLED, modelled_device
+from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
@@ -71,8 +71,7 @@ def _verdict(report: Report) -> Table:
     if report.check:
         table.add_row("equal", equal_text(report.check))
     _add_kept(table, graph, result)
-    if graph.prices == MODELLED:
-        table.add_row("prices", modelled_text(graph.device))
+    _add_prices(table, graph)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
@@ -90,13 +89,24 @@ def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
         table.add_row("attention", str(result.attention))
 
 
-def modelled_text(device: str) -> str:
-    """What is behind the figures of a device that is not here."""
-    title = modelled_device(device).title
-    return (
-        f"modelled for {title}: peak rates as its maker states them, at assumed shares of them, "
-        "which nobody has compared with a measured step; nothing was run"
-    )
+def _add_prices(table: Table, graph: TrainingGraph) -> None:
+    """What is behind the figures, where that is not a measurement on this machine."""
+    if is_in_table(graph.device) or graph.notes:
+        table.add_row("prices", prices_text(graph))
+
+
+def prices_text(graph: TrainingGraph) -> str:
+    """Which prices are modelled, and how far off the model has been seen to be."""
+    said = list(graph.notes)
+    if is_in_table(graph.device):
+        title = modelled_device(graph.device).title
+        said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
+        if not graph.notes:
+            said.append(
+                "each is modelled, at assumed shares of these rates, which nobody has compared "
+                "with a measured step"
+            )
+    return "; ".join(said)
 
 
 def _gap(result: Result) -> str:
@@ -156,8 +166,7 @@ def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
     _add_kept(table, graph, result)
-    if graph.prices == MODELLED:
-        table.add_row("prices", modelled_text(graph.device))
+    _add_prices(table, graph)
     if result.message:
         table.add_row("note", Text(result.message))
     console.print(table)

@@ -1,0 +1,50 @@
+"""Measured profiles of models: each distinct op's price and work, to keep and to send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.graph_capture.device_table import CPU
+from remat.graph_capture.op_work import Work, work_of
+from remat.graph_capture.price_cache import PriceCache
+from remat.graph_capture.pricing import SAVE_RNG_KEY, examples, known_or_measured
+from remat.graph_capture.profile_file import Measured, Profile
+from remat.graph_capture.step import LossFunction
+from remat.graph_capture.tracing import Progress, Trace, trace
+
+
+def profile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure each distinct op of one training step on this machine.
+
+    Arguments are those of `remat.capture`, which takes the outcome as its `profile`, on this
+    machine or another; ``Profile.to_json`` is what a file of it holds.
+    """
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
+    return measure(traced, progress=progress)
+
+
+def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
+    """The measured ops of a trace."""
+    cache = PriceCache()
+    node_of = examples(traced.joint)
+    prices = known_or_measured(traced.joint, cache, frozenset(), progress)
+    ops: dict[str, Measured] = {}
+    for key in (*node_of, SAVE_RNG_KEY):
+        one = prices[key]
+        work = work_of(node_of[key]) if key in node_of else Work()
+        ops[key] = Measured(
+            one.cost_us, one.workspace_bytes, one.kept_bytes, work, one.is_estimate
+        )  # fmt: skip
+    return Profile(CPU, cache.device, str(torch.__version__), ops)
