@@ -22,6 +22,7 @@ from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.tracing import Progress, Trace
+from remat.graph_capture.true_strides import require_layout
 
 MIN_RUNS, MAX_RUNS = 3, 25
 ENOUGH_S = 0.05
@@ -152,11 +153,14 @@ def _priced(op: Op, price: Price | None) -> Op:
 
 
 def _measured(joint: Joint, missing: dict[str, fx.Node], progress: Progress) -> dict[str, Price]:
+    torch.get_rng_state()
     prices = {SAVE_RNG_KEY: Price(_median_us(torch.get_rng_state), 0)}
     costs: dict[str, float] = {}
     for i, (key, node) in enumerate(missing.items()):
         try:
-            costs[key] = _median_us(_runner(joint, node))
+            run = _runner(joint, node)
+            require_layout(node, run(), lambda node=node: _place(joint, node))
+            costs[key] = _median_us(run)
         except RuntimeError as error:
             prices[key] = _estimated(node, error)
         progress(i + 1, len(missing))
@@ -192,8 +196,15 @@ def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:
     return run
 
 
+def _place(joint: Joint, node: fx.Node) -> str:
+    """Where the op stands in the user's code."""
+    name = next(name for name, other in joint.node_of_op.items() if other is node)
+    op = joint.graph.ops[joint.graph.op_index[name]]
+    return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)
+
+
 def _median_us(run: Callable[[], Any]) -> float:
-    run()
+    """The median time of a run, the first of which has been."""
     times: list[float] = []
     while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < ENOUGH_S):
         start = time.perf_counter()

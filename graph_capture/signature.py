@@ -23,7 +23,7 @@ class Signature:
         paths, self.spec = pytree.tree_flatten_with_path(batch)
         self.names = [_argument_name(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
-        self.tensors = [_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     @property
@@ -65,8 +65,8 @@ class Signature:
                     raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
             elif not isinstance(leaf, Tensor):
                 raise self._mismatch(i, _shown(planned), repr(leaf), model)
-            elif _facts(leaf) != planned:
-                raise self._mismatch(i, _shown(planned), _shown(_facts(leaf)), model)
+            elif tensor_facts(leaf) != planned:
+                raise self._mismatch(i, _shown(planned), _shown(tensor_facts(leaf)), model)
 
     def _mismatch(self, i: int, planned: str, found: str, model: str) -> RewriteError:
         return RewriteError(
@@ -79,7 +79,8 @@ class Signature:
 Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
-def _facts(tensor: Tensor) -> Facts:
+def tensor_facts(tensor: Tensor) -> Facts:
+    """What a plan relies on of a tensor in a batch."""
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 

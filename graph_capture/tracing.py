@@ -20,7 +20,6 @@ from torch._functorch.aot_autograd import (
     JointWithDescriptors,
     aot_export_joint_with_descriptors,
 )
-from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.errors import CaptureError
@@ -35,6 +34,7 @@ from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.ties import tied_as_one
+from remat.graph_capture.true_strides import TrueStrides
 from remat.graph_capture.untouched import untouched
 from remat.graph_capture.without_storage import as_if_on_cpu
 
@@ -135,7 +135,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace `model` on fake tensors with the recipe's signature."""
     step = Step(model, recipe.loss_fn)
     provenance = Provenance(step)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = TrueStrides(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing import capture
     from remat.rewriter.checking import Check, check
     from remat.rewriter.rewriting import rewrite
+    from remat.several_shapes import PlanCache, plan_cache
     from remat.solver.memory_price import least_peak, price_of_gib
 
 __all__ = [
     "Check",
     "Front",
+    "PlanCache",
     "Price",
     "Profile",
     "RematError",
@@ -38,6 +40,7 @@ __all__ = [
     "capture",
     "check",
     "least_peak",
+    "plan_cache",
     "price_of_gib",
     "profile",
     "rematerialize",
@@ -55,6 +58,8 @@ _LAZY = {
     "check": "remat.rewriter.checking",
     "least_peak": "remat.solver.memory_price",
     "Profile": "remat.graph_capture.profile_file",
+    "PlanCache": "remat.several_shapes",
+    "plan_cache": "remat.several_shapes",
     "price_of_gib": "remat.solver.memory_price",
     "profile": "remat.graph_capture.profiling",
     "rematerialize": "remat.api",

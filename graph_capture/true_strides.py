@@ -1,0 +1,124 @@
+"""Fake tensors laid out as the CPU's kernels lay out their results.
+
+Some of torch's fake kernels state other strides than the kernels give (seen in 2.13). A trace
+with false strides takes a view where eager copies, and fails when it runs. `TrueStrides` mends
+those that are known; pricing refuses ops whose measured strides still differ from the traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._subclasses import FakeTensorMode
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.node_facts import target_name, tensors_of
+
+aten = torch.ops.aten
+
+Rule = Callable[..., Tensor]
+"""From an op's arguments, a tensor on ``meta`` laid out as those of its results of that shape."""
+
+
+class TrueStrides(FakeTensorMode):
+    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides."""
+
+    def dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] = {},
+    ) -> Any:
+        """As the base class, with the layout mended."""
+        found = super().dispatch(func, types, args, kwargs)
+        rule = RULES.get(func)
+        if rule is None:
+            return found
+        true = rule(*args)
+        if isinstance(found, tuple):
+            return tuple(self._mended(one, true) for one in found)
+        return self._mended(found, true)
+
+    def _mended(self, found: Any, true: Tensor) -> Any:
+        """`found`, laid out as `true` if it has its shape."""
+        if not isinstance(found, Tensor) or found.shape != true.shape:
+            return found
+        if found.stride() == true.stride():
+            return found
+        with self:
+            return torch.empty_strided(
+                found.shape, true.stride(), dtype=found.dtype, device=found.device
+            )
+
+
+def _contiguous(shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _like_input(x: Tensor, *_: Any) -> Tensor:
+    """Contiguous, or channels last where `x` is."""
+    return _contiguous(x.shape).contiguous(memory_format=suggest_memory_format(x))
+
+
+def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _like_input(x)
+
+
+def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """Two parts joined again, which are channels last as `x` is if neither is empty."""
+    moves = [shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=False)]
+    return _like_input(x) if moves and all(moves) else _plain(x)
+
+
+def _plain(x: Tensor, *_: Any) -> Tensor:
+    return _contiguous(x.shape)
+
+
+def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """As the iterator of pointwise ops lays out the result of these two."""
+    strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
+    return torch.empty_strided(x.shape, strides, device="meta")
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_batch_norm.default: _like_input,
+    aten._native_batch_norm_legit.default: _like_input,
+    aten._native_batch_norm_legit.no_stats: _like_input,
+    aten._native_batch_norm_legit_functional.default: _like_input,
+    aten.native_batch_norm_backward.default: _like_second,
+    aten.native_layer_norm_backward.default: _plain,
+    aten._log_softmax_backward_data.default: _plain,
+    aten.log_sigmoid_forward.default: _plain,
+    aten.hardswish_backward.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.roll.default: _rolled,
+}
+
+
+def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:
+    """Raise `CaptureError` where a result is not laid out as the trace has it.
+
+    Parameters
+    ----------
+    result : what the node's op returned on made data. place : says where the op stands.
+    """
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for traced, real in zip(tensors_of(node), cast("Sequence[Any]", results), strict=False):
+        if traced is not None and isinstance(real, Tensor) and not _same_layout(traced, real):
+            raise CaptureError(
+                f"{target_name(node)} {place()} gives strides {list(real.stride())}, where torch's "
+                f"trace has {list(traced.stride())}, so the step cannot be traced exactly. "
+                "Call .contiguous() on what it reads"
+            )
+
+
+def _same_layout(traced: Tensor, real: Tensor) -> bool:
+    if traced.numel() == 0:
+        return True
+    pairs = zip(traced.shape, traced.stride(), real.stride(), strict=True)
+    return all(size == 1 or expected == found for size, expected, found in pairs)

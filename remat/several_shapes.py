@@ -1,0 +1,165 @@
+"""One plan for each shape of batch: a module that plans as it meets them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, NoReturn, SupportsIndex
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from remat.api import rematerialize
+from remat.budget import parse_budget
+from remat.graph_capture.errors import RewriteError, SolverError
+from remat.graph_capture.signature import tensor_facts
+from remat.graph_capture.step import LossFunction, apply_loss
+from remat.graph_capture.tracing import autocast_state
+from remat.rewriter.module import RematModule
+from remat.schedules.schedule import Schedule
+
+MAX_PLANS = 16
+PLANNED_LATER = {"args", "kwargs", "target"}
+
+Plan = Callable[..., Any]
+
+
+class PlanCache(nn.Module):
+    """A module that shares every attribute with the user's, and trains by a plan for each shape.
+
+    As a rewritten module does, it has the user's ``__dict__`` itself. In training mode with
+    gradients enabled, a call whose batch has a new signature (structure, shapes, strides, dtypes,
+    values of what is no tensor) or comes under another autocast makes a plan, and keeps it;
+    otherwise the user's own forward runs.
+    """
+
+    original_module: ClassVar[nn.Module]
+    _plans: ClassVar[OrderedDict[Hashable, RematModule]]
+    _make: ClassVar[Callable[..., RematModule]]
+    _loss_fn: ClassVar[LossFunction | None]
+    _max_plans: ClassVar[int]
+
+    def __init__(self) -> None:
+        self.__dict__ = self.original_module.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` where there is a loss.
+
+        Raises
+        ------
+        RematError : as `remat.rematerialize`, where the batch is the first of its signature.
+        """
+        own = type(self)
+        target = kwargs.pop("target", None) if own._loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            given = kwargs if target is None else {**kwargs, "target": target}
+            return own._plan_for(args, kwargs, target)(*args, **given)
+        output = own.original_module.forward(*args, **kwargs)
+        return output if target is None else apply_loss(own._loss_fn, output, target)
+
+    @classmethod
+    def _plan_for(cls, args: Any, kwargs: Any, target: Any) -> RematModule:
+        key = _key((args, kwargs, target))
+        found = cls._plans.get(key)
+        if found is None:
+            found = cls._make(args, kwargs, target=target)
+            cls._plans[key] = found
+            cls._drop_oldest()
+        cls._plans.move_to_end(key)
+        return found
+
+    @classmethod
+    def _drop_oldest(cls) -> None:
+        if len(cls._plans) <= cls._max_plans:
+            return
+        cls._plans.popitem(last=False)
+        warnings.warn(
+            f"{type(cls.original_module).__name__} was called with more than {cls._max_plans} "
+            "signatures, and the plan that was used longest ago is given up: pad batches to "
+            "fewer shapes, or raise max_plans",
+            stacklevel=6,
+        )
+
+    def __copy__(self) -> NoReturn:
+        raise RewriteError(_COPY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RewriteError(_COPY)
+
+    def __reduce__(self) -> NoReturn:
+        raise RewriteError(
+            "a cache of plans is not pickled: keep its state_dict(), and make a cache anew"
+        )
+
+
+_COPY = (
+    "a cache of plans shares its state with the original: copy the original "
+    "(copy.deepcopy(model)) and make a cache of the copy"
+)
+
+
+def plan_cache(
+    model: nn.Module,
+    *,
+    budget: str | SupportsIndex,
+    loss_fn: LossFunction | None = None,
+    max_plans: int = MAX_PLANS,
+    **options: Any,
+) -> PlanCache:
+    """A module that trains as `model` does, within `budget`, for batches of several shapes.
+
+    Parameters
+    ----------
+    budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
+        unmodified peak at each shape.
+    max_plans : how many plans are kept; of more, the one that was used longest ago is given up,
+        with a warning.
+
+    Raises
+    ------
+    BudgetError : the budget cannot be read. SolverError : `max_plans` is below 1.
+    RewriteError : `model` is rewritten already.
+    """
+    parse_budget(budget)
+    if max_plans < 1:
+        raise SolverError(f"max_plans must be 1 or more, not {max_plans}")
+    if isinstance(model, (RematModule, PlanCache)):
+        raise RewriteError("this module follows a plan already: make a cache of the original")
+    if given := PLANNED_LATER.intersection(options):
+        raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
+
+    def make(args: Any, kwargs: Any, target: Any) -> Any:
+        return rematerialize(
+            model, args, kwargs, budget=budget, loss_fn=loss_fn, target=target, **options
+        )  # fmt: skip
+
+    kind = type(
+        f"PlanCacheOf{type(model).__name__}",
+        (PlanCache, type(model)),
+        {
+            "__doc__": PlanCache.__doc__,
+            "original_module": model,
+            "_plans": OrderedDict(),
+            "_make": staticmethod(make),
+            "_loss_fn": staticmethod(loss_fn) if loss_fn else None,
+            "_max_plans": max_plans,
+        },
+    )
+    return kind()
+
+
+def plans_of(cache: PlanCache) -> list[Schedule]:
+    """The schedules that are kept, the last used one last."""
+    return [plan.schedule for plan in type(cache)._plans.values()]
+
+
+def _key(batch: Any) -> Hashable:
+    """The signature of a batch and the autocast it comes under."""
+    leaves, spec = pytree.tree_flatten(batch)
+    facts = (
+        tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+        for leaf in leaves
+    )
+    return tuple(facts), spec, autocast_state()

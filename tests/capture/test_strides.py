@@ -1,0 +1,112 @@
+"""Layouts of results: the trace has those of the kernels, or the model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import remat
+from remat.graph_capture import capture, true_strides
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.true_strides import RULES, TrueStrides
+
+aten = torch.ops.aten
+OPS = {
+    "turned": lambda: (torch.randn(4, 6, 8).transpose(1, 2), torch.randn(4, 5, 8, 6).mT),
+    "sliced": lambda: (
+        torch.randn(4, 8, 6)[:, :, ::2].transpose(0, 2),
+        torch.randn(4, 5, 8, 6).permute(0, 2, 1, 3),
+    ),
+    "channels last": lambda: (
+        torch.randn(4, 8, 6),
+        torch.randn(4, 8, 5, 6).to(memory_format=torch.channels_last),
+    ),
+}
+
+
+def calls(x: Tensor, image: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each op that has a rule, on tensors of every layout."""
+    for given in (x, image):
+        channels = given.shape[1]
+        zeros, ones = torch.zeros(channels), torch.ones(channels)
+        norm = (given, ones, zeros, zeros.clone(), ones.clone())
+        yield aten.native_batch_norm.default, (*norm, True, 0.1, 1e-5)
+        yield aten._native_batch_norm_legit.default, (*norm, True, 0.1, 1e-5)
+        yield aten._native_batch_norm_legit_functional.default, (*norm, True, 0.1, 1e-5)
+        yield aten._native_batch_norm_legit.no_stats, (*norm[:3], True, 0.1, 1e-5)
+        for grad in (given, given.contiguous()):
+            yield (
+                aten.native_batch_norm_backward.default,
+                (grad, given, ones, zeros, ones, zeros, ones, True, 1e-5, [True] * 3),
+            )
+            yield aten._log_softmax_backward_data.default, (grad, given, 1, torch.float32)
+            for f in (aten.hardswish_backward.default, aten.native_dropout_backward.default):
+                more = () if f is aten.hardswish_backward.default else (1.1,)
+                second = given if not more else given > 0
+                yield f, (grad, second, *more)
+                yield f, (given, second.contiguous(), *more)
+        width = given.shape[-1]
+        weight = torch.ones(width), torch.zeros(width)
+        _, mean, rstd = aten.native_layer_norm.default(given, [width], *weight, 1e-5)
+        yield (
+            aten.native_layer_norm_backward.default,
+            (given, given, [width], mean, rstd, *weight, [True] * 3),
+        )
+        yield aten.log_sigmoid_forward.default, (given,)
+        yield aten.roll.default, (given, [1], [2])
+        yield aten.roll.default, (given, [1, 2], [1, 2])
+        yield aten.roll.default, (given, [0, 2], [1, 2])
+        yield aten.roll.default, (given, [-1], [-1])
+        yield aten.roll.default, (given, [3])
+
+
+def strides(found: Any) -> list[tuple[int, ...]]:
+    results = found if isinstance(found, tuple) else (found,)
+    return [result.stride() for result in results]
+
+
+@pytest.mark.parametrize("layout", list(OPS))
+def test_fake_results_are_laid_out_as_real_ones(layout: str) -> None:
+    fake = TrueStrides(allow_non_fake_inputs=True)
+    seen = set()
+    for function, args in calls(*OPS[layout]()):
+        real = strides(function(*args))
+        with fake:
+            shown = [fake.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+            assert strides(function(*shown)) == real, function
+        seen.add(function)
+    assert seen == set(RULES)
+
+
+class Turned(nn.Module):
+    """Batch norm over the channels of sequences, as in a Conformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.gelu(self.norm(self.inner(x).transpose(1, 2)))
+        return self.outer(hidden.transpose(1, 2)).flatten(0, 1).square().mean()
+
+
+def test_a_norm_over_turned_channels_trains_exactly() -> None:
+    torch.manual_seed(0)
+    model, x = Turned(), torch.randn(16, 24, 32)
+    fast = remat.rematerialize(model, (x,), budget="90%")
+    assert remat.check(model, fast, (x,)).differences == ()
+
+
+def test_other_layouts_than_traced_are_refused_with_their_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(true_strides, "RULES", {})
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    with pytest.raises(CaptureError, match=r"native_batch_norm.* of module norm .*contiguous\(\)"):
+        capture(Turned(), (torch.randn(16, 24, 32),))

@@ -1,0 +1,168 @@
+"""One plan for each shape: bits as eager's, no more plans than shapes, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import remat
+from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.several_shapes import PlanCache, plans_of
+
+LENGTHS = (24, 40, 32)
+
+
+class Tagger(nn.Module):
+    """Sequences in, a class for each token out; with dropout and a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        body = [m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))]
+        self.body, self.norm, self.head = (
+            nn.Sequential(*body),
+            nn.BatchNorm1d(64),
+            nn.Linear(64, 50),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.body(self.embed(tokens)).transpose(1, 2))
+        return self.head(hidden.transpose(1, 2)).flatten(0, 1)
+
+
+def tagger() -> Tagger:
+    torch.manual_seed(0)
+    return Tagger()
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target.flatten())
+
+
+def batches(rounds: int = 2) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    sizes = [(16, length) for _ in range(rounds) for length in LENGTHS]
+    return [(torch.randint(50, size), torch.randint(50, size)) for size in sizes]
+
+
+def cached(model: nn.Module, **options: Any) -> PlanCache:
+    return remat.plan_cache(model, budget="75%", loss_fn=loss_of, solver="cut", **options)
+
+
+def trained(model: nn.Module, step: Any) -> list[Tensor]:
+    """The losses of a loop over three lengths, then the state of the model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(2)
+    losses: list[Tensor] = []
+    for tokens, target in batches():
+        optimizer.zero_grad()
+        loss = step(tokens, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *model.state_dict().values(), torch.get_rng_state()]
+
+
+def test_a_loop_over_three_lengths_makes_three_plans_and_trains_as_eager_does() -> None:
+    eager = tagger()
+    expected = trained(eager, lambda tokens, target: loss_of(eager(tokens), target))
+    model = tagger()
+    cache = cached(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(model, lambda tokens, target: cache(tokens, target=target))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    plans = plans_of(cache)
+    assert len(plans) == 3
+    assert len({plan.graph_hash for plan in plans}) == 3
+    assert all(len(plan.steps) > len(plan.signatures) for plan in plans)
+
+
+def test_the_cache_is_the_model_with_its_names() -> None:
+    model = tagger()
+    cache = cached(model)
+    assert isinstance(cache, Tagger)
+    assert list(cache.state_dict()) == list(model.state_dict())
+    assert next(cache.parameters()) is next(model.parameters())
+    tokens, target = batches()[0]
+    cache.eval()
+    assert not model.training
+    assert torch.equal(cache(tokens), model(tokens))
+    assert torch.equal(cache(tokens, target=target), loss_of(model(tokens), target))
+    cache.train()
+    with torch.no_grad():
+        cache(tokens)
+    assert plans_of(cache) == []
+
+
+def test_autocast_and_other_arguments_have_plans_of_their_own() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return (self.body(x) * scale).float().sum()
+
+    torch.manual_seed(0)
+    model = Scaled()
+    cache = remat.plan_cache(model, budget="100%", solver="cut")
+    x = torch.randn(64, 32)
+    for scale in (1.0, 2.0, 1.0):
+        assert torch.equal(cache(x, scale=scale), model(x, scale=scale))
+    assert len(plans_of(cache)) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cache(x, scale=1.0), model(x, scale=1.0))
+    assert len(plans_of(cache)) == 3
+
+
+def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> None:
+    cache = cached(tagger(), max_plans=2)
+    first, second, third = batches(1)
+    for tokens, target in (first, second, first):
+        cache(tokens, target=target)
+    with pytest.warns(UserWarning, match="more than 2 signatures") as warned:
+        cache(third[0], target=third[1])
+    assert warned[0].filename == __file__
+    shapes = ["[16, 24]", "[16, 32]"]
+    for shape, plan in zip(shapes, plans_of(cache), strict=True):
+        assert any(shape in line for line in plan.inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"budget": "8 gigs"}, BudgetError, "8 gigs"),
+        ({"max_plans": 0}, SolverError, "max_plans must be 1 or more, not 0"),
+        ({"args": ()}, TypeError, "takes no args"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_at_once(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        remat.plan_cache(tagger(), **{"budget": "60%", **options})
+
+
+def test_a_budget_that_nothing_fits_keeps_no_plan() -> None:
+    cache = remat.plan_cache(tagger(), budget="1KiB", loss_fn=loss_of, solver="cut")
+    tokens, target = batches()[0]
+    with pytest.raises(BudgetError, match="below"):
+        cache(tokens, target=target)
+    assert plans_of(cache) == []
+
+
+def test_a_cache_is_neither_copied_nor_cached_again() -> None:
+    cache = cached(tagger())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RewriteError, match="cache"):
+            copied(cache)
+    with pytest.raises(RewriteError, match="follows a plan already"):
+        cached(cache)
