@@ -22,17 +22,15 @@ from remat.graph_capture.node_facts import (
     is_alias_of_input,
     is_getitem,
     is_tangent,
-    mutates,
     node_inputs,
     storage_bytes,
     storage_key,
     target_name,
     tensors_of,
 )
-from remat.graph_capture.refuse import fused_lstm_message, sparse_message
+from remat.graph_capture.refuse_ops import refuse_op
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
-FUSED_LSTM = "aten.mkldnn_rnn_layer"
 
 
 @dataclass
@@ -225,9 +223,7 @@ class _Builder:
 
     def _add_call(self, node: fx.Node) -> None:
         tensors = [t for t in tensors_of(node) if t is not None]
-        if any(t.layout != torch.strided for t in tensors):
-            module, source = self.places.of(node)
-            raise CaptureError(sparse_message(node.name, module, source))
+        refuse_op(node, *self.places.of(node))
         if is_getitem(node) or is_alias_of_input(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -250,13 +246,6 @@ class _Builder:
     def _add_op(self, node: fx.Node) -> None:
         module, source = self.places.of(node)
         phase: Phase = "forward" if node in self.in_forward else "backward"
-        if target_name(node).startswith(FUSED_LSTM):
-            raise CaptureError(fused_lstm_message(", ".join(filter(None, (module, source)))))
-        if mutates(node):
-            raise CaptureError(
-                f"{target_name(node)} in module {module or '(root)'} ({source}) writes to its "
-                "input inside the graph, which cannot be replayed. Use its out-of-place form"
-            )
         ops = self.forward if phase == "forward" else self.backward
         outputs = self._add_outputs(node, phase)
         inputs = self._input_values(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from remat.graph_capture.device_table import check_placement
@@ -16,6 +17,9 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+VECTOR_BYTES = 64
+"""The widest vectors that CPU kernels compute in."""
 
 _DATA_DEPENDENT = (
     "DataDependentOutputException",
@@ -56,6 +60,8 @@ def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
     for path, module, attribute in hook_dictionaries(model):
         if getattr(module, attribute):
             raise CaptureError(hook_message(path, module, attribute))
+    for path, module in model.named_modules():
+        _refuse_kind(path or "the model", module, needs_storage=needs_storage)
     if not model.training:
         raise CaptureError(
             f"{type(model).__name__} is in eval mode, and a plan is for training: "
@@ -66,6 +72,25 @@ def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
             f"no parameter of {type(model).__name__} requires grad, so there is no backward "
             "to plan. Unfreeze what is to be trained first"
         )
+
+
+def _refuse_kind(path: str, module: nn.Module, *, needs_storage: bool) -> None:
+    """Refuse modules whose very kind rules out an exact graph."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{path} is compiled by torch.jit, and its ops cannot be traced: use the module that "
+            "it was compiled from"
+        )
+    if needs_storage and isinstance(module, (nn.GRU, nn.GRUCell)):
+        lanes = VECTOR_BYTES // next(module.parameters()).element_size()
+        if module.hidden_size % lanes:
+            raise CaptureError(
+                f"{path} is a {type(module).__name__} of hidden_size {module.hidden_size}. A CPU "
+                "computes its gates in place, in rows of that width, and the last bits of a row "
+                f"that is no multiple of {lanes} elements cannot be computed apart. Choose "
+                f"hidden_size {-(-module.hidden_size // lanes) * lanes}, or write the cell in "
+                "tensor ops"
+            )
 
 
 def hook_message(path: str, module: nn.Module, attribute: str) -> str:
@@ -101,14 +126,6 @@ def fused_lstm_message(place: str) -> str:
         "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
         f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
         "c)) for each t, or capture and train under torch.backends.mkldnn.flags(enabled=False)"
-    )
-
-
-def sparse_message(name: str, module: str, source: str) -> str:
-    """What to tell about a sparse tensor inside the step."""
-    return (
-        f"{name} of module {module or '(root)'} ({source or 'unknown line'}) makes a sparse "
-        "tensor, which has no storage to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
     )
 
 

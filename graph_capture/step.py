@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from remat.graph_capture.errors import CaptureError
 
 LossFunction = Callable[..., Any]
 
@@ -23,8 +25,33 @@ class Step(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        """Run the model, then the loss."""
-        return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+        """Run the model, then the loss.
+
+        Raises
+        ------
+        CaptureError : the model has put another tensor in the place of a parameter or buffer.
+        """
+        before = _state(self.model)
+        output = self.model(*args, **kwargs)
+        now = _state(self.model)
+        replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
+        if replaced:
+            raise CaptureError(
+                f"forward of {type(self.model).__name__} puts another tensor in the place of "
+                f"{', '.join(replaced)}, which no graph can carry out. Write into it instead: "
+                "self.name.copy_(...) under torch.no_grad()"
+            )
+        return apply_loss(self.loss_fn, output, target)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor | None]:
+    """Parameters and buffers, as the modules hold them now."""
+    return {
+        f"{path}.{name}".lstrip("."): tensor
+        for path, module in model.named_modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+    }
 
 
 def apply_loss(loss_fn: LossFunction | None, output: Any, target: Any) -> Any:

@@ -22,6 +22,7 @@ from torch._functorch.aot_autograd import (
 )
 
 from remat.graph_capture.device_table import CPU, check_device
+from remat.graph_capture.eager_kernels import kernels_of_eager
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.fused_attention import FusedAttention
 from remat.graph_capture.graph import Resident, TrainingGraph
@@ -34,7 +35,7 @@ from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.ties import tied_as_one
-from remat.graph_capture.true_strides import TrueStrides
+from remat.graph_capture.true_strides import fake_with_true_strides
 from remat.graph_capture.untouched import untouched
 from remat.graph_capture.without_storage import as_if_on_cpu
 
@@ -135,12 +136,13 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace `model` on fake tensors with the recipe's signature."""
     step = Step(model, recipe.loss_fn)
     provenance = Provenance(step)
-    fake = TrueStrides(allow_non_fake_inputs=True)
+    fake = fake_with_true_strides()
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(model))
         stack.enter_context(_as_if_compiling())
+        stack.enter_context(kernels_of_eager())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
@@ -151,6 +153,8 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, recipe.signature.example(fake), {}, decompositions={}
             )
+        except CaptureError:
+            raise
         except Exception as error:  # whatever a model raises is refused, with its place
             raise refusal(error, model, provenance.module) from error
     _refuse_no_backward(model, descriptors)

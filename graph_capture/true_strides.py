@@ -1,13 +1,13 @@
 """Fake tensors laid out as the CPU's kernels lay out their results.
 
 Some of torch's fake kernels state other strides than the kernels give (seen in 2.13). A trace
-with false strides takes a view where eager copies, and fails when it runs. `TrueStrides` mends
+with false strides takes a view where eager copies, and fails when it runs. `RULES` mend
 those that are known; pricing refuses ops whose measured strides still differ from the traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,36 +24,38 @@ Rule = Callable[..., Tensor]
 """From an op's arguments, a tensor on ``meta`` laid out as those of its results of that shape."""
 
 
-class TrueStrides(FakeTensorMode):
-    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides."""
+def fake_with_true_strides() -> FakeTensorMode:
+    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
 
-    def dispatch(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] = {},
-    ) -> Any:
-        """As the base class, with the layout mended."""
-        found = super().dispatch(func, types, args, kwargs)
+    No subclass: torch finds its rules of higher-order ops by the very type of the mode.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = dispatch(func, types, args, kwargs or {})
         rule = RULES.get(func)
         if rule is None:
             return found
         true = rule(*args)
         if isinstance(found, tuple):
-            return tuple(self._mended(one, true) for one in found)
-        return self._mended(found, true)
+            return tuple(_mended(mode, one, true) for one in cast("tuple[Any, ...]", found))
+        return _mended(mode, found, true)
 
-    def _mended(self, found: Any, true: Tensor) -> Any:
-        """`found`, laid out as `true` if it has its shape."""
-        if not isinstance(found, Tensor) or found.shape != true.shape:
-            return found
-        if found.stride() == true.stride():
-            return found
-        with self:
-            return torch.empty_strided(
-                found.shape, true.stride(), dtype=found.dtype, device=found.device
-            )
+    mode.dispatch = mended_dispatch
+    return mode
+
+
+def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
+    """`found`, laid out as `true` if it has its shape."""
+    if not isinstance(found, Tensor) or found.shape != true.shape:
+        return found
+    if found.stride() == true.stride():
+        return found
+    with mode:
+        return torch.empty_strided(
+            found.shape, true.stride(), dtype=found.dtype, device=found.device
+        )
 
 
 def _contiguous(shape: Sequence[int]) -> Tensor:

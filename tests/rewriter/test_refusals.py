@@ -56,6 +56,55 @@ def test_batch_norm_without_momentum_is_refused() -> None:
         capture(model, (batch(),))
 
 
+class Averaging(Branching):
+    """Puts another tensor in the place of its buffer, and reads it at the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return (y - self.mean).square().mean()
+
+
+def test_a_buffer_that_forward_replaces_is_refused_and_stays() -> None:
+    model = Averaging()
+    before = model.mean
+    with pytest.raises(
+        CaptureError, match=r"Averaging puts another tensor in the place of mean.*copy_"
+    ):
+        capture(model, (batch(),))
+    assert model.mean is before
+
+
+class Cholesky(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.linalg.cholesky(y.mT @ y + 99 * torch.eye(WIDTH)).diagonal().log().sum()
+
+
+def test_ops_with_effects_are_refused_with_their_line() -> None:
+    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*test_refusals.py.*cholesky_ex"):
+        capture(Cholesky(), (batch(),))
+
+
+def test_gates_of_rows_that_no_vector_fits_are_refused_by_name() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(CaptureError, match=r"^0 is a GRU of hidden_size 24.*hidden_size 32"):
+        capture(nn.Sequential(nn.GRU(8, 24)), (x,))
+    with pytest.raises(CaptureError, match=r"^0 is a GRUCell of hidden_size 12.*hidden_size 16"):
+        capture(nn.Sequential(nn.GRUCell(8, 12)), (x,))
+    assert capture(nn.Sequential(nn.GRUCell(8, 24).double()), (x.double(),)).ops
+
+
+def test_scripted_modules_are_refused_by_name() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=r"^0 is compiled by torch\.jit"):
+        capture(model, (batch(),))
+
+
 def test_a_step_without_backward_is_refused() -> None:
     with pytest.raises(CaptureError, match="no backward to plan"):
         capture(NoGradient(), (batch(),))

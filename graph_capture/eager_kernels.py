@@ -1,0 +1,51 @@
+"""While a step is traced, torch's own kernels in place of its Python decompositions.
+
+Under the Python dispatcher, which AOTAutograd turns on, torch decomposes some ops in Python where
+eager runs compiled code: resampling, recurrent layers and a few losses. The results differ in
+the last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (seen in torch 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+FAMILIES = (
+    "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
+    "multilabel_margin_loss_forward", "stft", "istft",
+)  # fmt: skip
+"""Ops by name, beside all that resample."""
+
+
+@contextlib.contextmanager
+def kernels_of_eager() -> Generator[None]:
+    """Take the Python decompositions away, and put them back on leaving."""
+    taken = [
+        (op, key, op.py_kernels.pop(key))
+        for op in _decomposed()
+        for key in KEYS
+        if key in op.py_kernels
+    ]
+    for op, _, _ in taken:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@functools.cache
+def _decomposed() -> tuple[Any, ...]:
+    """The ops that this torch has in Python though eager has them compiled."""
+    names = [name for name in dir(torch.ops.aten) if "upsample_" in name]
+    packets = [getattr(torch.ops.aten, name) for name in (*names, *FAMILIES)]
+    ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return tuple(op for op in ops if any(key in op.py_kernels for key in KEYS))

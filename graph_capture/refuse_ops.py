@@ -1,0 +1,38 @@
+"""Traced ops that no plan can replay: each is refused with its module, its line and a way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.node_facts import mutates, target_name, tensors_of
+from remat.graph_capture.refuse import fused_lstm_message
+
+FUSED_LSTM = "aten.mkldnn_rnn_layer"
+EFFECTS = "with_effects"
+
+
+def refuse_op(node: fx.Node, module: str, source: str) -> None:
+    """Raise `CaptureError` if the op of `node` cannot be part of a plan."""
+    place = f"of module {module or '(root)'} ({source or 'unknown line'})"
+    name = target_name(node)
+    if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
+        raise CaptureError(
+            f"{node.name} {place} makes a sparse tensor, which has no storage to plan for. Use a "
+            "dense one: nn.Embedding(..., sparse=False)"
+        )
+    if name.startswith(FUSED_LSTM):
+        raise CaptureError(fused_lstm_message(", ".join(filter(None, (module, source)))))
+    if name.startswith(EFFECTS):
+        effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
+        raise CaptureError(
+            f"{effect} {place} acts on more than its results, such as by raising an error for some "
+            "values, and a step that is replayed cannot order it. Use a form without: "
+            "torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, solve_ex of solve"
+        )
+    if mutates(node):
+        raise CaptureError(
+            f"{name} {place} writes to its input inside the graph, which cannot be replayed. Use "
+            "its out-of-place form"
+        )
