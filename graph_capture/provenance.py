@@ -33,6 +33,8 @@ class Provenance(TorchFunctionMode):
         super().__init__()
         self.path = {id(module): name for name, module in model.named_modules()}
         self.stack: list[str] = [""]
+        self.failure: BaseException | None = None
+        self.failed_in = ""
 
     def __torch_function__(
         self,
@@ -65,15 +67,17 @@ class Provenance(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    @property
-    def module(self) -> str:
-        """Path in the user's model of the module that runs, or ran when forward failed."""
-        return path_in_model(self.stack[-1])
+    def module_of(self, error: BaseException) -> str:
+        """Path in the user's model of the module that ran when `error` was raised."""
+        return path_in_model(self.failed_in if error is self.failure else self.stack[-1])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.stack.append(self.path.get(id(module), self.stack[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and error is not self.failure:
+            self.failure, self.failed_in = error, self.stack[-1]
         if len(self.stack) > 1:
             self.stack.pop()
 

@@ -7,8 +7,10 @@ so that the ops are those that eager runs; `docs/architecture.md` says why.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.ties import tied_as_one
+from remat.graph_capture.trace_flags import FLAGS, Flags, told, unlogged
 from remat.graph_capture.true_strides import fake_with_true_strides
 from remat.graph_capture.untouched import untouched
 from remat.graph_capture.without_storage import as_if_on_cpu
@@ -49,6 +52,7 @@ class Recipe:
     Attributes
     ----------
     device : for which the trace is made; only that of ``cpu`` is of the very ops that run here.
+    flags : what the model's code is told of compiling and exporting; None before a first trace.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Recipe:
     resident: Resident
     autocast: tuple[Any, ...]
     device: str = CPU
+    flags: Flags | None = None
 
     def facts(self) -> dict[str, Any]:
         """What goes into every graph built from this recipe."""
@@ -128,20 +133,49 @@ def trace(
         device=device,
     )
     done = trace_recipe(model, recipe)
-    _recipes.setdefault(model, {})[done.graph.hash] = recipe
+    _recipes.setdefault(model, {})[done.graph.hash] = done.recipe
     return done
 
 
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
-    """Trace `model` on fake tensors with the recipe's signature."""
+    """Trace `model` on fake tensors with the recipe's signature.
+
+    As eager runs it; only where that fails as if it were compiled, then exported, upon which much
+    code takes another way. That is warned about.
+    """
+    first: CaptureError | None = None
+    for flags in FLAGS if recipe.flags is None else [recipe.flags]:
+        try:
+            done = _trace_with(model, dataclasses.replace(recipe, flags=flags))
+        except CaptureError as error:
+            if error.__cause__ is None:
+                raise
+            first = first or error
+            continue
+        if any(flags) and recipe.flags is None:
+            warnings.warn(
+                f"{recipe.name} is traced as if it were compiled, since its own way cannot be "
+                f"traced ({first}). Where it then runs other ops than in eager, the last bits "
+                "differ, which remat.check finds: leave out arguments whose values it looks at, "
+                "such as an attention_mask of ones",
+                stacklevel=3,
+            )
+        return done
+    assert first is not None
+    raise first
+
+
+def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
+    """Trace with the flags of the recipe."""
     step = Step(model, recipe.loss_fn)
     provenance = Provenance(step)
     fake = fake_with_true_strides()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(unlogged())
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(model))
-        stack.enter_context(_as_if_compiling())
+        stack.enter_context(told(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
@@ -156,7 +190,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         except CaptureError:
             raise
         except Exception as error:  # whatever a model raises is refused, with its place
-            raise refusal(error, model, provenance.module) from error
+            raise refusal(error, model, provenance.module_of(error)) from error
     _refuse_no_backward(model, descriptors)
     joint = build_joint(
         descriptors.graph_module,
@@ -237,17 +271,6 @@ def autocast_state() -> tuple[Any, ...]:
     return tuple(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     )
-
-
-@contextlib.contextmanager
-def _as_if_compiling() -> Generator[None]:
-    """Set the two flags by which model code skips its data-dependent checks."""
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
 def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> None:

@@ -56,6 +56,36 @@ def test_batch_norm_without_momentum_is_refused() -> None:
         capture(model, (batch(),))
 
 
+class TellsCompilers(Branching):
+    """Takes another way, with other bits, where it is told that it is compiled."""
+
+    def __init__(self, *, is_traceable: bool) -> None:
+        super().__init__()
+        self.is_traceable = is_traceable
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if torch.compiler.is_compiling():
+            return y.exp().mean()
+        if not self.is_traceable and (x > 1e9).any():
+            raise ValueError("x is too large")
+        return y.mean()
+
+
+def test_models_are_traced_as_in_eager_not_as_compiled() -> None:
+    targets = {op.target for op in capture(TellsCompilers(is_traceable=True), (batch(),)).ops}
+    assert "aten.exp.default" not in targets
+
+
+def test_a_model_that_only_traces_as_compiled_is_warned_about_and_checked() -> None:
+    model, x = TellsCompilers(is_traceable=False), batch()
+    with pytest.warns(UserWarning, match=r"traced as if it were compiled.*test_refusals\.py"):
+        graph = capture(model, (x,))
+    assert "aten.exp.default" in {op.target for op in graph.ops}
+    module = rewrite(model, schedule_of(graph, "store_all"))
+    assert not check(model, module, (x,)).outputs_equal
+
+
 class Averaging(Branching):
     """Puts another tensor in the place of its buffer, and reads it at the next step."""
 
