@@ -54,16 +54,19 @@ def _fits(gradient: Tensor, parameter: Tensor) -> bool:
     """Whether autograd keeps a gradient of such strides; a sparse one is refused elsewhere."""
     if gradient.layout != torch.strided:
         return True
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
-        return gradient.is_contiguous()
-    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
-    return all(size == 1 or own == like for size, own, like in strides)
+    strides = zip(gradient.shape, gradient.stride(), _strides_for(parameter), strict=True)
+    return all(size == 1 or own == wanted for size, own, wanted in strides)
+
+
+def _strides_for(parameter: Tensor) -> Sequence[int]:
+    """Of a gradient that autograd keeps: the parameter's, or contiguous ones if that has gaps."""
+    if torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _copied(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
-    value = node.meta["val"]
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(like)
-    strides = like.stride() if is_dense else torch.empty(like.shape, device="meta").stride()
+    value, strides = node.meta["val"], _strides_for(like)
     with gm.graph.inserting_after(node):
         copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))
     copy.meta = {**node.meta, "val": value.new_empty_strided(value.shape, strides)}

@@ -76,7 +76,6 @@ def check(
     """Run a training step of both on the same batch and random state, and compare.
 
     Both run once for equality, once under the profiler for the peak, and `steps` times
-    Both run once for equality, once under the profiler for the peak, and `steps` times
     in turn for the time, or fewer once that has taken 20 s. Gradients, buffers, the batch
     and the random stream are put back as they were.
 
