@@ -19,6 +19,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.node_facts import target_name, tensors_of
 
 aten = torch.ops.aten
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 Rule = Callable[..., Tensor]
 """From an op's arguments, a tensor on ``meta`` laid out as those of its results of that shape."""
@@ -33,6 +34,8 @@ def fake_with_true_strides() -> FakeTensorMode:
     dispatch = mode.dispatch
 
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.native_group_norm_backward.default:  # its fake kernel takes views of it
+            args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
         found = dispatch(func, types, args, kwargs or {})
         rule = RULES.get(func)
         if rule is None:
@@ -81,6 +84,26 @@ def _plain(x: Tensor, *_: Any) -> Tensor:
     return _contiguous(x.shape)
 
 
+def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _plain(x)
+
+
+def _as_first(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _as_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _noisy(grad: Tensor, _x: Tensor, noise: Tensor, *_: Any) -> Tensor:
+    return _pointwise(noise, grad)
+
+
+def _exponential(grad: Tensor, *more: Any) -> Tensor:
+    return _pointwise(grad, more[4])
+
+
 def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
     """As the iterator of pointwise ops lays out the result of these two."""
     strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
@@ -99,6 +122,22 @@ RULES: dict[Any, Rule] = {
     aten.hardswish_backward.default: _pointwise,
     aten.native_dropout_backward.default: _pointwise,
     aten.roll.default: _rolled,
+    aten.mse_loss_backward.default: _plain_second,
+    aten.smooth_l1_loss_backward.default: _plain_second,
+    aten.huber_loss_backward.default: _plain_second,
+    aten.glu_backward.default: _plain_second,
+    aten.binary_cross_entropy.default: _as_first,
+    aten.binary_cross_entropy_backward.default: _as_second,
+    aten.channel_shuffle.default: _like_input,
+    aten.softplus_backward.default: _pointwise,
+    aten.hardtanh_backward.default: _pointwise,
+    aten.hardsigmoid_backward.default: _pointwise,
+    aten.logit_backward.default: _pointwise,
+    aten.elu_backward.default: _exponential,
+    aten.rrelu_with_noise_backward.default: _noisy,
+    aten.reflection_pad2d_backward.default: _like_second,
+    aten.replication_pad2d_backward.default: _like_second,
+    aten.native_group_norm_backward.default: _like_second,
 }
 
 

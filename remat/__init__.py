@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing import capture
     from remat.rewriter.checking import Check, check
     from remat.rewriter.rewriting import rewrite
-    from remat.several_shapes import PlanCache, plan_cache
+    from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.memory_price import least_peak, price_of_gib
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "check",
     "least_peak",
     "plan_cache",
+    "plans_of",
     "price_of_gib",
     "profile",
     "rematerialize",
@@ -60,6 +61,7 @@ _LAZY = {
     "Profile": "remat.graph_capture.profile_file",
     "PlanCache": "remat.several_shapes",
     "plan_cache": "remat.several_shapes",
+    "plans_of": "remat.several_shapes",
     "price_of_gib": "remat.solver.memory_price",
     "profile": "remat.graph_capture.profiling",
     "rematerialize": "remat.api",

@@ -23,8 +23,6 @@ from remat.schedules.schedule import Schedule
 MAX_PLANS = 16
 PLANNED_LATER = {"args", "kwargs", "target"}
 
-Plan = Callable[..., Any]
-
 
 class PlanCache(nn.Module):
     """A module that shares every attribute with the user's, and trains by a plan for each shape.
