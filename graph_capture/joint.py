@@ -223,7 +223,7 @@ class _Builder:
 
     def _add_call(self, node: fx.Node) -> None:
         tensors = [t for t in tensors_of(node) if t is not None]
-        refuse_op(node, *self.places.of(node))
+        refuse_op(node, self.places.of)
         if is_getitem(node) or is_alias_of_input(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)

@@ -49,12 +49,13 @@ def price(
     ------
     ProfileError : `profile` is of another machine and lacks ops of the step.
     """
-    keys = _keys(trace.joint)
-    cache = PriceCache()
-    known = {} if profile is None else _taken(trace.joint, profile, cache.device)
-    prices = {**known_or_measured(trace.joint, cache, frozenset(known), progress), **known}
+    joint, graph, cache = trace.joint, trace.graph, PriceCache()
+    keys = _keys(joint)
+    nodes = _first_nodes(joint, keys)
+    known = {} if profile is None else _taken(nodes, profile, cache.device)
+    prices = {**known_or_measured(joint, nodes, cache, frozenset(known), progress), **known}
+    keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: prices[key] for name, key in keys.items()}
-    graph = trace.graph
     return msgspec.structs.replace(
         graph,
         ops=tuple(_priced(op, of_op.get(op.name)) for op in graph.ops),
@@ -66,23 +67,25 @@ def price(
 
 
 def _keys(joint: Joint) -> dict[str, str]:
-    """What determines the price of each op."""
-    keys = {name: price_key(node) for name, node in joint.node_of_op.items()}
-    return keys | {op.name: SAVE_RNG_KEY for op in joint.graph.ops if op.target == SAVE_RNG}
+    """What determines the price of each op that has a node."""
+    return {name: price_key(node) for name, node in joint.node_of_op.items()}
 
 
 def examples(joint: Joint) -> dict[str, fx.Node]:
     """The first node of each key."""
-    return {price_key(node): node for node in reversed(joint.node_of_op.values())}
+    return _first_nodes(joint, _keys(joint))
 
 
-def _taken(joint: Joint, profile: Profile, device: str) -> dict[str, Price]:
-    """The prices of `profile`, if they will do on `device`."""
+def _first_nodes(joint: Joint, keys: dict[str, str]) -> dict[str, fx.Node]:
+    return {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
+
+
+def _taken(needed: dict[str, fx.Node], profile: Profile, device: str) -> dict[str, Price]:
+    """The prices of `profile`, if they will do on `device` for the `needed` ops."""
     if profile.device != CPU:
         raise ProfileError(
             f"the profile is of {profile.device}, not of a CPU: plan for device={profile.device!r}"
         )
-    needed = examples(joint)
     missing = [node for key, node in needed.items() if key not in profile.ops]
     if missing and profile.title != device:
         raise ProfileError(
@@ -110,11 +113,15 @@ def _note(profile: Profile) -> str:
 
 
 def known_or_measured(
-    joint: Joint, cache: PriceCache, known: frozenset[str], progress: Progress | None
+    joint: Joint,
+    nodes: dict[str, fx.Node],
+    cache: PriceCache,
+    known: frozenset[str],
+    progress: Progress | None,
 ) -> dict[str, Price]:
-    """Prices of all ops whose keys are not `known`, those that are new measured and kept."""
+    """Prices of `nodes` whose keys are not `known`, those that are new measured and kept."""
     held = known.union(cache.prices)
-    missing = {key: node for key, node in examples(joint).items() if key not in held}
+    missing = {key: node for key, node in nodes.items() if key not in held}
     if missing or SAVE_RNG_KEY not in held:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
             cache.prices.update(_measured(joint, missing, progress or _silent))

@@ -39,7 +39,7 @@ def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
     """The measured ops of a trace."""
     cache = PriceCache()
     node_of = examples(traced.joint)
-    prices = known_or_measured(traced.joint, cache, frozenset(), progress)
+    prices = known_or_measured(traced.joint, node_of, cache, frozenset(), progress)
     ops: dict[str, Measured] = {}
     for key in (*node_of, SAVE_RNG_KEY):
         one = prices[key]
