@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,16 +15,17 @@ from remat.api import rematerialize
 from remat.budget import parse_budget
 from remat.graph_capture.errors import RewriteError, SolverError
 from remat.graph_capture.signature import tensor_facts
-from remat.graph_capture.step import LossFunction, apply_loss
+from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import autocast_state
 from remat.rewriter.module import RematModule
+from remat.rewriter.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
 MAX_PLANS = 16
 PLANNED_LATER = {"args", "kwargs", "target"}
 
 
-class PlanCache(nn.Module):
+class PlanCache(SharedState, nn.Module):
     """A module that shares every attribute with the user's, and trains by a plan for each shape.
 
     As a rewritten module does, it has the user's ``__dict__`` itself. In training mode with
@@ -33,14 +34,14 @@ class PlanCache(nn.Module):
     otherwise the user's own forward runs.
     """
 
-    original_module: ClassVar[nn.Module]
     _plans: ClassVar[OrderedDict[Hashable, RematModule]]
     _make: ClassVar[Callable[..., RematModule]]
-    _loss_fn: ClassVar[LossFunction | None]
     _max_plans: ClassVar[int]
-
-    def __init__(self) -> None:
-        self.__dict__ = self.original_module.__dict__
+    not_copied = (
+        "a cache of plans shares its state with the original: copy the original "
+        "(copy.deepcopy(model)) and make a cache of the copy"
+    )
+    not_pickled = "a cache of plans is not pickled: keep its state_dict(), and make a cache anew"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -54,8 +55,7 @@ class PlanCache(nn.Module):
         if self.training and torch.is_grad_enabled():
             given = kwargs if target is None else {**kwargs, "target": target}
             return own._plan_for(args, kwargs, target)(*args, **given)
-        output = own.original_module.forward(*args, **kwargs)
-        return output if target is None else apply_loss(own._loss_fn, output, target)
+        return own._run_original(args, kwargs, target)
 
     @classmethod
     def _plan_for(cls, args: Any, kwargs: Any, target: Any) -> RematModule:
@@ -79,23 +79,6 @@ class PlanCache(nn.Module):
             "fewer shapes, or raise max_plans",
             stacklevel=6,
         )
-
-    def __copy__(self) -> NoReturn:
-        raise RewriteError(_COPY)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RewriteError(_COPY)
-
-    def __reduce__(self) -> NoReturn:
-        raise RewriteError(
-            "a cache of plans is not pickled: keep its state_dict(), and make a cache anew"
-        )
-
-
-_COPY = (
-    "a cache of plans shares its state with the original: copy the original "
-    "(copy.deepcopy(model)) and make a cache of the copy"
-)
 
 
 def plan_cache(

@@ -9,14 +9,14 @@ import torch
 from torch import fx, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.tracing import Recipe
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards import Guards, named_state, refuse_double_backward
+from remat.rewriter.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
 
-class RematModule(fx.GraphModule):
+class RematModule(SharedState, fx.GraphModule):
     """A GraphModule that shares every attribute with the user's module.
 
     Its instances have the user's ``__dict__`` itself: the same parameters, buffers,
@@ -32,17 +32,20 @@ class RematModule(fx.GraphModule):
     schedule: ClassVar[Schedule]
     forward_module: ClassVar[fx.GraphModule]
     backward_module: ClassVar[fx.GraphModule]
-    original_module: ClassVar[nn.Module]
     _compiled: ClassVar[Callable[..., Any]]
     _guards: ClassVar[Guards]
-    _loss_fn: ClassVar[LossFunction | None]
+    not_copied = (
+        "a rewritten module shares its state with the original: copy the original "
+        "(copy.deepcopy(model)) and rewrite the copy with the same schedule"
+    )
+    not_pickled = (
+        "a rewritten module is not pickled: keep its state_dict() and its schedule "
+        "(schedule.to_json()), and rewrite a fresh model with them"
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance; `GraphModule.__new__` would make another class for it."""
         return object.__new__(cls)
-
-    def __init__(self) -> None:
-        self.__dict__ = self.original_module.__dict__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where a loss was captured.
@@ -59,8 +62,7 @@ class RematModule(fx.GraphModule):
                     "call it with target=..., as it was captured"
                 )
             return self._step((args, kwargs, target))
-        output = self.original_module.forward(*args, **kwargs)
-        return output if target is None else apply_loss(self._loss_fn, output, target)
+        return self._run_original(args, kwargs, target)
 
     def _step(self, batch: Any) -> Any:
         state = [tensor for _, tensor in named_state(self)]
@@ -106,24 +108,6 @@ class RematModule(fx.GraphModule):
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)
-
-    def __copy__(self) -> NoReturn:
-        raise RewriteError(_COPY)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RewriteError(_COPY)
-
-    def __reduce__(self) -> NoReturn:
-        raise RewriteError(
-            "a rewritten module is not pickled: keep its state_dict() and its schedule "
-            "(schedule.to_json()), and rewrite a fresh model with them"
-        )
-
-
-_COPY = (
-    "a rewritten module shares its state with the original: copy the original "
-    "(copy.deepcopy(model)) and rewrite the copy with the same schedule"
-)
 
 
 def make_module(
