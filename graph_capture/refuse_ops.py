@@ -33,7 +33,8 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
         raise CaptureError(
             f"{effect} {_shown(*place_of(node))} acts on more than its results, such as by "
             "raising an error for some values, and a step that is replayed cannot order it. Use a "
-            "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, solve_ex of solve"
+            "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
+            "solve_ex of solve"
         )
     if mutates(node):
         raise CaptureError(
