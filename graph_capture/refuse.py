@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from remat.graph_capture.device_table import check_placement
 from remat.graph_capture.errors import CaptureError
@@ -57,9 +59,9 @@ def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
             )
     for path, buffer in model.named_buffers():
         check_placement(f"buffer {path}", buffer.device)
-    for path, module, attribute in hook_dictionaries(model):
-        if getattr(module, attribute):
-            raise CaptureError(hook_message(path, module, attribute))
+    require_no_hooks(
+        [(p, m, attribute, getattr(m, attribute)) for p, m, attribute in hook_dictionaries(model)]
+    )
     for path, module in model.named_modules():
         _refuse_kind(path or "the model", module, needs_storage=needs_storage)
     if not model.training:
@@ -93,8 +95,37 @@ def _refuse_kind(path: str, module: nn.Module, *, needs_storage: bool) -> None:
             )
 
 
-def hook_message(path: str, module: nn.Module, attribute: str) -> str:
-    """What to tell about a hook on a submodule."""
+def require_no_hooks(hooks: list[tuple[str, nn.Module, str, Any]]) -> None:
+    """Raise `CaptureError` for hooks that a rewritten step would not call.
+
+    Parameters
+    ----------
+    hooks : path, module, attribute and the dictionary of hooks, of every submodule.
+    """
+    if torch_modules._has_any_global_hook() and _foreign_global_hooks():
+        raise CaptureError(
+            "a global module hook is registered (register_module_forward_hook or its like): the "
+            "rewritten step runs ops, not submodules, so it would not be called for them. Remove "
+            "it (handle.remove()), or watch ops with a TorchDispatchMode"
+        )
+    for path, module, attribute, registered in hooks:
+        if registered:
+            raise CaptureError(_hook_message(path, module, attribute))
+
+
+def _foreign_global_hooks() -> bool:
+    """Whether a global hook is of other code than torch's, whose own (FlopCounterMode) watch."""
+    tables = (
+        torch_modules._global_forward_pre_hooks,
+        torch_modules._global_forward_hooks,
+        torch_modules._global_backward_pre_hooks,
+        torch_modules._global_backward_hooks,
+    )
+    hooks = (hook for table in tables for hook in table.values())
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] != "torch" for hook in hooks)
+
+
+def _hook_message(path: str, module: nn.Module, attribute: str) -> str:
     kind = attribute.strip("_").removesuffix("s").replace("_", " ")
     return (
         f"{kind} on submodule {path} ({type(module).__name__}): the rewritten step runs ops, not "

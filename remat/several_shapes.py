@@ -34,14 +34,9 @@ class PlanCache(SharedState, nn.Module):
     otherwise the user's own forward runs.
     """
 
-    _plans: ClassVar[OrderedDict[Hashable, RematModule]]
-    _make: ClassVar[Callable[..., RematModule]]
+    _plans: ClassVar[OrderedDict[Hashable, Any]]
+    _options: ClassVar[dict[str, Any]]
     _max_plans: ClassVar[int]
-    not_copied = (
-        "a cache of plans shares its state with the original: copy the original "
-        "(copy.deepcopy(model)) and make a cache of the copy"
-    )
-    not_pickled = "a cache of plans is not pickled: keep its state_dict(), and make a cache anew"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -58,11 +53,14 @@ class PlanCache(SharedState, nn.Module):
         return own._run_original(args, kwargs, target)
 
     @classmethod
-    def _plan_for(cls, args: Any, kwargs: Any, target: Any) -> RematModule:
+    def _plan_for(cls, args: Any, kwargs: Any, target: Any) -> Any:
         key = _key((args, kwargs, target))
         found = cls._plans.get(key)
         if found is None:
-            found = cls._make(args, kwargs, target=target)
+            found = rematerialize(
+                cls.original_module, args, kwargs,
+                target=target, loss_fn=cls._loss_fn, **cls._options,
+            )  # fmt: skip
             cls._plans[key] = found
             cls._drop_oldest()
         cls._plans.move_to_end(key)
@@ -79,6 +77,15 @@ class PlanCache(SharedState, nn.Module):
             "fewer shapes, or raise max_plans",
             stacklevel=6,
         )
+
+    @classmethod
+    def _over(cls, model: nn.Module) -> PlanCache:
+        """A cache with the same options and no plan yet."""
+        return _make_cache(model, cls._loss_fn, cls._max_plans, cls._options)
+
+    @classmethod
+    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _make_cache, (cls.original_module, cls._loss_fn, cls._max_plans, cls._options)
 
 
 def plan_cache(
@@ -110,12 +117,12 @@ def plan_cache(
         raise RewriteError("this module follows a plan already: make a cache of the original")
     if given := PLANNED_LATER.intersection(options):
         raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
+    return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options})
 
-    def make(args: Any, kwargs: Any, target: Any) -> Any:
-        return rematerialize(
-            model, args, kwargs, budget=budget, loss_fn=loss_fn, target=target, **options
-        )  # fmt: skip
 
+def _make_cache(
+    model: nn.Module, loss_fn: LossFunction | None, max_plans: int, options: dict[str, Any]
+) -> PlanCache:
     kind = type(
         f"PlanCacheOf{type(model).__name__}",
         (PlanCache, type(model)),
@@ -123,7 +130,7 @@ def plan_cache(
             "__doc__": PlanCache.__doc__,
             "original_module": model,
             "_plans": OrderedDict(),
-            "_make": staticmethod(make),
+            "_options": options,
             "_loss_fn": staticmethod(loss_fn) if loss_fn else None,
             "_max_plans": max_plans,
         },

@@ -6,24 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.joint import build_joint
 from remat.graph_capture.tracing import Trace
 from remat.rewriter.boxed import compile_boxed
 from remat.rewriter.emit import emit
+from remat.rewriter.gradient_facts import GradientFacts, gradient_facts
 from remat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A callable step and the two GraphModules that it runs."""
+    """A callable step, the two GraphModules that it runs, and facts of its gradients."""
 
     call: Callable[..., Any]
     forward: fx.GraphModule
     backward: fx.GraphModule
+    gradients: GradientFacts
 
 
 def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
@@ -36,6 +38,7 @@ def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
     schedule.check_made_for(trace.graph)
     trace.compiled = True
     emitted: list[fx.GraphModule] = []
+    facts = gradient_facts(trace.joint)
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -46,10 +49,13 @@ def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
         emitted.extend(emit(joint, schedule))
         return emitted[0], emitted[1]
 
-    call = aot_compile_joint_with_descriptors(
-        trace.descriptors,
-        partition_fn=partition,
-        fw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
-        bw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
-    )
-    return CompiledStep(torch.compiler.disable(call), emitted[0], emitted[1])
+    # Donated buffers serve Inductor; with them AOTAutograd refuses retain_graph=True.
+    trace.descriptors._aot_state.fw_metadata.bw_donated_idxs = []
+    with functorch_config.patch(donated_buffer=False):
+        call = aot_compile_joint_with_descriptors(
+            trace.descriptors,
+            partition_fn=partition,
+            fw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
+            bw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
+        )
+    return CompiledStep(call, emitted[0], emitted[1], facts)

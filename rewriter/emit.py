@@ -21,6 +21,7 @@ from remat.graph_capture.node_facts import (
     is_getitem,
     is_tangent,
 )
+from remat.rewriter.fewer_views import leave_out_views
 from remat.rewriter.rng import run_with_rng_state, save_rng_state
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 
@@ -266,5 +267,6 @@ def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
 
 
 def _module(joint: Joint, graph: fx.Graph) -> fx.GraphModule:
+    leave_out_views(graph)
     graph.lint()
     return fx.GraphModule(joint.module, graph)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.refuse import hook_dictionaries, hook_message
+from remat.graph_capture.refuse import hook_dictionaries, require_no_hooks
+from remat.graph_capture.settings import first_difference, settings
 from remat.graph_capture.ties import tied_places
 from remat.graph_capture.tracing import Recipe, autocast_state
+from remat.rewriter.live_state import LiveState, named_state
 
 
 class Guards:
@@ -27,7 +28,8 @@ class Guards:
     def __init__(
         self, model: nn.Module, recipe: Recipe, forward: fx.GraphModule, backward: fx.GraphModule
     ) -> None:
-        self.name = type(model).__name__
+        self.kind = type(model).__name__
+        self.model = model
         self.recipe = recipe
         self.takes_target = recipe.signature.has_target
         self.hooks = [
@@ -35,53 +37,80 @@ class Guards:
             for path, module, attribute in hook_dictionaries(model)
         ]
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
-        self.state = [(name, _facts(tensor)) for name, tensor in named_state(model)]
+        self.live = LiveState(model)
+        self.facts = [_facts(tensor) for _, tensor in named_state(model)]
         self.tied = tied_places(model)
+        self.taken = [i for i in range(len(self.facts)) if i not in self.tied]
+        self.names = [self.live.names[i] for i in self.taken]
         self.constants = _watched_constants(model, forward, backward)
+        self.settings = settings()
 
-    def require(self, batch: Any, state: list[Tensor]) -> None:
-        """Raise `RewriteError`, naming the first thing that is not as at capture.
+    @property
+    def captured_modes(self) -> dict[str, bool]:
+        """Whether each module was in training mode, by its path."""
+        return {"": True, **{path: mode for path, _, mode in self.modes}}
+
+    def require(self, batch: Any) -> list[Tensor]:
+        """Parameters and buffers that the step takes, a tied one once.
 
         Parameters
         ----------
-        batch : (args, kwargs, target). state : parameters and buffers, as `named_state`.
+        batch : (args, kwargs, target).
+
+        Raises
+        ------
+        RewriteError : something is not as at capture; names the first difference.
         """
         leaves, spec = pytree.tree_flatten(batch)
-        self.recipe.signature.require(leaves, spec, self.name)
-        for path, module, attribute, hooks in self.hooks:
-            if hooks:
-                raise RewriteError(hook_message(path, module, attribute))
+        self.recipe.signature.require(leaves, spec, self.kind)
+        require_no_hooks(self.hooks)
         for path, module, mode in self.modes:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
-        self._require_state(state)
+        state = self._state()
         for path, module, attribute, tensor in self.constants:
             if getattr(module, attribute, None) is not tensor:
                 raise self._changed(f"attribute {path}", "one tensor", "another one")
+        self._require_context()
+        return [state[i] for i in self.taken]
+
+    def _require_context(self) -> None:
         now = autocast_state()
         if now != self.recipe.autocast:
             raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
+        if settings() != self.settings:
+            name, before, found = first_difference(self.settings, settings())
+            raise RewriteError(
+                f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager may "
+                "run other ops. Put it back, or capture and solve again"
+            )
 
-    def inputs(self, state: list[Tensor]) -> list[Tensor]:
-        """Of parameters and buffers those that the step takes: a tied one once."""
-        return [tensor for i, tensor in enumerate(state) if i not in self.tied]
-
-    def _require_state(self, state: list[Tensor]) -> None:
-        if len(state) != len(self.state):
-            before, now = f"{len(self.state)} in number", f"{len(state)}"
-            raise self._changed("the parameters and buffers", before, now)
-        for (name, before), tensor in zip(self.state, state, strict=True):
-            for was, is_now, shown in zip(before, _facts(tensor), _FACT_TEXT, strict=True):
-                if was != is_now:
-                    raise self._changed(name, shown(was), shown(is_now))
+    def _state(self) -> list[Tensor]:
+        state = self.live.read()
+        if state is None:
+            raise self._replaced()
+        for i, (tensor, before) in enumerate(zip(state, self.facts, strict=True)):
+            if _facts(tensor) != before:
+                raise self._changed(self.live.names[i], *_first_changed(before, _facts(tensor)))
         for later, first in self.tied.items():
             if state[later] is not state[first]:
-                tied = f"tied to {self.state[first][0]}"
-                raise self._changed(self.state[later][0], tied, "another parameter")
+                tied = f"tied to {self.live.names[first]}"
+                raise self._changed(self.live.names[later], tied, "another parameter")
+        return state
+
+    def _replaced(self) -> RewriteError:
+        """What to tell where modules, parameters or buffers came or went."""
+        now, before = [name for name, _ in named_state(self.model)], self.live.names
+        if now == before:
+            return self._changed("a submodule", "one object", "another one")
+        missing, added = set(before).difference(now), set(now).difference(before)
+        name = next((n for n in (*before, *now) if n in missing or n in added), before[0])
+        words = ("there", "missing") if name in missing else ("missing", "there")
+        return self._changed(name, *words)
 
     def _changed(self, what: str, before: str, now: str) -> RewriteError:
         return RewriteError(
-            f"{what} of {self.name} was {before} when the step was captured and is {now} now. "
+            f"{what} of {self.kind} was {before} when the step was captured and is {now} now. "
             "Put it back, or capture and solve again"
         )
 
@@ -90,16 +119,8 @@ def _mode(training: bool) -> str:
     return "in training mode" if training else "in eval mode"
 
 
-def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, then buffers, in the order of a trace; shared ones under every name."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-
-
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape)
+    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
@@ -107,7 +128,16 @@ _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
     str,
     lambda device: f"on {device}",
     lambda shape: f"of shape {list(shape)}",
+    lambda stride: f"of strides {list(stride)}",
 )
+
+
+def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
+    """The first of two facts that differ, as text."""
+    for was, found, text in zip(before, now, _FACT_TEXT, strict=True):
+        if was != found:
+            return text(was), text(found)
+    raise AssertionError("no fact differs")
 
 
 def _shown(state: tuple[Any, ...]) -> str:
@@ -131,19 +161,3 @@ def _watched_constants(
         for name, item in vars(module).items()
         if isinstance(item, Tensor) and item.data_ptr() in addresses
     ]
-
-
-def refuse_double_backward(output: Any, name: str) -> None:
-    """Let a backward with ``create_graph=True`` through `output` raise before it runs."""
-
-    def refuse(_: Any) -> None:
-        if torch.is_grad_enabled():
-            raise RewriteError(
-                f"double backward through the rewritten {name} (create_graph=True): its backward "
-                "is a fixed sequence of ops that cannot be differentiated again. Use the "
-                "original model for steps that need second derivatives"
-            )
-
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            leaf.grad_fn.register_prehook(refuse)

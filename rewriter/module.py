@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.tracing import Recipe
-from remat.rewriter.compiled import CompiledStep
-from remat.rewriter.guards import Guards, named_state, refuse_double_backward
+from remat.graph_capture.tracing import Recipe, trace_recipe
+from remat.rewriter.backward_guards import BackwardGuards, refuse_checkpoint
+from remat.rewriter.compiled import CompiledStep, compile_step
+from remat.rewriter.guards import Guards
 from remat.rewriter.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
@@ -32,16 +35,8 @@ class RematModule(SharedState, fx.GraphModule):
     schedule: ClassVar[Schedule]
     forward_module: ClassVar[fx.GraphModule]
     backward_module: ClassVar[fx.GraphModule]
-    _compiled: ClassVar[Callable[..., Any]]
+    _compiled_step: ClassVar[CompiledStep]
     _guards: ClassVar[Guards]
-    not_copied = (
-        "a rewritten module shares its state with the original: copy the original "
-        "(copy.deepcopy(model)) and rewrite the copy with the same schedule"
-    )
-    not_pickled = (
-        "a rewritten module is not pickled: keep its state_dict() and its schedule "
-        "(schedule.to_json()), and rewrite a fresh model with them"
-    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance; `GraphModule.__new__` would make another class for it."""
@@ -58,18 +53,34 @@ class RematModule(SharedState, fx.GraphModule):
         if self.training and torch.is_grad_enabled():
             if target is None and self._guards.takes_target:
                 raise RewriteError(
-                    f"the loss is part of the rewritten {self._guards.name} and takes a target: "
+                    f"the loss is part of the rewritten {self._guards.kind} and takes a target: "
                     "call it with target=..., as it was captured"
                 )
             return self._step((args, kwargs, target))
         return self._run_original(args, kwargs, target)
 
     def _step(self, batch: Any) -> Any:
-        state = [tensor for _, tensor in named_state(self)]
-        self._guards.require(batch, state)
-        output = self._compiled(*self._guards.inputs(state), *batch)
-        refuse_double_backward(output, self._guards.name)
+        guards, step = self._guards, self._compiled_step
+        state = guards.require(batch)
+        refuse_checkpoint(guards.model, step.gradients)
+        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
+        output = step.call(*used, *batch)
+        inputs = [*state, *pytree.tree_leaves(batch)]
+        BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
         return output
+
+    @classmethod
+    def _over(cls, model: nn.Module) -> RematModule:
+        """The same plan over a copy of the model; traced anew if it has tensors of the model's."""
+        if cls._guards.constants:
+            return restored(model, cls.schedule, cls._guards.recipe, cls._guards.captured_modes)
+        return make_module(model, cls.schedule, cls._guards.recipe, cls._compiled_step)
+
+    @classmethod
+    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        guards = cls._guards
+        given = (cls.original_module, cls.schedule, guards.recipe, guards.captured_modes)
+        return restored, given
 
     @property
     def graph(self) -> fx.Graph:
@@ -119,13 +130,45 @@ def make_module(
         (RematModule, type(model)),
         {
             "__doc__": RematModule.__doc__,
+            "forward": torch.compiler.disable(RematModule.forward),
             "schedule": schedule,
             "forward_module": step.forward,
             "backward_module": step.backward,
             "original_module": model,
-            "_compiled": staticmethod(step.call),
+            "_compiled_step": step,
             "_guards": Guards(model, recipe, step.forward, step.backward),
             "_loss_fn": staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
         },
     )
     return kind()
+
+
+def restored(
+    model: nn.Module, schedule: Schedule, recipe: Recipe, modes: dict[str, bool]
+) -> RematModule:
+    """The module of a plan over a copy of the model that it was made for; traced anew.
+
+    Parameters
+    ----------
+    modes : which of the model's modules were in training mode when it was captured, by path. The
+        copy may be in eval mode, and stays so.
+
+    Raises
+    ------
+    ScheduleError : what is traced is not what the plan was made for, as with another torch.
+    """
+    with _in_modes(model, modes):
+        step = compile_step(trace_recipe(model, recipe), schedule)
+        return make_module(model, schedule, recipe, step)
+
+
+@contextlib.contextmanager
+def _in_modes(model: nn.Module, modes: dict[str, bool]) -> Generator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for path, module in model.named_modules():
+            module.training = modes.get(path, module.training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

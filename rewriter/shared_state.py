@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, SupportsIndex
 
 from torch import nn
 
-from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.step import LossFunction, apply_loss
 
 
 class SharedState:
     """What such modules have in common; each instance has a class of its own.
 
+    A copy, deep or not, has a copy of the user's module behind it, and so has what is pickled and
+    read again.
+
     Class attributes
     ----------------
     original_module : the user's, whose ``__dict__`` the instance has.
-    not_copied, not_pickled : what to tell who tries.
     """
 
     original_module: ClassVar[nn.Module]
-    not_copied: ClassVar[str]
-    not_pickled: ClassVar[str]
     _loss_fn: ClassVar[LossFunction | None]
 
     def __init__(self) -> None:
@@ -33,11 +34,24 @@ class SharedState:
         output = cls.original_module.forward(*args, **kwargs)
         return output if target is None else apply_loss(cls._loss_fn, output, target)
 
-    def __copy__(self) -> NoReturn:
-        raise RewriteError(type(self).not_copied)
+    @classmethod
+    def _over(cls, model: nn.Module) -> Any:
+        """The same over a copy of the original module."""
+        raise NotImplementedError
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RewriteError(type(self).not_copied)
+    @classmethod
+    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function, and what it needs to make the same in another process."""
+        raise NotImplementedError
 
-    def __reduce__(self) -> NoReturn:
-        raise RewriteError(type(self).not_pickled)
+    def __copy__(self) -> Any:
+        return self._over(copy.copy(self.original_module))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._over(copy.deepcopy(self.original_module, memo))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._recipe_to_pickle()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._recipe_to_pickle()

@@ -1,11 +1,18 @@
-"""Prices of a test run go to a folder of their own; torch runs on two threads."""
+"""Prices of a test run go to a folder of their own; Ctrl-C is heard in tests of it.
+
+A shell that starts a job in the background lets it ignore the signal.
+"""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -181,6 +181,22 @@ class Cube(torch.autograd.Function):
         return gradients[0] * x * 3 * x
 
 
+class TwoHeads(nn.Module):
+    """Two outputs, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = mlp(), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.first(hidden), self.second(hidden)
+
+
+def two_heads() -> Case:
+    return TwoHeads(), (batch(),), {}, None, None
+
+
 class Custom(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +393,8 @@ MODELS: dict[str, Callable[[], Case]] = {
         dropout_with_a_scale_of_its_own, feature_and_alpha_dropout,
         dropout_of_nothing, batch_norm_in_place_relu, frozen_batch_norm, attention,
         attention_with_dropout, tied_weights, nested_outputs_and_kwargs, nested_outputs_returned,
-        frozen_parameters, input_requires_grad, custom_function, user_checkpoint, in_place_views,
+        frozen_parameters, input_requires_grad, two_heads, custom_function,
+        user_checkpoint, in_place_views,
         overwritten_buffer, overwritten_input, constant_attribute, noise, group_and_layer_norm,
         transformer_layers, lstm_cells, double_precision, bfloat16, tied_under_three_names,
         gradients_in_another_layout,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional
 import remat
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.several_shapes import PlanCache, plans_of
+from tests.behaviours.trainee import read_again
 
 LENGTHS = (24, 40, 32)
 
@@ -159,10 +159,22 @@ def test_a_budget_that_nothing_fits_keeps_no_plan() -> None:
     assert plans_of(cache) == []
 
 
-def test_a_cache_is_neither_copied_nor_cached_again() -> None:
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, read_again])
+def test_a_copy_of_a_cache_makes_its_own_plans_and_trains_as_eager_does(copied: Any) -> None:
     cache = cached(tagger())
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(RewriteError, match="cache"):
-            copied(cache)
+    tokens, target = batches()[0]
+    cache(tokens, target=target).backward()
+    other = copied(cache)
+    assert plans_of(other) == []
+    eager = tagger()
+    expected = trained(eager, lambda tokens, target: loss_of(eager(tokens), target))
+    other.load_state_dict(tagger().state_dict())
+    found = trained(other, lambda tokens, target: other(tokens, target=target))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert len(plans_of(other)) == len(LENGTHS)
+
+
+def test_a_cache_is_not_cached_again() -> None:
+    cache = cached(tagger())
     with pytest.raises(RewriteError, match="follows a plan already"):
         cached(cache)

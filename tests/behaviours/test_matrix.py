@@ -1,0 +1,83 @@
+"""Models times behaviours: the rewritten module does what the eager one does, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from remat.graph_capture import capture
+from remat.graph_capture.errors import RewriteError
+from remat.rewriter import RematModule, rewrite
+from tests.behaviours.behaviours import BEHAVIOURS
+from tests.behaviours.trainee import Observed, Trainee, differences
+from tests.models import make
+from tests.rewriter.test_exact import schedule_of
+
+MODELS = (
+    "plain",
+    "dropout",
+    "batch_norm_in_place_relu",
+    "attention_with_dropout",
+    "tied_weights",
+    "nested_outputs_and_kwargs",
+    "nested_outputs_returned",
+    "frozen_parameters",
+    "input_requires_grad",
+    "two_heads",
+    "custom_function",
+    "in_place_views",
+    "overwritten_buffer",
+    "constant_attribute",
+    "noise",
+    "lstm_cells",
+    "bfloat16",
+    "gradients_in_another_layout",
+)
+
+SUMS, CHECKPOINT = "is a sum of several terms", "called inside torch.utils.checkpoint"
+REFUSED = {
+    ("tied_weights", "one_backward_of_two_forwards"): SUMS,
+    ("lstm_cells", "one_backward_of_two_forwards"): SUMS,
+    ("tied_weights", "state_dict_assigned"): "was tied to embed.weight .* another parameter now",
+    ("batch_norm_in_place_relu", "inside_a_checkpoint"): CHECKPOINT,
+    ("overwritten_buffer", "inside_a_checkpoint"): CHECKPOINT,
+}
+"""What cannot be done exactly, and what is said of it."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def planned(name: str) -> tuple[Trainee, RematModule]:
+    """An eager module and its rewritten one; both are copied before they are used."""
+    model, args, kwargs, _, _ = make(name)
+    graph = capture(model, args, kwargs)
+    return Trainee(model, args, kwargs), rewrite(model, schedule_of(graph, "cut"))
+
+
+def tried(behaviour: str, it: Trainee) -> Observed:
+    torch.manual_seed(11)
+    return BEHAVIOURS[behaviour](it)
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rewritten_module_behaves_as_the_eager_one(name: str, behaviour: str) -> None:
+    eager, module = planned(name)
+    planned_one = eager.with_module(copy.deepcopy(module))
+    if (name, behaviour) in REFUSED:
+        with pytest.raises(RewriteError, match=REFUSED[name, behaviour]):
+            tried(behaviour, planned_one)
+        return
+    expected = tried(behaviour, eager.with_module(copy.deepcopy(eager.module)))
+    assert differences(expected, tried(behaviour, planned_one)) == []
