@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.device_table import CUDA
 from remat.graph_capture.dropout import make_dropout_exact
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.gradient_layout import lay_out_gradients
@@ -18,6 +19,7 @@ from remat.graph_capture.node_facts import (
     N_BATCH_NORM_RESULTS,
     Places,
     argument,
+    drawn_on,
     draws_randomness,
     is_alias_of_input,
     is_getitem,
@@ -319,7 +321,7 @@ class _Builder:
 
     def _add_rng_state(self, node: fx.Node, module: str, source: str) -> str:
         name = f"rng_state_{node.name}"
-        size = rng_state_bytes(next(t for t in tensors_of(node) if t is not None).device)
+        size = rng_state_bytes(drawn_on(node))
         self.values[name] = Value(name, size, name, "rng_state", "uint8", (size,))
         self.forward.append(
             Op(
@@ -350,10 +352,11 @@ class _Builder:
 
 
 def rng_state_bytes(device: torch.device) -> int:
-    """Bytes of one saved state of the device's default generator."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device).nbytes
-    return torch.get_rng_state().nbytes
+    """Bytes that a saved state of the device's default generator takes there.
+
+    That of a CUDA device is kept on the host.
+    """
+    return 0 if device.type == CUDA else torch.get_rng_state().nbytes
 
 
 def _kind_of_input(node: fx.Node) -> Kind:

@@ -85,6 +85,11 @@ def draws_randomness(node: fx.Node) -> bool:
     return all(argument(node, name) != 0.0 for name in _PROBABILITY_ARGUMENTS)
 
 
+def drawn_on(node: fx.Node) -> torch.device:
+    """The device whose random stream the node moves: that of its first result."""
+    return next(tensor for tensor in tensors_of(node) if tensor is not None).device
+
+
 def mutates(node: fx.Node) -> bool:
     """Whether the node's schema says that it writes to an argument."""
     schema = getattr(node.target, "_schema", None)

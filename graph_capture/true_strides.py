@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses import FakeTensorMode
 
+from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.node_facts import target_name, tensors_of
 
@@ -34,7 +35,8 @@ def fake_with_true_strides() -> FakeTensorMode:
     dispatch = mode.dispatch
 
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.native_group_norm_backward.default:  # its fake kernel takes views of it
+        if func is aten.native_group_norm_backward.default and _on_cpu(args[0]):
+            # its fake kernel takes views of its first argument
             args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
         found = dispatch(func, types, args, kwargs or {})
         rule = RULES.get(func)
@@ -50,8 +52,8 @@ def fake_with_true_strides() -> FakeTensorMode:
 
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
-    """`found`, laid out as `true` if it has its shape."""
-    if not isinstance(found, Tensor) or found.shape != true.shape:
+    """`found`, laid out as `true` if it has its shape and is a CPU's."""
+    if not isinstance(found, Tensor) or not _on_cpu(found) or found.shape != true.shape:
         return found
     if found.stride() == true.stride():
         return found
@@ -59,6 +61,10 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
         return torch.empty_strided(
             found.shape, true.stride(), dtype=found.dtype, device=found.device
         )
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == CPU
 
 
 def _contiguous(shape: Sequence[int]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
@@ -16,6 +15,7 @@ from remat.graph_capture.node_facts import (
     BATCH_NORM,
     BATCH_NORM_AGAIN,
     N_BATCH_NORM_RESULTS,
+    drawn_on,
     draws_randomness,
     is_alias_of_input,
     is_getitem,
@@ -23,6 +23,8 @@ from remat.graph_capture.node_facts import (
 )
 from remat.rewriter.rng import run_with_rng_state, save_rng_state
 from remat.schedules.schedule import Compute, Free, Schedule, Step
+
+RNG_STATE = "rng_state_"
 
 Demand = Callable[[str, fx.Node | None], fx.Node]
 
@@ -119,9 +121,11 @@ class PhaseEmitter:
 
     def _save_rng_state(self, op: Op) -> None:
         """Save the state only if the op that draws from it will draw again."""
-        if op.name.removeprefix("rng_state_") in self.repeated:
-            state = self.graph.create_node("call_function", save_rng_state, (), {}, op.name)
-            state.meta["val"] = torch.get_rng_state()
+        drawing = op.name.removeprefix(RNG_STATE)
+        if drawing in self.repeated:
+            device = str(drawn_on(self.joint.node_of_op[drawing]))
+            state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
+            state.meta["val"] = save_rng_state(device)
             self.states[op.outputs[0]] = state
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
@@ -141,12 +145,12 @@ class PhaseEmitter:
             self.put(node, copy)
 
     def _draw_again(self, op: Op, node: fx.Node) -> fx.Node:
-        name = f"rng_state_{op.name}"
+        name = f"{RNG_STATE}{op.name}"
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = self.demand(name, None)
         args, kwargs = self._arguments(node)
-        taken: tuple[Any, ...] = (state, node.target, *args)
+        taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
         copy = self.graph.create_node(
             "call_function", run_with_rng_state, taken, kwargs, f"{node.name}_again"
         )
