@@ -131,6 +131,16 @@ def check_device(name: str) -> None:
         modelled_device(name)
 
 
+def check_measured(device: str) -> None:
+    """Raise `DeviceError` for a device whose ops cannot be measured here."""
+    check_device(device)
+    if is_in_table(device):
+        raise DeviceError(
+            f"{device} is planned for by model, and a profile is measured: on a machine that has "
+            "one, with device='cuda'"
+        )
+
+
 def _check_cuda(name: str) -> None:
     import torch
 

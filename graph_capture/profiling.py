@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.graph_capture.device_table import CPU, CUDA, check_device, is_cuda, is_in_table
-from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.device_table import CPU, CUDA, check_measured, is_cuda
 from remat.graph_capture.meter import meter_of
 from remat.graph_capture.op_work import Work, work_of
 from remat.graph_capture.price_cache import PriceCache
@@ -42,16 +41,6 @@ def profile(
         check_measured(device)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
     return measure(traced, progress=progress)
-
-
-def check_measured(device: str) -> None:
-    """Raise `DeviceError` for a device whose ops cannot be measured here."""
-    check_device(device)
-    if is_in_table(device):
-        raise DeviceError(
-            f"{device} is planned for by model, and a profile is measured: on a machine that has "
-            "one, with device='cuda'"
-        )
 
 
 def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:

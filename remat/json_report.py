@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from remat.advice import advice_of
 from remat.api import infeasible_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.pipeline import CHECKED, Report, Row
@@ -68,6 +69,8 @@ def check_json(check: Check) -> dict[str, Any]:
         **equal,
         "gradients": check.gradients,
         "gradients_total": check.gradients_total,
+        "unsteady": check.unsteady,
+        "advice": advice_of(check),
     }
 
 
@@ -88,6 +91,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     return {
         "predicted_peak_bytes": row.peak_bytes,
         "measured_peak_bytes": row.measured_peak_bytes,
+        "reserved_bytes": row.reserved_bytes,
         "predicted_step_us": row.time_us,
         "measured_step_us": row.measured_step_us,
         "overhead": row.overhead,
