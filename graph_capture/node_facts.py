@@ -13,10 +13,6 @@ from remat.graph_capture.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY,
 
 aten = torch.ops.aten
 
-BATCH_NORM = aten._native_batch_norm_legit_functional.default
-BATCH_NORM_AGAIN = aten._native_batch_norm_legit.no_stats
-N_BATCH_NORM_RESULTS = 3
-
 _CLONES_WHOLE_STORAGE = (
     aten.copy.default,
     aten.slice_scatter.default,

@@ -8,13 +8,11 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import fx
 
+from remat.graph_capture.batch_norm import AGAIN
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.node_facts import (
-    BATCH_NORM,
-    BATCH_NORM_AGAIN,
-    N_BATCH_NORM_RESULTS,
     drawn_on,
     draws_randomness,
     is_alias_of_input,
@@ -131,7 +129,7 @@ class PhaseEmitter:
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
         if again and draws_randomness(node):
             copy = self._draw_again(op, node)
-        elif again and node.target is BATCH_NORM:
+        elif again and node.target in AGAIN:
             copy = self._normalise_again(node)
         else:
             copy = self._copy(node, f"{node.name}_again" if again else node.name)
@@ -160,13 +158,11 @@ class PhaseEmitter:
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         """Batch norm without its running statistics, which were updated the first time."""
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
-        training, momentum, eps = node.args[5:8]
-        taken: tuple[Any, ...] = (*read, training, momentum, eps)
-        copy = self.graph.create_node(
-            "call_function", BATCH_NORM_AGAIN, taken, {}, f"{node.name}_again"
-        )
+        target, n_results = AGAIN[node.target]
+        taken: tuple[Any, ...] = (*read, *node.args[5:])
+        copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
         copy.meta = dict(node.meta)
-        copy.meta["val"] = node.meta["val"][:N_BATCH_NORM_RESULTS]
+        copy.meta["val"] = node.meta["val"][:n_results]
         return copy
 
     def _pick_updates(self, node: fx.Node, op: Op) -> None:
