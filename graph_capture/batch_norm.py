@@ -73,13 +73,18 @@ def is_by_cudnn(node: fx.Node, read: tuple[Any, ...], eps: Any) -> bool:
     ----------
     read : nodes of the input, weight, bias, running mean and running variance, or None.
     """
-    x, *others = (arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in read)
-    if x is None or not x.is_cuda or None in [*others[:2]]:
+    x, weight, bias, mean, variance = (
+        arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in read
+    )
+    if x is None or not x.is_cuda or weight is None or bias is None:
         return False
     memory_format = torch._prims_common.suggest_memory_format(x)
     if not x.is_contiguous(memory_format=memory_format):
         return False
-    backend = torch._C._select_batch_norm_backend(x, *others, True, eps)  # pyright: ignore
+    statistics = (weight if mean is None else mean, weight if variance is None else variance)
+    backend = torch._C._select_batch_norm_backend(  # pyright: ignore
+        x, weight, bias, *statistics, True, eps
+    )
     return backend == torch._C._BatchNormBackend.Cudnn  # pyright: ignore
 
 

@@ -1,8 +1,9 @@
-"""Fake tensors laid out as the CPU's kernels lay out their results.
+"""Fake tensors laid out as the kernels of their device lay out their results.
 
 Some of torch's fake kernels state other strides than the kernels give (seen in 2.13). A trace
 with false strides takes a view where eager copies, and fails when it runs. `RULES` mend
-those that are known; pricing refuses ops whose measured strides still differ from the traced.
+those that are known, of a CPU and, but for `CPU_ONLY`, of a CUDA device; pricing refuses ops whose
+measured strides still differ from the traced.
 """
 
 from __future__ import annotations
@@ -35,12 +36,11 @@ def fake_with_true_strides() -> FakeTensorMode:
     dispatch = mode.dispatch
 
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.native_group_norm_backward.default and _on_cpu(args[0]):
-            # its fake kernel takes views of its first argument
+        if func is aten.native_group_norm_backward.default:  # its fake kernel takes views of it
             args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
         found = dispatch(func, types, args, kwargs or {})
         rule = RULES.get(func)
-        if rule is None:
+        if rule is None or not _holds(func, found):
             return found
         true = rule(*args)
         if isinstance(found, tuple):
@@ -52,8 +52,8 @@ def fake_with_true_strides() -> FakeTensorMode:
 
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
-    """`found`, laid out as `true` if it has its shape and is a CPU's."""
-    if not isinstance(found, Tensor) or not _on_cpu(found) or found.shape != true.shape:
+    """`found`, laid out as `true` if it has its shape."""
+    if not isinstance(found, Tensor) or found.shape != true.shape:
         return found
     if found.stride() == true.stride():
         return found
@@ -63,8 +63,11 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
         )
 
 
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == CPU
+def _holds(func: Any, found: Any) -> bool:
+    """Whether the rule of `func` is one of the device that its first result is on."""
+    first = found[0] if isinstance(found, tuple) else found
+    on_cpu = isinstance(first, Tensor) and first.device.type == CPU
+    return on_cpu or func not in CPU_ONLY
 
 
 def _contiguous(shape: Sequence[int]) -> Tensor:
@@ -145,6 +148,21 @@ RULES: dict[Any, Rule] = {
     aten.replication_pad2d_backward.default: _like_second,
     aten.native_group_norm_backward.default: _like_second,
 }
+
+
+CPU_ONLY = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_dropout_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.roll.default,
+    aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.channel_shuffle.default,
+}
+"""Of these the fake kernels state the strides of CUDA's kernels."""
 
 
 def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:
