@@ -125,12 +125,16 @@ class CudaMeter:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before_bytes = torch.cuda.memory_allocated(self.device)
+        before_asked_bytes = self._requested_bytes("current")
         with without_garbage():
             result = run()
         del result
-        peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        reserved_bytes = torch.cuda.max_memory_reserved(self.device)
-        return StepMemory(peak_bytes - before_bytes, reserved_bytes - peak_bytes)
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
+        asked_bytes = self._requested_bytes("peak") - before_asked_bytes
+        reserved_bytes = torch.cuda.max_memory_reserved(self.device) - before_bytes
+        return StepMemory(
+            peak_bytes, max(0, peak_bytes - asked_bytes), max(0, reserved_bytes - peak_bytes)
+        )
 
     def library_bytes(self) -> int:
         """What cuBLAS keeps, in the thread of forward and in that of backward."""

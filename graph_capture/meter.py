@@ -33,11 +33,13 @@ class StepMemory:
     Attributes
     ----------
     peak_bytes : the most that it has live above what was live when it began.
+    rounding_bytes : of these, what the allocator gave beyond what was asked of it.
     slack_bytes : at its peak held by the allocator and not given out; None where the device has
         no allocator that holds any.
     """
 
     peak_bytes: int
+    rounding_bytes: int = 0
     slack_bytes: int | None = None
 
 

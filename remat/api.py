@@ -206,12 +206,12 @@ def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_byt
             f"the rewritten {type(model).__name__} differs from eager in "
             f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
         )
-    if found.plan_peak_bytes > budget_bytes:
+    if found.exceeds(budget_bytes):
         raise RewriteError(
             f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
             f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"
         )
-    for advice in advice_of(found):
+    for advice in advice_of(found, budget_bytes):
         warnings.warn(advice, stacklevel=3)
 
 

@@ -93,14 +93,14 @@ def check(
         if as_json:
             session.emit(_check_json(found, schedule, failures))
         else:
-            show_check(session.out, found)
+            show_check(session.out, found, schedule.budget_bytes)
         conclude(session, CHECK_FAILED, failures)
 
 
 def _check_json(found: Any, schedule: Schedule, failures: list[str]) -> dict[str, Any]:
     return {
         "budget_bytes": schedule.budget_bytes,
-        "check": json_report.check_json(found),
+        "check": json_report.check_json(found, schedule.budget_bytes),
         "baseline": {
             "measured_peak_bytes": found.baseline_peak_bytes,
             "reserved_bytes": found.baseline_reserved_bytes,

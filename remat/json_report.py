@@ -35,7 +35,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "bound": bound_json(report.graph, result),
         "message": result.message,
         **kept_json(report.graph, result),
-        "check": check_json(report.check) if report.check else None,
+        "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }
@@ -62,7 +62,7 @@ def kept_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
     }
 
 
-def check_json(check: Check) -> dict[str, Any]:
+def check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
     """What was equal, and how many gradients were."""
     equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
     return {
@@ -70,7 +70,7 @@ def check_json(check: Check) -> dict[str, Any]:
         "gradients": check.gradients,
         "gradients_total": check.gradients_total,
         "unsteady": check.unsteady,
-        "advice": advice_of(check),
+        "advice": advice_of(check, budget_bytes),
     }
 
 

@@ -121,7 +121,7 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
     found = [
         f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
     ]
-    if budget_bytes and check.plan_peak_bytes > budget_bytes:
+    if budget_bytes and check.exceeds(budget_bytes):
         found.append(
             f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
             f"{bytes_text(budget_bytes)}"

@@ -72,7 +72,7 @@ def _verdict(report: Report) -> Table:
     if report.check:
         table.add_row("equal", equal_text(report.check))
         _add_reserved(table, report.rows)
-        for advice in advice_of(report.check):
+        for advice in advice_of(report.check, result.budget_bytes):
             table.add_row("advice", Text(advice))
     _add_kept(table, graph, result)
     _add_prices(table, graph)
@@ -152,7 +152,7 @@ def equal_text(check: Check) -> str:
     return ", ".join([gradients, *others])
 
 
-def show_check(console: Console, check: Check) -> None:
+def show_check(console: Console, check: Check, budget_bytes: int) -> None:
     """What was equal, and the measured peaks and times."""
     table = plain_table("measured", "peak", "step", "overhead")
     table.add_row(
@@ -168,7 +168,7 @@ def show_check(console: Console, check: Check) -> None:
     console.print(f"\nequal  {equal_text(check)}")
     if check.plan_reserved_bytes is not None:
         console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
-    for advice in advice_of(check):
+    for advice in advice_of(check, budget_bytes):
         console.print(f"advice  {advice}", markup=False)
 
 

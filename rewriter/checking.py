@@ -42,6 +42,7 @@ class Check(msgspec.Struct, frozen=True):
     differences : names of what differs. unsteady : of what eager itself does not repeat to the
         last bit, as sums by atomic additions on a CUDA device; it differs where it is further from
         eager than runs of eager are from each other.
+    plan_rounding_bytes : of the plan's peak, what the allocator gave beyond what was asked of it.
     baseline_reserved_bytes, plan_reserved_bytes : the peak and what the allocator held beside it;
         None on a CPU, whose allocator holds nothing.
     """
@@ -58,6 +59,7 @@ class Check(msgspec.Struct, frozen=True):
     plan_step_us: float
     differences: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    plan_rounding_bytes: int = 0
     baseline_reserved_bytes: int | None = None
     plan_reserved_bytes: int | None = None
 
@@ -65,6 +67,10 @@ class Check(msgspec.Struct, frozen=True):
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
+
+    def exceeds(self, budget_bytes: int) -> bool:
+        """Whether the plan asks for more than a budget; blocks that are larger do not count."""
+        return self.plan_peak_bytes - self.plan_rounding_bytes > budget_bytes
 
     @property
     def overhead(self) -> float:
@@ -132,6 +138,7 @@ def check(
         plan_step_us=times[1],
         differences=differences,
         unsteady=unsteady,
+        plan_rounding_bytes=memory[1].rounding_bytes,
         baseline_reserved_bytes=reserved[0],
         plan_reserved_bytes=reserved[1],
     )

@@ -26,12 +26,14 @@ class FakeCuda:
     ----------
     called : how often each function was called. cycles : of each sleep.
     device_us : what each run between two events takes. stream : of its random generator.
+    rounding : bytes that are given out for each that is asked for.
     """
 
     def __init__(self) -> None:
         self.called: Counter[str] = Counter()
         self.cycles: list[int] = []
         self.device_us = 100.0
+        self.rounding = 1.0
         self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
         self.stream = torch.zeros(16, dtype=torch.uint8)
 
@@ -45,8 +47,8 @@ class FakeCuda:
         self.peak_bytes = self.allocated_bytes
 
     def memory_stats(self, *_: Any) -> dict[str, int]:
-        name = "requested_bytes.all."
-        return {f"{name}current": self.allocated_bytes, f"{name}peak": self.peak_bytes}
+        given = {"current": self.allocated_bytes, "peak": self.peak_bytes}
+        return {f"requested_bytes.all.{k}": int(n / self.rounding) for k, n in given.items()}
 
     def empty_cache(self) -> None:
         self.reserved_bytes = self.allocated_bytes

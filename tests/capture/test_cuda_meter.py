@@ -95,7 +95,15 @@ def test_the_memory_of_a_step_is_its_peak_and_what_is_reserved_beside_it(
     cuda.allocate(1000)
     cuda.reserved_bytes = 9999
     found = meter.step_memory(step)
-    assert (found.peak_bytes, found.slack_bytes) == (3000, 500)
+    assert (found.peak_bytes, found.slack_bytes, found.rounding_bytes) == (3000, 500, 0)
+
+
+def test_what_the_allocator_gives_beyond_what_is_asked_is_told_apart(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    cuda.rounding = 1.5
+    found = meter.step_memory(lambda: cuda.allocate(3000))
+    assert (found.peak_bytes, found.rounding_bytes) == (3000, 1000)
 
 
 def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) -> None:
