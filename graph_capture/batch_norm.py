@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -78,8 +79,7 @@ def is_by_cudnn(node: fx.Node, read: tuple[Any, ...], eps: Any) -> bool:
     )
     if x is None or not x.is_cuda or weight is None or bias is None:
         return False
-    memory_format = torch._prims_common.suggest_memory_format(x)
-    if not x.is_contiguous(memory_format=memory_format):
+    if not x.is_contiguous(memory_format=suggest_memory_format(x)):
         return False
     statistics = (weight if mean is None else mean, weight if variance is None else variance)
     backend = torch._C._select_batch_norm_backend(  # pyright: ignore

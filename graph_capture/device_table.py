@@ -113,7 +113,7 @@ def table_name(title: str) -> str:
 
 
 def _is_named(shown: str, name: str) -> bool:
-    return re.search(" .*".join(rf" {part}\b" for part in name.split("-")), shown) is not None
+    return re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown) is not None
 
 
 def is_cuda(name: str) -> bool:

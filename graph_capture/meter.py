@@ -49,12 +49,15 @@ class Meter(Protocol):
     Attributes
     ----------
     device : ``cpu``, ``cuda:0``. title : the very machine, as profiles name it.
-    settings : what else its prices depend on. versions : of what runs the ops.
     """
 
     device: str
     title: str
-    settings: str
+
+    @property
+    def settings(self) -> str:
+        """What else its prices depend on; they are kept apart by it."""
+        ...
 
     @property
     def versions(self) -> dict[str, str]:
@@ -97,11 +100,13 @@ class Meter(Protocol):
 class CpuMeter:
     """The CPU: its clock, and the profiler's allocation events."""
 
-    device = CPU
-    settings = ""
-
     def __init__(self) -> None:
-        self.title = device_name()
+        self.device, self.title = CPU, device_name()
+
+    @property
+    def settings(self) -> str:
+        """None that is known."""
+        return ""
 
     @property
     def versions(self) -> dict[str, str]:

@@ -45,15 +45,18 @@ class Loaded:
         ------
         DeviceError : there is no such device.
         """
+        from torch import nn
+
         check_device(device)
         if not is_cuda(device):
             return self
+        loss_fn = self.loss_fn
         return replace(
             self,
             model=self.model.to(device),
             args=_moved(self.args, device),
             kwargs=_moved(self.kwargs, device),
-            loss_fn=self.loss_fn.to(device) if hasattr(self.loss_fn, "to") else self.loss_fn,
+            loss_fn=loss_fn.to(device) if isinstance(loss_fn, nn.Module) else loss_fn,
             target=_moved(self.target, device),
         )
 
