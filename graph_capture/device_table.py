@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from remat.graph_capture.errors import DeviceError
-
-if TYPE_CHECKING:
-    import torch
 
 CPU, CUDA = "cpu", "cuda"
 MODELLED = "modelled"
@@ -103,34 +100,55 @@ def modelled_device(name: str) -> Device:
     raise DeviceError(f"there is no device {name!r}: {hint}")
 
 
-def check_placement(what: str, device: torch.device) -> None:
-    """Raise `DeviceError` for a tensor of a device that this torch cannot run autograd on.
+def table_name(title: str) -> str:
+    """The device of the table that a driver calls `title`; empty where it is none of them.
 
-    Fake CUDA autograd ends the process where torch is built for the CPU alone.
+    A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``; the longest name whose
+    parts all stand there in their order counts.
     """
-    import torch
+    words = re.split(r"[^a-z0-9]+", title.lower())
+    shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
+    names = sorted(device_table().devices, key=len, reverse=True)
+    return next((name for name in names if _is_named(shown, name)), "")
 
-    if device.type not in (CPU, "meta") and not torch.get_device_module(device).is_available():
-        raise DeviceError(
-            f"{what} is on {device}, which this torch cannot run: move the model and the batch to "
-            "cpu, and plan for a model of the device by name, such as device='h100'"
-        )
+
+def _is_named(shown: str, name: str) -> bool:
+    return re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown) is not None
+
+
+def is_cuda(name: str) -> bool:
+    """Whether `name` is of a CUDA device of this machine: ``cuda`` or ``cuda:0``."""
+    return name.partition(":")[0] == CUDA
 
 
 def check_device(name: str) -> None:
     """Raise `DeviceError`, before anything is traced, where `name` cannot be planned for."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DeviceError(f"a device is named by a text such as 'cpu' or 'h100', not {name!r}")
-    if name == CPU:
-        return
-    if name.partition(":")[0] == CUDA:
-        import torch
+    if is_cuda(name):
+        _check_cuda(name)
+    elif name != CPU:
+        modelled_device(name)
 
-        here = "is seen, but is not measured by this release"
-        if not torch.cuda.is_available():
-            here = "is not here: this torch sees none"
+
+def check_measured(device: str) -> None:
+    """Raise `DeviceError` for a device whose ops cannot be measured here."""
+    check_device(device)
+    if is_in_table(device):
         raise DeviceError(
-            f"a CUDA device {here}. Plan for a model of it by name, such as device='h100' "
-            f"({', '.join(device_table().devices)}), or for device='cpu'"
+            f"{device} is planned for by model, and a profile is measured: on a machine that has "
+            "one, with device='cuda'"
         )
-    modelled_device(name)
+
+
+def _check_cuda(name: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "a CUDA device is not here: this torch sees none. Plan for a model of it by name, "
+            f"such as device='h100' ({', '.join(device_table().devices)}), or for device='cpu'"
+        )
+    here = [f"{CUDA}:{i}" for i in range(torch.cuda.device_count())]
+    if name not in (CUDA, *here):
+        raise DeviceError(f"there is no device {name!r}: this torch sees {', '.join(here)}")

@@ -75,13 +75,17 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """Bytes that live through the whole step, by category."""
+    """Bytes that live through the whole step, by category.
+
+    `libraries_bytes` is what a device's libraries keep once they were used, as cuBLAS does.
+    """
 
     parameters_bytes: int = 0
     buffers_bytes: int = 0
     batch_bytes: int = 0
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
+    libraries_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -92,6 +96,7 @@ class Resident(msgspec.Struct, frozen=True):
             + self.batch_bytes
             + self.gradients_bytes
             + self.optimizer_bytes
+            + self.libraries_bytes
         )
 
 

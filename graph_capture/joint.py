@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.batch_norm import (
+    AGAIN,
+    CHOSEN_BACKWARD,
+    makes_statistics,
+    run_by_kernels_of_eager,
+)
+from remat.graph_capture.device_table import CUDA
 from remat.graph_capture.dropout import make_dropout_exact
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.gradient_layout import lay_out_gradients
 from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.node_facts import (
-    BATCH_NORM,
-    N_BATCH_NORM_RESULTS,
     Places,
     argument,
+    drawn_on,
     draws_randomness,
     is_alias_of_input,
     is_getitem,
@@ -256,7 +262,7 @@ class _Builder:
             inputs = (*inputs, state)
             workspace_bytes = self.values[state].size_bytes
         statistics: Op | None = None
-        if node.target is BATCH_NORM and node.args[5]:
+        if makes_statistics(node):
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
             pinned = ""
         self.node_of_op[node.name] = node
@@ -313,13 +319,15 @@ class _Builder:
                 )
         if argument(node, "generator") is not None:
             return "it draws from a generator of its own"
+        if node.target is CHOSEN_BACKWARD:
+            return "it may write to what its forward has reserved for it"
         if draws_randomness(node) and phase == "backward":
             return "it draws random numbers in backward"
         return "" if any(t is not None for t in tensors_of(node)) else "it has effects only"
 
     def _add_rng_state(self, node: fx.Node, module: str, source: str) -> str:
         name = f"rng_state_{node.name}"
-        size = rng_state_bytes(next(t for t in tensors_of(node) if t is not None).device)
+        size = rng_state_bytes(drawn_on(node))
         self.values[name] = Value(name, size, name, "rng_state", "uint8", (size,))
         self.forward.append(
             Op(
@@ -336,7 +344,8 @@ class _Builder:
         read = [a for a in node.args[:3] if isinstance(a, fx.Node)]
         running = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
         name = f"{node.name}_statistics"
-        results, updates = outputs[:N_BATCH_NORM_RESULTS], outputs[N_BATCH_NORM_RESULTS:]
+        _, n_results = AGAIN[node.target]
+        results, updates = outputs[:n_results], outputs[n_results:]
         for update in updates:
             old = self.values[update]
             self.values[update] = Value(
@@ -350,10 +359,11 @@ class _Builder:
 
 
 def rng_state_bytes(device: torch.device) -> int:
-    """Bytes of one saved state of the device's default generator."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device).nbytes
-    return torch.get_rng_state().nbytes
+    """Bytes that a saved state of the device's default generator takes there.
+
+    That of a CUDA device is kept on the host.
+    """
+    return 0 if device.type == CUDA else torch.get_rng_state().nbytes
 
 
 def _kind_of_input(node: fx.Node) -> Kind:
@@ -383,5 +393,6 @@ def build_joint(
     CaptureError : the graph mutates a tensor, or uses one whose gradient would be lost.
     """
     make_dropout_exact(gm)
+    run_by_kernels_of_eager(gm)
     lay_out_gradients(gm, num_forward_outputs)
     return _Builder(gm, num_forward_outputs).build(name, resident, **facts)

@@ -32,7 +32,7 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     """
     count = 0
     profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _without_garbage(), profiled as profiler:
+    with without_garbage(), profiled as profiler:
         for i, region in enumerate(regions):
             with record_function(f"{_MARK}{i}"):
                 kept = region()
@@ -54,7 +54,7 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
 
 @contextmanager
-def _without_garbage() -> Generator[None]:
+def without_garbage() -> Generator[None]:
     """Collect no garbage meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()

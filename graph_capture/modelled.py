@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.device_table import MODELLED, modelled_device
+from remat.graph_capture.allocator import rounded
+from remat.graph_capture.device_table import CUDA, MODELLED, modelled_device, table_name
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint import TANGENTS
@@ -26,8 +27,6 @@ from remat.graph_capture.roofline import Roofline
 from remat.graph_capture.sample_inputs import price_key
 from remat.graph_capture.tracing import Trace
 
-ALLOCATION_BYTES = 512
-"""What the CUDA caching allocator rounds every size up to."""
 RNG_STATE_BYTES = 16
 MOST = 0.9
 """Part of the measured ops of which the largest error is told."""
@@ -45,7 +44,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     roofline = assumed = Roofline.assumed(modelled_device(name))
     known: dict[str, Measured] = {}
     if profile is not None:
-        if profile.device != name:
+        if name not in (profile.device, _name_of(profile)):
             raise ProfileError(f"the profile is of {profile.device}, not of {name}")
         roofline, known = assumed.fitted(profile), profile.ops
     graph, nodes = trace.graph, trace.joint.node_of_op
@@ -63,6 +62,11 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     )
 
 
+def _name_of(profile: Profile) -> str:
+    """The device of the table that `profile` was measured on, if it was measured on CUDA."""
+    return table_name(profile.title) if profile.device == CUDA else profile.device
+
+
 @dataclass(frozen=True)
 class _Pricing:
     """Prices op by op: from what is known, else from the model."""
@@ -73,7 +77,7 @@ class _Pricing:
     def priced(self, op: Op, node: fx.Node | None) -> Op:
         if op.target == TANGENTS:
             return op
-        base_bytes = _rounded(RNG_STATE_BYTES) if op.workspace_bytes else 0
+        base_bytes = rounded(RNG_STATE_BYTES) if op.workspace_bytes else 0
         one = None if node is None or not self.known else self.known.get(price_key(node))
         if one is not None:
             return msgspec.structs.replace(
@@ -120,16 +124,12 @@ def _attention_sums_bytes(node: fx.Node) -> int:
     rows = -(-rows // ATTENTION_ROWS) * ATTENTION_ROWS
     columns = -(-columns // ATTENTION_COLUMNS) * ATTENTION_COLUMNS
     has_own_sums = shown.dtype != torch.float32
-    return _rounded(4 * batch * heads * rows * (columns * has_own_sums + 1))
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+    return rounded(4 * batch * heads * rows * (columns * has_own_sums + 1))
 
 
 def _sized(value: Value) -> Value:
     size_bytes = RNG_STATE_BYTES if value.kind == "rng_state" else value.size_bytes
-    return msgspec.structs.replace(value, size_bytes=_rounded(size_bytes))
+    return msgspec.structs.replace(value, size_bytes=rounded(size_bytes))
 
 
 def _resident(graph: TrainingGraph) -> Resident:
@@ -137,7 +137,7 @@ def _resident(graph: TrainingGraph) -> Resident:
     extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
     for value in graph.values:
         if not value.producer and value.kind in extra:
-            extra[value.kind] += _rounded(value.size_bytes) - value.size_bytes
+            extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
     known = graph.resident
     return msgspec.structs.replace(
         known,

@@ -13,10 +13,6 @@ from remat.graph_capture.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY,
 
 aten = torch.ops.aten
 
-BATCH_NORM = aten._native_batch_norm_legit_functional.default
-BATCH_NORM_AGAIN = aten._native_batch_norm_legit.no_stats
-N_BATCH_NORM_RESULTS = 3
-
 _CLONES_WHOLE_STORAGE = (
     aten.copy.default,
     aten.slice_scatter.default,
@@ -83,6 +79,11 @@ def draws_randomness(node: fx.Node) -> bool:
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
         return False
     return all(argument(node, name) != 0.0 for name in _PROBABILITY_ARGUMENTS)
+
+
+def drawn_on(node: fx.Node) -> torch.device:
+    """The device whose random stream the node moves: that of its first result."""
+    return next(tensor for tensor in tensors_of(node) if tensor is not None).device
 
 
 def mutates(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from remat.graph_capture.node_facts import argument, target_name, tensors_of
 _COUNTS = cast("Any", flop_counter)
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+FUSED_ATTENTION = "aten._scaled_dot_product_"
 
 
 WorkKind = Literal["matmul", "convolution", "attention", "other"]
@@ -44,7 +45,7 @@ def work_of(node: fx.Node) -> Work:
 
 
 def _kind_of(target: str) -> WorkKind:
-    if target in (ATTENTION, ATTENTION_BACKWARD):
+    if target.startswith(FUSED_ATTENTION):
         return "attention"
     if target.startswith("aten.convolution"):
         return "convolution"

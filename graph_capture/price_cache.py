@@ -58,13 +58,18 @@ def device_name() -> str:
 
 
 class PriceCache:
-    """Known prices of this device and torch version; `save` merges new ones into the file."""
+    """Known prices of a device and torch version; `save` merges new ones into the file.
 
-    def __init__(self) -> None:
-        self.device = device_name()
-        slug = "".join(
-            c if c.isalnum() else "-" for c in f"{self.device}-torch-{torch.__version__}"
-        )
+    Parameters
+    ----------
+    device : the very machine; left at None, this one's CPU. settings : of it, by which prices
+        differ.
+    """
+
+    def __init__(self, device: str | None = None, settings: str = "") -> None:
+        self.device = device or device_name()
+        which = " ".join(filter(None, (self.device, settings)))
+        slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
         self.path = cache_folder() / f"prices-{slug}.json"
         self.prices = self._read()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,20 +10,20 @@ import msgspec
 import torch
 from torch import fx
 
-from remat.graph_capture.device_table import CPU
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.allocator import allocated_on
+from remat.graph_capture.device_table import CPU, CUDA, is_cuda
+from remat.graph_capture.errors import CaptureError, ProfileError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint import SAVE_RNG, Joint
-from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.meter import Meter, meter_of
 from remat.graph_capture.node_facts import storage_bytes, storage_key, target_name, tensors_of
+from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.tracing import Progress, Trace
 from remat.graph_capture.true_strides import require_layout
 
-MIN_RUNS, MAX_RUNS = 3, 25
-ENOUGH_S = 0.05
 ESTIMATED_BYTES_PER_US = 5_000
 SAVE_RNG_KEY = "remat.save_rng_state()"
 
@@ -37,7 +35,8 @@ def price(
 
     Each distinct (op, shapes, strides, dtypes, scalars) is run on made data: once to warm
     up, then 3 to 25 times, of which the median counts; and once under the profiler, whose
-    allocation events give the workspace. Prices are kept on disk.
+    allocation events give the workspace; on a CUDA device, events of its stream and the
+    counters of its allocator do (`cuda_meter.py`). Prices are kept on disk.
 
     Parameters
     ----------
@@ -49,19 +48,25 @@ def price(
     ------
     ProfileError : `profile` is of another machine and lacks ops of the step.
     """
-    joint, graph, cache = trace.joint, trace.graph, PriceCache()
+    joint, graph, meter = trace.joint, trace.graph, meter_of(trace.recipe.device)
+    cache = PriceCache(meter.title, meter.settings)
     keys = _keys(joint)
     nodes = _first_nodes(joint, keys)
-    known = {} if profile is None else _taken(nodes, profile, cache.device)
-    prices = {**known_or_measured(joint, nodes, cache, frozenset(known), progress), **known}
+    known = {} if profile is None else _taken(nodes, profile, meter)
+    prices = known_or_measured(joint, nodes, meter, cache, frozenset(known), progress) | known
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: prices[key] for name, key in keys.items()}
     return msgspec.structs.replace(
         graph,
         ops=tuple(_priced(op, of_op.get(op.name)) for op in graph.ops),
-        values=_sized(graph, of_op),
+        values=_sized(joint, of_op),
+        resident=msgspec.structs.replace(graph.resident, libraries_bytes=meter.library_bytes()),
         prices="measured",
-        versions={**graph.versions, "priced_on": profile.title if profile else cache.device},
+        versions={
+            **graph.versions,
+            **meter.versions,
+            "priced_on": profile.title if profile else meter.title,
+        },
         notes=() if profile is None else (_note(profile),),
     )
 
@@ -80,14 +85,16 @@ def _first_nodes(joint: Joint, keys: dict[str, str]) -> dict[str, fx.Node]:
     return {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
 
 
-def _taken(needed: dict[str, fx.Node], profile: Profile, device: str) -> dict[str, Price]:
-    """The prices of `profile`, if they will do on `device` for the `needed` ops."""
-    if profile.device != CPU:
+def _taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> dict[str, Price]:
+    """The prices of `profile`, if they will do on the meter's device for the `needed` ops."""
+    kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
+    if profile.device != kind:
         raise ProfileError(
-            f"the profile is of {profile.device}, not of a CPU: plan for device={profile.device!r}"
+            f"the profile is of {profile.device}, not of {shown}: "
+            f"plan for device={profile.device!r}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
-    if missing and profile.title != device:
+    if missing and profile.title != meter.title:
         raise ProfileError(
             f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
             f"such as {target_name(missing[0])}: measure this model there, with "
@@ -115,6 +122,7 @@ def _note(profile: Profile) -> str:
 def known_or_measured(
     joint: Joint,
     nodes: dict[str, fx.Node],
+    meter: Meter,
     cache: PriceCache,
     known: frozenset[str],
     progress: Progress | None,
@@ -123,25 +131,40 @@ def known_or_measured(
     held = known.union(cache.prices)
     missing = {key: node for key, node in nodes.items() if key not in held}
     if missing or SAVE_RNG_KEY not in held:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
-            cache.prices.update(_measured(joint, missing, progress or _silent))
+        with meter.quiet():
+            cache.prices.update(_measured(joint, missing, meter, progress or _silent))
         cache.save()
     return cache.prices
 
 
-def _sized(graph: TrainingGraph, prices: dict[str, Price]) -> tuple[Value, ...]:
-    """The values, the first result of each op enlarged by what the op was seen to keep."""
+def _sized(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
+    """The values as the device's allocator rounds them.
+
+    The first result of each op is enlarged by what the op was seen to keep. What a step on a CUDA
+    device has on the host takes nothing there.
+    """
+    graph = joint.graph
+    allocated = allocated_on(graph.device)
+    host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
     kept = {
         op.outputs[0]: prices[op.name].kept_bytes
         for op in graph.ops
-        if op.name in prices and op.outputs and prices[op.name].kept_bytes
+        if op.name in prices and op.outputs
     }
+
+    def size_bytes(value: Value) -> int:
+        return allocated(value.size_bytes + kept.get(value.name, 0))
+
     return tuple(
-        msgspec.structs.replace(value, size_bytes=value.size_bytes + kept[value.name])
-        if value.name in kept
-        else value
+        msgspec.structs.replace(value, size_bytes=0 if value.name in host else size_bytes(value))
         for value in graph.values
     )
+
+
+def _on_the_host(joint: Joint) -> frozenset[str]:
+    """Values whose tensors are on the CPU."""
+    bases = ((name, tensors_of(node)[0]) for name, node in joint.base_of_value.items())
+    return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
 
 
 def _silent(done: int, total: int) -> None:
@@ -159,25 +182,40 @@ def _priced(op: Op, price: Price | None) -> Op:
     )
 
 
-def _measured(joint: Joint, missing: dict[str, fx.Node], progress: Progress) -> dict[str, Price]:
-    torch.get_rng_state()
-    prices = {SAVE_RNG_KEY: Price(_median_us(torch.get_rng_state), 0)}
+def _measured(
+    joint: Joint, missing: dict[str, fx.Node], meter: Meter, progress: Progress
+) -> dict[str, Price]:
+    meter.settle()
+    meter.rng_state()
+    prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state), 0)}
     costs: dict[str, float] = {}
     for i, (key, node) in enumerate(missing.items()):
         try:
             run = _runner(joint, node)
             require_layout(node, run(), lambda node=node: _place(joint, node))
-            costs[key] = _median_us(run)
+            costs[key] = meter.median_us(run, moved_bytes(node))
         except RuntimeError as error:
+            _refuse_broken_device(node, error)
             prices[key] = _estimated(node, error)
         progress(i + 1, len(missing))
-    memory = measure_regions(_runner(joint, missing[key]) for key in costs)
+    memory = meter.regions(_runner(joint, missing[key]) for key in costs)
     for (key, cost_us), found in zip(costs.items(), memory, strict=True):
         traced_bytes = sum(_fresh_storages(missing[key]))
         kept_bytes = max(0, found.final_bytes - traced_bytes)
         workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
+        workspace_bytes = allocated_on(meter.device)(workspace_bytes)
         prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
     return prices
+
+
+def _refuse_broken_device(node: fx.Node, error: RuntimeError) -> None:
+    """A CUDA device that an op has failed on runs no other op in this process."""
+    if "device-side assert" in str(error) or "illegal memory access" in str(error):
+        raise CaptureError(
+            f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
+            f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
+            "the device by name, such as device='h100'"
+        ) from error
 
 
 def _estimated(node: fx.Node, error: RuntimeError) -> Price:
@@ -208,17 +246,6 @@ def _place(joint: Joint, node: fx.Node) -> str:
     name = next(name for name, other in joint.node_of_op.items() if other is node)
     op = joint.graph.ops[joint.graph.op_index[name]]
     return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)
-
-
-def _median_us(run: Callable[[], Any]) -> float:
-    """The median time of a run, the first of which has been."""
-    times: list[float] = []
-    while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < ENOUGH_S):
-        start = time.perf_counter()
-        result = run()
-        times.append(time.perf_counter() - start)
-        del result
-    return 1e6 * statistics.median(times)
 
 
 def _fresh_storages(node: fx.Node) -> Iterator[int]:

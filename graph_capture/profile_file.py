@@ -39,14 +39,16 @@ class Profile(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    device : ``cpu``, or the name of a device of the table. title : the very machine.
+    device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
     torch : the version that ran the ops. ops : by what determines their price.
+    versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
     """
 
     device: str
     title: str
     torch: str
     ops: dict[str, Measured]
+    versions: dict[str, str] = {}
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.graph_capture.device_table import CPU
+from remat.graph_capture.device_table import CPU, CUDA, check_measured, is_cuda
+from remat.graph_capture.meter import meter_of
 from remat.graph_capture.op_work import Work, work_of
 from remat.graph_capture.price_cache import PriceCache
 from remat.graph_capture.pricing import SAVE_RNG_KEY, examples, known_or_measured
@@ -24,22 +25,29 @@ def profile(
     *,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure each distinct op of one training step on this machine.
 
     Arguments are those of `remat.capture`, which takes the outcome as its `profile`, on this
     machine or another; ``Profile.to_json`` is what a file of it holds.
+
+    Raises
+    ------
+    DeviceError : `device` is not of this machine.
     """
-    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
+    if device is not None:
+        check_measured(device)
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
     return measure(traced, progress=progress)
 
 
 def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
     """The measured ops of a trace."""
-    cache = PriceCache()
-    node_of = examples(traced.joint)
-    prices = known_or_measured(traced.joint, node_of, cache, frozenset(), progress)
+    meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
+    cache = PriceCache(meter.title, meter.settings)
+    prices = known_or_measured(traced.joint, node_of, meter, cache, frozenset(), progress)
     ops: dict[str, Measured] = {}
     for key in (*node_of, SAVE_RNG_KEY):
         one = prices[key]
@@ -47,4 +55,5 @@ def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
         ops[key] = Measured(
             one.cost_us, one.workspace_bytes, one.kept_bytes, work, one.is_estimate
         )  # fmt: skip
-    return Profile(CPU, cache.device, str(torch.__version__), ops)
+    kind = CUDA if is_cuda(meter.device) else CPU
+    return Profile(kind, meter.title, str(torch.__version__), ops, versions=meter.versions)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from remat.graph_capture.device_table import check_placement
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.device_table import CPU, is_cuda, is_in_table
+from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.placement import check_placement
 from remat.graph_capture.provenance import source_of_error
 
 _HOOKS = (
@@ -39,31 +40,33 @@ def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield path, module, attribute
 
 
-def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
+def refuse_module(model: nn.Module, device: str) -> None:
     """Raise `CaptureError` for a module whose training step cannot be captured exactly.
 
     Parameters
     ----------
-    needs_storage : whether ops are to be run on tensors like its own.
+    device : that the step is captured for. Unless it is one of the table, ops are to be run on
+        tensors like the module's own.
     """
+    needs_storage = not is_in_table(device)
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(
                 f"parameter {path} is not initialised: run the lazy module once on a batch first"
             )
-        check_placement(f"parameter {path}", parameter.device)
         if needs_storage and parameter.is_meta:
             raise CaptureError(
                 f"parameter {path} is on the meta device, and the ops are to run here: build the "
                 "model with storage, or plan for another device by name, such as device='h100'"
             )
+        check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():
-        check_placement(f"buffer {path}", buffer.device)
+        check_placement(f"buffer {path}", buffer.device, device)
     require_no_hooks(
         [(p, m, attribute, getattr(m, attribute)) for p, m, attribute in hook_dictionaries(model)]
     )
     for path, module in model.named_modules():
-        _refuse_kind(path or "the model", module, needs_storage=needs_storage)
+        _refuse_kind(path or "the model", module, device)
     if not model.training:
         raise CaptureError(
             f"{type(model).__name__} is in eval mode, and a plan is for training: "
@@ -76,14 +79,16 @@ def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
         )
 
 
-def _refuse_kind(path: str, module: nn.Module, *, needs_storage: bool) -> None:
+def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     """Refuse modules whose very kind rules out an exact graph."""
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
             f"{path} is compiled by torch.jit, and its ops cannot be traced: use the module that "
             "it was compiled from"
         )
-    if needs_storage and isinstance(module, (nn.GRU, nn.GRUCell)):
+    if is_cuda(device) and isinstance(module, nn.RNNBase) and torch.backends.cudnn.enabled:
+        raise CaptureError(cudnn_rnn_message(path))
+    if device == CPU and isinstance(module, (nn.GRU, nn.GRUCell)):
         lanes = VECTOR_BYTES // next(module.parameters()).element_size()
         if module.hidden_size % lanes:
             raise CaptureError(
@@ -139,6 +144,8 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
     source = source_of_error(error.__traceback__)
     place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
     kind = type(error).__name__
+    if isinstance(error, DeviceError):
+        return CaptureError(f"{error} ({place})")
     if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return CaptureError(
             f"control flow or a shape depends on tensor data ({place}): one static graph cannot "
@@ -157,6 +164,16 @@ def fused_lstm_message(place: str) -> str:
         "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
         f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
         "c)) for each t, or capture and train under torch.backends.mkldnn.flags(enabled=False)"
+    )
+
+
+def cudnn_rnn_message(place: str) -> str:
+    """What to tell about cuDNN's recurrent layers, whose backward cannot run twice."""
+    return (
+        f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
+        "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "
+        "it over time with nn.LSTMCell or nn.GRUCell, or capture and train under "
+        "torch.backends.cudnn.flags(enabled=False)"
     )
 
 

@@ -9,9 +9,10 @@ from torch import fx
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.node_facts import mutates, target_name, tensors_of
-from remat.graph_capture.refuse import fused_lstm_message
+from remat.graph_capture.refuse import cudnn_rnn_message, fused_lstm_message
 
 FUSED_LSTM = "aten.mkldnn_rnn_layer"
+CUDNN_RNN = "aten._cudnn_rnn"
 EFFECTS = "with_effects"
 
 
@@ -28,6 +29,8 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
         )
     if name.startswith(FUSED_LSTM):
         raise CaptureError(fused_lstm_message(", ".join(filter(None, place_of(node)))))
+    if name.startswith(CUDNN_RNN):
+        raise CaptureError(cudnn_rnn_message(f"{name} {_shown(*place_of(node))}"))
     if name.startswith(EFFECTS):
         effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
         raise CaptureError(

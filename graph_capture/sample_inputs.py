@@ -1,4 +1,9 @@
-"""Tensors with the layout of a traced node's arguments, to run the node on its own."""
+"""Tensors with the layout of a traced node's arguments, to run the node on its own.
+
+Two kinds are no made data, as a kernel trusts them: the seed and offset that fused attention on a
+CUDA device returns for its backward, which may be on the host where a trace has them on the device,
+and what cuDNN's batch norm reserves. They are taken from a run of their own op.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from remat.graph_capture.node_facts import target_name
+from remat.graph_capture.device_table import CUDA
+from remat.graph_capture.node_facts import is_getitem, target_name
 
 aten = torch.ops.aten
 
 _BLOCK = 4096
+_TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
 
 _INDEX_BOUND: dict[Any, Any] = {
     aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
@@ -48,9 +55,28 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         if leaf.op == "get_attr":
             return getattr(constants, str(leaf.target))
         value = leaf.meta.get("val")
+        if isinstance(value, Tensor) and _is_trusted(leaf, value):
+            return _from_its_op(leaf, constants)
         return _made(value, bound) if isinstance(value, Tensor) else value
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def _is_trusted(leaf: fx.Node, value: Tensor) -> bool:
+    """Whether a kernel takes the result `leaf` of another op for what that op wrote."""
+    if value.device.type != CUDA or not is_getitem(leaf) or value.is_floating_point():
+        return False
+    source = leaf.args[0]
+    return isinstance(source, fx.Node) and target_name(source).startswith(_TRUSTED)
+
+
+def _from_its_op(leaf: fx.Node, constants: Any) -> Any:
+    source, index = leaf.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
+    assert callable(source.target)
+    args, kwargs = sample_arguments(source, constants)
+    return source.target(*args, **kwargs)[index]
 
 
 def _index_bound(node: fx.Node) -> int:

@@ -9,8 +9,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.device_table import check_placement
 from remat.graph_capture.errors import CaptureError, RewriteError
+from remat.graph_capture.placement import check_placement
 
 
 class Signature:
@@ -105,8 +105,11 @@ def _argument_name(path: Any) -> str:
     return head + pytree.keystr(path[1:])
 
 
-def check_batch(batch: Any) -> None:
-    """Raise `CaptureError` for leaves that no static graph can hold."""
+def check_batch(batch: Any, device: str) -> None:
+    """Raise `CaptureError` for leaves that no static graph can hold.
+
+    And `DeviceError` for those that are not where the step for `device` is captured.
+    """
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         name = _argument_name(path)
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
@@ -117,4 +120,4 @@ def check_batch(batch: Any) -> None:
         if isinstance(leaf, Tensor) and leaf.is_meta:
             raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
         if isinstance(leaf, Tensor):
-            check_placement(name, leaf.device)
+            check_placement(name, leaf.device, device)

@@ -23,13 +23,15 @@ from torch._functorch.aot_autograd import (
     aot_export_joint_with_descriptors,
 )
 
-from remat.graph_capture.device_table import CPU, check_device
+from remat.graph_capture.allocator import allocated_on
+from remat.graph_capture.device_table import CPU, is_in_table
 from remat.graph_capture.eager_kernels import kernels_of_eager
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.fused_attention import FusedAttention
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint import Joint, build_joint
 from remat.graph_capture.node_facts import is_tangent
+from remat.graph_capture.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.profile_file import Profile, as_profile
 from remat.graph_capture.provenance import Provenance
 from remat.graph_capture.refuse import refusal, refuse_module
@@ -51,7 +53,8 @@ class Recipe:
 
     Attributes
     ----------
-    device : for which the trace is made; only that of ``cpu`` is of the very ops that run here.
+    device : for which the trace is made: ``cpu`` or ``cuda:0``, whose very ops it has, or a name
+        of the table, for which it is one of the CPU's ops.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     """
 
@@ -63,9 +66,18 @@ class Recipe:
     device: str = CPU
     flags: Flags | None = None
 
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the device is one of the table, whose ops do not run here."""
+        return is_in_table(self.device)
+
     def facts(self) -> dict[str, Any]:
         """What goes into every graph built from this recipe."""
-        return {"inputs": self.signature.lines(), "versions": {"torch": str(torch.__version__)}}
+        return {
+            "inputs": self.signature.lines(),
+            "device": CPU if self.is_modelled else self.device,
+            "versions": {"torch": str(torch.__version__)},
+        }
 
 
 @dataclass
@@ -102,7 +114,7 @@ def trace(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
-    device: str = CPU,
+    device: str | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -112,23 +124,30 @@ def trace(
     loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
         part of the step, and the rewritten module returns its result.
     optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
-    device : what the trace is to be priced for. The trace is one of the CPU's ops in any
-        case; for another device the model may be on ``meta``, without storage.
+    device : what the trace is to be priced for: ``cpu`` or ``cuda``, where model and batch
+        must be, or a name of `devices.json`. For the latter the trace is one of the CPU's ops, and
+        the model may be on ``meta``, without storage. Left at None, where the model is.
 
     Raises
     ------
     CaptureError : the step cannot be one static graph; names module, line and way out.
-    DeviceError : the device is unknown, or cannot be planned for here.
+    DeviceError : the device is unknown or not here, or a tensor is on another one.
     """
-    check_device(device)
-    refuse_module(model, needs_storage=device == CPU)
+    device = resolved_device(device, model)
+    refuse_module(model, device)
     batch = (tuple(args), dict(kwargs or {}), target)
-    check_batch(batch)
+    check_batch(batch, device)
     recipe = Recipe(
         name=type(model).__name__,
         signature=Signature(batch),
         loss_fn=loss_fn,
-        resident=resident_bytes(model, batch, optimizer=optimizer, accumulate=accumulate),
+        resident=resident_bytes(
+            model,
+            batch,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            allocated=allocated_on(device),
+        ),
         autocast=autocast_state(),
         device=device,
     )
@@ -170,6 +189,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     step = Step(model, recipe.loss_fn)
     provenance = Provenance(step)
     fake = fake_with_true_strides()
+    refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unlogged())
         stack.enter_context(untouched(model))
@@ -181,7 +201,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         stack.enter_context(provenance)
-        if recipe.device != CPU:
+        if recipe.is_modelled:
             stack.enter_context(FusedAttention())
         try:
             descriptors = aot_export_joint_with_descriptors(
@@ -216,7 +236,7 @@ def capture(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
-    device: str = CPU,
+    device: str | None = None,
     profile: Profile | str | Path | None = None,
     progress: Progress | None = None,
 ) -> TrainingGraph:
@@ -224,8 +244,9 @@ def capture(
 
     Parameters
     ----------
-    device : ``cpu``, whose ops are measured, or a name of `devices.json`, such as ``h100``,
-        for which they are modelled: nothing runs, and the model may be on ``meta``.
+    device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
+        ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
+        Left at None, where the model is.
     profile : prices measured before, here or elsewhere, or the file they are kept in.
 
     Raises
@@ -237,27 +258,26 @@ def capture(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
     )  # fmt: skip
-    return price_for(traced, device, progress=progress, profile=known)
+    return price_for(traced, progress=progress, profile=known)
 
 
 def price_for(
     traced: Trace,
-    device: str = CPU,
     *,
     progress: Progress | None = None,
     profile: Profile | None = None,
 ) -> TrainingGraph:
-    """The trace's graph with the prices of a device: measured here, or modelled by name.
+    """The trace's graph with the prices of its device: measured here, or modelled by name.
 
     Where `profile` has a price, it counts.
     """
-    if device == CPU:
-        from remat.graph_capture.pricing import price
+    if traced.recipe.is_modelled:
+        from remat.graph_capture.modelled import price_modelled
 
-        return price(traced, progress=progress, profile=profile)
-    from remat.graph_capture.modelled import price_modelled
+        return price_modelled(traced, traced.recipe.device, profile)
+    from remat.graph_capture.pricing import price
 
-    return price_modelled(traced, device, profile)
+    return price(traced, progress=progress, profile=profile)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

@@ -1,8 +1,9 @@
-"""Fake tensors laid out as the CPU's kernels lay out their results.
+"""Fake tensors laid out as the kernels of their device lay out their results.
 
 Some of torch's fake kernels state other strides than the kernels give (seen in 2.13). A trace
 with false strides takes a view where eager copies, and fails when it runs. `RULES` mend
-those that are known; pricing refuses ops whose measured strides still differ from the traced.
+those that are known, of a CPU and, but for `CPU_ONLY`, of a CUDA device; pricing refuses ops whose
+measured strides still differ from the traced.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses import FakeTensorMode
 
+from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.node_facts import target_name, tensors_of
 
@@ -38,7 +40,7 @@ def fake_with_true_strides() -> FakeTensorMode:
             args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
         found = dispatch(func, types, args, kwargs or {})
         rule = RULES.get(func)
-        if rule is None:
+        if rule is None or not _holds(func, found):
             return found
         true = rule(*args)
         if isinstance(found, tuple):
@@ -59,6 +61,13 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
         return torch.empty_strided(
             found.shape, true.stride(), dtype=found.dtype, device=found.device
         )
+
+
+def _holds(func: Any, found: Any) -> bool:
+    """Whether the rule of `func` is one of the device that its first result is on."""
+    first = found[0] if isinstance(found, tuple) else found
+    on_cpu = isinstance(first, Tensor) and first.device.type == CPU
+    return on_cpu or func not in CPU_ONLY
 
 
 def _contiguous(shape: Sequence[int]) -> Tensor:
@@ -139,6 +148,21 @@ RULES: dict[Any, Rule] = {
     aten.replication_pad2d_backward.default: _like_second,
     aten.native_group_norm_backward.default: _like_second,
 }
+
+
+CPU_ONLY = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_dropout_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.roll.default,
+    aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.channel_shuffle.default,
+}
+"""Of these the fake kernels state the strides of CUDA's kernels."""
 
 
 def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:

@@ -19,7 +19,7 @@ def untouched(model: nn.Module, *, warn: bool = True) -> Generator[None]:
     them: the rewritten module will not carry out such side effects.
     """
     before = [(name, module, _snapshot(module)) for name, module in model.named_modules()]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import remat.solver as solvers
+from remat.advice import advice_of
 from remat.budget import RESERVE, auto_bytes, parse_budget
 from remat.formats import bytes_text
 from remat.graph_capture.device_table import is_in_table, modelled_device
@@ -49,7 +50,7 @@ def resolve_budget(
 
     Per cents are of the unmodified peak, and ``min`` is the least peak that `solver` knows
     for these pins and options. ``auto`` is what the model and the batch take plus the memory
-    that is free less a tenth; for a modelled device, its memory less a tenth.
+    that is free on its device less a tenth; for a modelled device, its memory less a tenth.
     """
     parsed = parse_budget(budget)
     if parsed.kind == "share":
@@ -59,7 +60,7 @@ def resolve_budget(
     if parsed.kind == "auto":
         resident = graph.resident
         allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
-        return auto_bytes() + allocated_bytes
+        return auto_bytes(graph.device) + allocated_bytes
     if parsed.kind == "min":
         lost = solvers.solve(
             graph, 0, solver,
@@ -131,8 +132,8 @@ def rematerialize(
 ) -> fx.GraphModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
 
-    It shares the parameters and buffers of `model`, under the same names. Arguments are
-    those of `remat.capture` and `remat.solve`.
+    It shares the parameters and buffers of `model`, under the same names, and trains on the
+    device that they are on. Arguments are those of `remat.capture` and `remat.solve`.
 
     Parameters
     ----------
@@ -183,7 +184,7 @@ def _is_checked(graph: TrainingGraph, check: bool | None) -> bool:
     if check is not None:
         return check
     need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
-    if need_bytes <= auto_bytes():
+    if need_bytes <= auto_bytes(graph.device):
         return True
     warnings.warn(
         f"the plan is not checked against the unmodified step, which needs "
@@ -205,11 +206,13 @@ def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_byt
             f"the rewritten {type(model).__name__} differs from eager in "
             f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
         )
-    if found.plan_peak_bytes > budget_bytes:
+    if found.exceeds(budget_bytes):
         raise RewriteError(
             f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
             f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"
         )
+    for advice in advice_of(found, budget_bytes):
+        warnings.warn(advice, stacklevel=3)
 
 
 def infeasible_text(result: Result) -> str:

@@ -43,6 +43,7 @@ def _findings() -> dict[str, Any]:
         "cache_folder": str(cache_folder()),
         "threads": torch.get_num_threads(),
         "free_bytes": free_bytes(),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
@@ -84,4 +85,5 @@ def _show(session: Session, found: dict[str, Any]) -> None:
     table.add_row("price cache", found["cache_folder"])
     table.add_row("CPU threads", str(found["threads"]))
     table.add_row("free memory", bytes_text(found["free_bytes"]))
+    table.add_row("CUDA devices", ", ".join(found["cuda"]) or "none")
     session.out.print(table)

@@ -59,8 +59,11 @@ PriceOfGib = Annotated[
 Optimizer = Annotated[OptimizerName, typer.Option(help="count this optimizer's state")]
 Device = Annotated[
     str,
-    typer.Option(help="cpu, measured here; or modelled: " + ", ".join(device_table().devices)),
+    typer.Option(
+        help="cpu or cuda, measured here; or modelled: " + ", ".join(device_table().devices)
+    ),
 ]
+Here = Annotated[str, typer.Option("--device", help="cpu or cuda: where the model is moved to")]
 ProfileFile = Annotated[
     Path | None,
     typer.Option(

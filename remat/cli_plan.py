@@ -129,6 +129,7 @@ def rewrite(
     plan: options.Plan,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Here = CPU,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -136,11 +137,11 @@ def rewrite(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         schedule = Schedule.from_json(plan.read_bytes())
-        loaded = load_shown(model, session)
+        loaded = load_shown(model, session, device)
         with session.stages.stage("rewrite", "rewriting"):
             from remat.rewriter.rewriting import rewrite as rewritten
 
-            traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate)
+            traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate, device)
             module = rewritten(loaded.model, schedule, trace=traced)
         text = str(module)
         if as_json:
@@ -186,7 +187,7 @@ def graph_of_model(
     """The graph of a model for a device; what is unknown is refused before it is loaded."""
     check_device(device)
     known = read_profile(profile)
-    loaded = load_shown(model, session)
+    loaded = load_shown(model, session, device)
     return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate, device, known)
 
 
@@ -197,6 +198,9 @@ def _show_graph(session: Session, graph: TrainingGraph) -> None:
         f"{time_text(graph.time_us)}, {graph.prices} on {graph.device}\n"
     )
     table = plain_table("resident", "bytes")
-    for name, size_bytes in msgspec.to_builtins(graph.resident).items():
+    resident = msgspec.to_builtins(graph.resident)
+    if not graph.resident.libraries_bytes:
+        del resident["libraries_bytes"]
+    for name, size_bytes in resident.items():
         table.add_row(name.removesuffix("_bytes"), bytes_text(size_bytes))
     session.out.print(table)

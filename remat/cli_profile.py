@@ -10,6 +10,7 @@ from remat import pipeline
 from remat.cli_run import load_shown
 from remat.cli_session import Session
 from remat.formats import bytes_text, time_text
+from remat.graph_capture.device_table import CPU, check_measured
 from remat.screen import plain_table
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 def profile(
     model: options.Model,
     top: options.Top = 20,
+    device: options.Here = CPU,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -26,7 +28,9 @@ def profile(
     """Measure each distinct op of MODEL, and keep the prices for use elsewhere."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        measured = pipeline.measure_loaded(load_shown(model, session), session.stages)
+        check_measured(device)
+        loaded = load_shown(model, session, device)
+        measured = pipeline.measure_loaded(loaded, session.stages, device)
         session.save(output, measured.to_json(), "profile")
         if as_json:
             session.emit(_summary(measured))
@@ -40,6 +44,7 @@ def _summary(measured: Profile) -> dict[str, object]:
         "device": measured.device,
         "title": measured.title,
         "torch": measured.torch,
+        "versions": measured.versions,
         "ops": len(measured.ops),
         "estimated": sum(one.is_estimate for one in measured.ops.values()),
         "kinds": dict(kinds),

@@ -50,7 +50,8 @@ def run(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile,
         )  # fmt: skip
-        report = pipeline.run(load_shown(model, session), request, session.stages)
+        loaded = load_shown(model, session, device)
+        report = pipeline.run(loaded, request, session.stages)
         if report.result.schedule:
             session.save(output, report.result.schedule.to_json(), "plan")
         worth = priced(session, report.graph, report.result, request) if price else None
@@ -74,6 +75,7 @@ def check(
     plan: options.Plan,
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
+    device: options.Here = CPU,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -81,9 +83,9 @@ def check(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         schedule = Schedule.from_json(plan.read_bytes())
-        loaded = load_shown(model, session)
+        loaded = load_shown(model, session, device)
         with session.stages.stage("capture", "tracing the training step"):
-            traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate)
+            traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate, device)
             schedule.check_made_for(traced.graph)
         with session.stages.stage("check", "checking the plan against eager"):
             found = pipeline.check_schedule(loaded, traced, schedule, optimizer.value, accumulate)
@@ -91,20 +93,22 @@ def check(
         if as_json:
             session.emit(_check_json(found, schedule, failures))
         else:
-            show_check(session.out, found)
+            show_check(session.out, found, schedule.budget_bytes)
         conclude(session, CHECK_FAILED, failures)
 
 
 def _check_json(found: Any, schedule: Schedule, failures: list[str]) -> dict[str, Any]:
     return {
         "budget_bytes": schedule.budget_bytes,
-        "check": json_report.check_json(found),
+        "check": json_report.check_json(found, schedule.budget_bytes),
         "baseline": {
             "measured_peak_bytes": found.baseline_peak_bytes,
+            "reserved_bytes": found.baseline_reserved_bytes,
             "measured_step_us": found.baseline_step_us,
         },
         "plan": {
             "measured_peak_bytes": found.plan_peak_bytes,
+            "reserved_bytes": found.plan_reserved_bytes,
             "measured_step_us": found.plan_step_us,
             "measured_overhead": found.overhead,
         },
@@ -120,10 +124,10 @@ def conclude(session: Session, code: int, complaints: list[str]) -> None:
         raise SystemExit(code)
 
 
-def load_shown(model: str, session: Session) -> Loaded:
-    """Load the model, showing that it takes its time."""
+def load_shown(model: str, session: Session, device: str = CPU) -> Loaded:
+    """Load the model onto a device, showing that it takes its time."""
     with session.stages.stage("load", f"loading {model}"):
-        return load(model)
+        return load(model).on(device)
 
 
 def asked(

@@ -10,11 +10,12 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from remat.graph_capture.device_table import check_device, is_cuda
 from remat.graph_capture.errors import FactoryError
 
 if TYPE_CHECKING:
@@ -36,6 +37,41 @@ class Loaded:
     kwargs: Mapping[str, Any] | None = None
     loss_fn: Callable[..., Any] | None = None
     target: Any = None
+
+    def on(self, device: str) -> Loaded:
+        """With the model and the batch moved there if it is a CUDA device of this machine.
+
+        Raises
+        ------
+        DeviceError : there is no such device.
+        """
+        from torch import nn
+
+        check_device(device)
+        if not is_cuda(device):
+            return self
+        loss_fn = self.loss_fn
+        return replace(
+            self,
+            model=self.model.to(device),
+            args=_moved(self.args, device),
+            kwargs=_moved(self.kwargs, device),
+            loss_fn=loss_fn.to(device) if isinstance(loss_fn, nn.Module) else loss_fn,
+            target=_moved(self.target, device),
+        )
+
+
+def _moved(tree: Any, device: str) -> Any:
+    """The same with its tensors on `device`, those that require grad as leaves again."""
+    import torch.utils._pytree as pytree
+    from torch import Tensor
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(moved, tree)
 
 
 def load(name: str) -> Loaded:

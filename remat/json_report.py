@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from remat.advice import advice_of
 from remat.api import infeasible_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.pipeline import CHECKED, Report, Row
@@ -34,7 +35,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "bound": bound_json(report.graph, result),
         "message": result.message,
         **kept_json(report.graph, result),
-        "check": check_json(report.check) if report.check else None,
+        "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }
@@ -61,13 +62,15 @@ def kept_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
     }
 
 
-def check_json(check: Check) -> dict[str, Any]:
+def check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
     """What was equal, and how many gradients were."""
     equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
     return {
         **equal,
         "gradients": check.gradients,
         "gradients_total": check.gradients_total,
+        "unsteady": check.unsteady,
+        "advice": advice_of(check, budget_bytes),
     }
 
 
@@ -88,6 +91,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     return {
         "predicted_peak_bytes": row.peak_bytes,
         "measured_peak_bytes": row.measured_peak_bytes,
+        "reserved_bytes": row.reserved_bytes,
         "predicted_step_us": row.time_us,
         "measured_step_us": row.measured_step_us,
         "overhead": row.overhead,

@@ -18,7 +18,7 @@ from remat.api import (
 from remat.budget import parse_budget
 from remat.factory import Loaded
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.device_table import CPU
+from remat.graph_capture.device_table import CPU, is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -96,6 +96,7 @@ class Row:
     measured_peak_bytes: int | None = None
     measured_step_us: float | None = None
     measured_overhead: float | None = None
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
     found = [
         f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
     ]
-    if budget_bytes and check.plan_peak_bytes > budget_bytes:
+    if budget_bytes and check.exceeds(budget_bytes):
         found.append(
             f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
             f"{bytes_text(budget_bytes)}"
@@ -140,15 +141,14 @@ def trace_loaded(
     )  # fmt: skip
 
 
-def price_trace(
-    traced: Trace, stages: Stages, device: str = CPU, profile: Profile | None = None
-) -> TrainingGraph:
+def price_trace(traced: Trace, stages: Stages, profile: Profile | None = None) -> TrainingGraph:
     """The priced graph of a trace."""
     from remat.graph_capture.tracing import price_for
 
-    doing = "measuring ops" if device == CPU else f"modelling ops on {device}"
+    recipe = traced.recipe
+    doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"
     with stages.stage("profile", doing) as progress:
-        return price_for(traced, device, progress=progress, profile=profile)
+        return price_for(traced, progress=progress, profile=profile)
 
 
 def capture_loaded(
@@ -162,15 +162,15 @@ def capture_loaded(
     """Trace and price what a factory made."""
     with stages.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, optimizer, accumulate, device)
-    return price_trace(traced, stages, device, profile)
+    return price_trace(traced, stages, profile)
 
 
-def measure_loaded(loaded: Loaded, stages: Stages) -> Profile:
+def measure_loaded(loaded: Loaded, stages: Stages, device: str = CPU) -> Profile:
     """The measured ops of what a factory made."""
     from remat.graph_capture.profiling import measure
 
     with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, "none", accumulate=False)
+        traced = trace_loaded(loaded, "none", accumulate=False, device=device)
     with stages.stage("profile", "measuring ops") as progress:
         return measure(traced, progress=progress)
 
@@ -226,7 +226,7 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     """
     with stages.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request.optimizer, request.accumulate, request.device)
-    graph = price_trace(traced, stages, request.device, request.profile)
+    graph = price_trace(traced, stages, request.profile)
     everything = unmodified(graph)
     chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
     result = solve_request(graph, request, stages)
@@ -234,7 +234,7 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     if result.schedule is None:
         return Report(graph, result, rows, stages.seconds)
     simulation = simulate(graph, result.schedule)
-    if request.device != CPU:
+    if is_in_table(request.device):
         rows = (*rows, _row("this plan", result))
         return Report(graph, result, rows, stages.seconds, simulation)
     counted = request.optimizer, request.accumulate
@@ -256,6 +256,10 @@ def _row(name: str, result: Result, check: Check | None = None, *, baseline: boo
         return row
     if baseline:
         measured = check.baseline_peak_bytes, check.baseline_step_us, 0.0
+        reserved_bytes = check.baseline_reserved_bytes
     else:
         measured = check.plan_peak_bytes, check.plan_step_us, check.overhead
-    return Row(name, result.peak_bytes, result.time_us, result.overhead, *measured)
+        reserved_bytes = check.plan_reserved_bytes
+    return Row(
+        name, result.peak_bytes, result.time_us, result.overhead, *measured, reserved_bytes
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from remat.advice import advice_of
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
 from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.graph import TrainingGraph
@@ -70,6 +71,9 @@ def _verdict(report: Report) -> Table:
         table.add_row("peak held by", _held(graph, report.simulation))
     if report.check:
         table.add_row("equal", equal_text(report.check))
+        _add_reserved(table, report.rows)
+        for advice in advice_of(report.check, result.budget_bytes):
+            table.add_row("advice", Text(advice))
     _add_kept(table, graph, result)
     _add_prices(table, graph)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
@@ -78,6 +82,14 @@ def _verdict(report: Report) -> Table:
     if result.message:
         table.add_row("note", Text(result.message))
     return table
+
+
+def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
+    """What the allocator held at each peak, where it holds more than it gives out."""
+    known = [(row.name, row.reserved_bytes) for row in rows if row.reserved_bytes is not None]
+    if known:
+        said = ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in known)
+        table.add_row("reserved", said)
 
 
 def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
@@ -140,7 +152,7 @@ def equal_text(check: Check) -> str:
     return ", ".join([gradients, *others])
 
 
-def show_check(console: Console, check: Check) -> None:
+def show_check(console: Console, check: Check, budget_bytes: int) -> None:
     """What was equal, and the measured peaks and times."""
     table = plain_table("measured", "peak", "step", "overhead")
     table.add_row(
@@ -154,6 +166,10 @@ def show_check(console: Console, check: Check) -> None:
     )
     console.print(table)
     console.print(f"\nequal  {equal_text(check)}")
+    if check.plan_reserved_bytes is not None:
+        console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
+    for advice in advice_of(check, budget_bytes):
+        console.print(f"advice  {advice}", markup=False)
 
 
 def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.allocator import allocated_on
+from remat.graph_capture.device_table import CPU
+from remat.graph_capture.meter import Meter, StepMemory, meter_of
 from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.untouched import untouched
 from remat.rewriter.guards import constants_of
 from remat.rewriter.module import RematModule
+from remat.rewriter.outcomes import Outcome, compared
+from remat.rewriter.rng import save_rng_state, set_rng_state
 
 Run = Callable[[], Any]
 
-ENOUGH_NS = 20_000_000_000
+ENOUGH_US = 20e6
+STREAM = "random stream"
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -35,7 +39,12 @@ class Check(msgspec.Struct, frozen=True):
     baseline_peak_bytes, plan_peak_bytes : measured peak of the unmodified and of the
         rewritten step, resident bytes included.
     baseline_step_us, plan_step_us : median time of a step.
-    differences : names of what differs.
+    differences : names of what differs. unsteady : of what eager itself does not repeat to the
+        last bit, as sums by atomic additions on a CUDA device; it differs where it is further from
+        eager than runs of eager are from each other.
+    plan_rounding_bytes : of the plan's peak, what the allocator gave beyond what was asked of it.
+    baseline_reserved_bytes, plan_reserved_bytes : the peak and what the allocator held beside it;
+        None on a CPU, whose allocator holds nothing.
     """
 
     outputs_equal: bool
@@ -49,11 +58,19 @@ class Check(msgspec.Struct, frozen=True):
     baseline_step_us: float
     plan_step_us: float
     differences: tuple[str, ...] = ()
+    unsteady: tuple[str, ...] = ()
+    plan_rounding_bytes: int = 0
+    baseline_reserved_bytes: int | None = None
+    plan_reserved_bytes: int | None = None
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
+
+    def exceeds(self, budget_bytes: int) -> bool:
+        """Whether the plan asks for more than a budget; blocks that are larger do not count."""
+        return self.plan_peak_bytes - self.plan_rounding_bytes > budget_bytes
 
     @property
     def overhead(self) -> float:
@@ -75,9 +92,9 @@ def check(
 ) -> Check:
     """Run a training step of both on the same batch and random state, and compare.
 
-    Both run once for equality, once under the profiler for the peak, and `steps` times
-    in turn for the time, or fewer once that has taken 20 s. Gradients, buffers, the batch
-    and the random stream are put back as they were.
+    Both run once for equality (on a CUDA device eager twice, to see what it repeats), once for
+    the peak, and `steps` times in turn for the time, or fewer once that has taken 20 s.
+    Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
     ----------
@@ -87,30 +104,52 @@ def check(
     batch = (tuple(args), dict(kwargs or {}), target)
     eager = _eager_run(model, batch, loss_fn)
     plan = _plan_run(module, batch, loss_fn)
-    state = _State(model, batch)
+    meter = meter_of(_device_of(model))
+    state = _State(model, batch, meter.device)
     kept = (batch, _constants(module))
-    resident = resident_bytes(model, kept, optimizer=optimizer, accumulate=accumulate)
+    resident = resident_bytes(
+        model, kept,
+        optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
+    )  # fmt: skip
     with untouched(model, warn=False), state.put_back():
-        expected, found = state.outcome(eager), state.outcome(plan)
-        peaks = [
-            state.prepared(lambda run=run: measure_peak(run), accumulate) for run in (eager, plan)
+        expected = state.outcome(eager)
+        again = expected if meter.device == CPU else state.outcome(eager)
+        differences, unsteady = compared(expected, again, state.outcome(plan))
+        del again
+        resident_total_bytes = resident.total_bytes + meter.library_bytes()
+        memory = [
+            state.prepared(lambda run=run: meter.step_memory(run), accumulate)
+            for run in (eager, plan)
         ]
-        times = _step_times(state, eager, plan, accumulate, steps)
-    differences = [name for name in expected if not _same(expected[name], found[name])]
+        times = _step_times(state, meter, (eager, plan), accumulate, steps)
+    peaks = [resident_total_bytes + one.peak_bytes for one in memory]
+    reserved = [_reserved_bytes(*pair) for pair in zip(peaks, memory, strict=True)]
     gradients = [name for name in expected if name.startswith("gradient of ")]
     return Check(
         outputs_equal=not any(name.startswith("output") for name in differences),
         gradients_equal=not any(name.startswith("gradient of ") for name in differences),
         buffers_equal=not any(name.startswith("buffer ") for name in differences),
-        rng_equal="random stream" not in differences,
-        gradients=sum(name not in differences for name in gradients),
+        rng_equal=not any(name.startswith(STREAM) for name in differences),
+        gradients=sum(name not in (*differences, *unsteady) for name in gradients),
         gradients_total=len(gradients),
-        baseline_peak_bytes=resident.total_bytes + peaks[0],
-        plan_peak_bytes=resident.total_bytes + peaks[1],
+        baseline_peak_bytes=peaks[0],
+        plan_peak_bytes=peaks[1],
         baseline_step_us=times[0],
         plan_step_us=times[1],
-        differences=tuple(differences),
+        differences=differences,
+        unsteady=unsteady,
+        plan_rounding_bytes=memory[1].rounding_bytes,
+        baseline_reserved_bytes=reserved[0],
+        plan_reserved_bytes=reserved[1],
     )
+
+
+def _device_of(model: nn.Module) -> str:
+    return next((str(p.device) for p in model.parameters() if p.is_cuda), CPU)
+
+
+def _reserved_bytes(peak_bytes: int, memory: StepMemory) -> int | None:
+    return None if memory.slack_bytes is None else peak_bytes + memory.slack_bytes
 
 
 def _constants(module: nn.Module) -> list[Tensor]:
@@ -160,10 +199,13 @@ def _backward(output: Any) -> None:
         torch.autograd.backward(roots, tangents)
 
 
+Measure = TypeVar("Measure")
+
+
 class _State:
     """All that a step changes, remembered so that each run starts from the same place."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    def __init__(self, model: nn.Module, batch: Any, device: str) -> None:
         self.model = model
         self.batch = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
         self.buffers = dict(model.named_buffers())
@@ -174,7 +216,7 @@ class _State:
         tensors = [*self.buffers.values(), *self.batch]
         self.before = [(t, t.detach().clone()) for t in tensors]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
-        self.rng = torch.get_rng_state()
+        self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
 
     @contextlib.contextmanager
     def put_back(self) -> Generator[None]:
@@ -190,21 +232,22 @@ class _State:
             for tensor, value in self.before:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
-        torch.set_rng_state(self.rng)
+        for device, state in self.streams.items():
+            set_rng_state(state, device)
         for leaf in self.leaves.values():
             leaf.grad = None
 
-    def prepared(self, run: Callable[[], int], accumulate: bool) -> int:
+    def prepared(self, run: Callable[[], Measure], accumulate: bool) -> Measure:
         self.reset()
         if accumulate:
             for leaf in self.leaves.values():
                 leaf.grad = torch.zeros_like(leaf)
         return run()
 
-    def outcome(self, run: Run) -> dict[str, Tensor | None]:
-        """Every output, gradient and buffer after one step, by name, and the stream."""
+    def outcome(self, run: Run) -> Outcome:
+        """Every output, gradient and buffer after one step, by name, and the random streams."""
         self.reset()
-        found: dict[str, Any] = {}
+        found: Outcome = {}
         for path, leaf in pytree.tree_flatten_with_path(run())[0]:
             found[f"output{pytree.keystr(path)}"] = (
                 leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
@@ -213,35 +256,18 @@ class _State:
             found[f"gradient of {name}"] = leaf.grad
         for name, buffer in self.buffers.items():
             found[f"buffer {name}"] = buffer.detach().clone()
-        found["random stream"] = torch.get_rng_state()
+        for device in self.streams:
+            name = STREAM if device == CPU else f"{STREAM} of {device}"
+            found[name] = save_rng_state(device)
         return found
 
 
-def _same(expected: Any, found: Any) -> bool:
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        if expected.dtype != found.dtype or expected.shape != found.shape:
-            return False
-        return torch.equal(expected, found) or torch.equal(_bits(expected), _bits(found))
-    return expected is found or bool(expected == found)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, by which NaNs compare as equal."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
 def _step_times(
-    state: _State, eager: Run, plan: Run, accumulate: bool, steps: int
+    state: _State, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
 ) -> tuple[float, float]:
     """Median step times in microseconds, the two in turn so that drift hits both."""
-
-    def timed(run: Run) -> int:
-        start = time.perf_counter_ns()
-        run()
-        return time.perf_counter_ns() - start
-
-    times: list[list[int]] = []
-    while len(times) < steps and sum(map(sum, times)) < ENOUGH_NS:
-        times.append([state.prepared(lambda r=r: timed(r), accumulate) for r in (eager, plan)])
-    eager_ns, plan_ns = zip(*times, strict=True)
-    return statistics.median(eager_ns) / 1e3, statistics.median(plan_ns) / 1e3
+    times: list[list[float]] = []
+    while len(times) < steps and sum(map(sum, times)) < ENOUGH_US:
+        times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])
+    eager_us, plan_us = zip(*times, strict=True)
+    return statistics.median(eager_us), statistics.median(plan_us)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from remat.graph_capture.batch_norm import AGAIN
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.node_facts import (
-    BATCH_NORM,
-    BATCH_NORM_AGAIN,
-    N_BATCH_NORM_RESULTS,
+    drawn_on,
     draws_randomness,
     is_alias_of_input,
     is_getitem,
@@ -24,6 +22,8 @@ from remat.graph_capture.node_facts import (
 from remat.rewriter.fewer_views import leave_out_views
 from remat.rewriter.rng import run_with_rng_state, save_rng_state
 from remat.schedules.schedule import Compute, Free, Schedule, Step
+
+RNG_STATE = "rng_state_"
 
 Demand = Callable[[str, fx.Node | None], fx.Node]
 
@@ -120,15 +120,17 @@ class PhaseEmitter:
 
     def _save_rng_state(self, op: Op) -> None:
         """Save the state only if the op that draws from it will draw again."""
-        if op.name.removeprefix("rng_state_") in self.repeated:
-            state = self.graph.create_node("call_function", save_rng_state, (), {}, op.name)
-            state.meta["val"] = torch.get_rng_state()
+        drawing = op.name.removeprefix(RNG_STATE)
+        if drawing in self.repeated:
+            device = str(drawn_on(self.joint.node_of_op[drawing]))
+            state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
+            state.meta["val"] = save_rng_state(device)
             self.states[op.outputs[0]] = state
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
         if again and draws_randomness(node):
             copy = self._draw_again(op, node)
-        elif again and node.target is BATCH_NORM:
+        elif again and node.target in AGAIN:
             copy = self._normalise_again(node)
         else:
             copy = self._copy(node, f"{node.name}_again" if again else node.name)
@@ -142,12 +144,12 @@ class PhaseEmitter:
             self.put(node, copy)
 
     def _draw_again(self, op: Op, node: fx.Node) -> fx.Node:
-        name = f"rng_state_{op.name}"
+        name = f"{RNG_STATE}{op.name}"
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = self.demand(name, None)
         args, kwargs = self._arguments(node)
-        taken: tuple[Any, ...] = (state, node.target, *args)
+        taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
         copy = self.graph.create_node(
             "call_function", run_with_rng_state, taken, kwargs, f"{node.name}_again"
         )
@@ -157,13 +159,11 @@ class PhaseEmitter:
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         """Batch norm without its running statistics, which were updated the first time."""
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
-        training, momentum, eps = node.args[5:8]
-        taken: tuple[Any, ...] = (*read, training, momentum, eps)
-        copy = self.graph.create_node(
-            "call_function", BATCH_NORM_AGAIN, taken, {}, f"{node.name}_again"
-        )
+        target, n_results = AGAIN[node.target]
+        taken: tuple[Any, ...] = (*read, *node.args[5:])
+        copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
         copy.meta = dict(node.meta)
-        copy.meta["val"] = node.meta["val"][:N_BATCH_NORM_RESULTS]
+        copy.meta["val"] = node.meta["val"][:n_results]
         return copy
 
     def _pick_updates(self, node: fx.Node, op: Op) -> None:

@@ -58,7 +58,7 @@ def rewrite(
     if trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
-        is_usable = not trace.compiled and trace.recipe.device == CPU
+        is_usable = not trace.compiled and not trace.recipe.is_modelled
         traced = trace if is_usable else _traced_again(model, trace.recipe)
     step = compile_step(traced, schedule)
     return make_module(model, schedule, traced.recipe, step)
@@ -85,4 +85,5 @@ def _trace_for(
 
 def _traced_again(model: nn.Module, recipe: Recipe) -> Trace:
     """A trace of the ops that run here, whatever device the recipe's plan is for."""
-    return trace_recipe(model, dataclasses.replace(recipe, device=CPU))
+    device = CPU if recipe.is_modelled else recipe.device
+    return trace_recipe(model, dataclasses.replace(recipe, device=device))

@@ -101,7 +101,7 @@ def test_the_check_is_left_out_where_the_unmodified_step_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, args, *_ = make("plain")
-    monkeypatch.setattr(api, "auto_bytes", lambda: 1000)
+    monkeypatch.setattr(api, "auto_bytes", lambda _: 1000)
     monkeypatch.setattr(checking, "check", lambda *_, **__: pytest.fail("ran the step"))
     with pytest.warns(UserWarning, match=r"not checked against the unmodified step"):
         remat.rematerialize(model, args, budget="80%")

@@ -54,6 +54,28 @@ def test_cuda_without_cuda_is_refused(remat: Remat) -> None:
     assert "this torch sees none" in done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("verb", ["run", "capture", "solve", "sweep", "inspect", "profile"])
+def test_each_verb_refuses_cuda_that_is_not_here(remat: Remat, verb: str) -> None:
+    done = remat(verb, remat.gpt, "--device", "cuda:0")
+    assert done.exit_code == 2
+    assert "a CUDA device is not here: this torch sees none" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_profile_is_measured_not_modelled(remat: Remat) -> None:
+    done = remat("profile", remat.gpt, "--device", "h100")
+    assert done.exit_code == 2
+    assert "h100 is planned for by model, and a profile is measured" in done.stderr
+
+
+def test_a_cpu_reserves_nothing_and_needs_no_advice(remat: Remat) -> None:
+    said = json.loads(remat("run", remat.gpt, "--budget", "70%", *QUICK, "--json").stdout)
+    assert said["plan"]["measured_peak_bytes"] > 0
+    assert said["plan"]["reserved_bytes"] is None
+    assert (said["check"]["advice"], said["check"]["unsteady"]) == ([], [])
+
+
 def test_a_llama_without_storage_is_planned(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LAYERS": "2", "SEQ": "256", "VOCAB": "1000"}.items():
         monkeypatch.setenv(f"LLAMA_{name}", value)

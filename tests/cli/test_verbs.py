@@ -221,3 +221,4 @@ def test_doctor(remat: Remat) -> None:
     assert said["torch_ok"]
     assert said["ortools_ok"]
     assert said["free_bytes"] > 0
+    assert isinstance(said["cuda"], list)

@@ -1,0 +1,169 @@
+"""How a device is measured: the times and the memory of ops and of steps.
+
+A `Meter` is all that pricing and checking know of it; `CpuMeter` is here, that of a CUDA device
+in `cuda_meter.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from remat.graph_capture.device_table import CPU, is_cuda
+from remat.graph_capture.memory_events import RegionMemory, measure_peak, measure_regions
+from remat.graph_capture.price_cache import device_name
+
+Run = Callable[[], Any]
+
+MIN_RUNS, MAX_RUNS = 3, 25
+ENOUGH_US = 50_000.0
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one step.
+
+    Attributes
+    ----------
+    peak_bytes : the most that it has live above what was live when it began.
+    rounding_bytes : of these, what the allocator gave beyond what was asked of it.
+    slack_bytes : at its peak held by the allocator and not given out; None where the device has
+        no allocator that holds any.
+    """
+
+    peak_bytes: int
+    rounding_bytes: int = 0
+    slack_bytes: int | None = None
+
+
+class Meter(Protocol):
+    """How one device is measured.
+
+    Attributes
+    ----------
+    device : ``cpu``, ``cuda:0``. title : the very machine, as profiles name it.
+    """
+
+    device: str
+    title: str
+
+    @property
+    def settings(self) -> str:
+        """What else its prices depend on; they are kept apart by it."""
+        ...
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of what runs the ops, beside torch's."""
+        ...
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """While ops run on made data: no gradients, no autocast, the random streams kept."""
+        ...
+
+    def settle(self) -> None:
+        """Let the clocks settle."""
+        ...
+
+    def median_us(self, run: Run, moved_bytes: int = 0) -> float:
+        """Median time of `run`, which has run before; `moved_bytes` are its inputs and outputs."""
+        ...
+
+    def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
+        """Memory of each callable, apart from what the iterable allocates between two."""
+        ...
+
+    def step_us(self, run: Run) -> float:
+        """Time of one step."""
+        ...
+
+    def step_memory(self, run: Run) -> StepMemory:
+        """Memory of one step."""
+        ...
+
+    def library_bytes(self) -> int:
+        """What the device's libraries keep allocated once they were used."""
+        ...
+
+    def rng_state(self) -> Tensor:
+        """State of the device's default generator."""
+        ...
+
+
+class CpuMeter:
+    """The CPU: its clock, and the profiler's allocation events."""
+
+    def __init__(self) -> None:
+        self.device, self.title = CPU, device_name()
+
+    @property
+    def settings(self) -> str:
+        """None that is known."""
+        return ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """None beside torch's."""
+        return {}
+
+    @contextlib.contextmanager
+    def quiet(self) -> Generator[None]:
+        """No gradients, no autocast, the random stream kept."""
+        with torch.no_grad(), torch.autocast(CPU, enabled=False), torch.random.fork_rng([]):
+            yield
+
+    def settle(self) -> None:
+        """Nothing: a CPU's clock is not ours to settle."""
+
+    def median_us(self, run: Run, moved_bytes: int = 0) -> float:
+        """The median of 3 to 25 runs."""
+        del moved_bytes
+        return median_of(lambda: self.step_us(run))
+
+    def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
+        """As `measure_regions`."""
+        return measure_regions(regions)
+
+    def step_us(self, run: Run) -> float:
+        """By the clock."""
+        start = time.perf_counter()
+        result = run()
+        end = time.perf_counter()
+        del result
+        return 1e6 * (end - start)
+
+    def step_memory(self, run: Run) -> StepMemory:
+        """As `measure_peak`."""
+        return StepMemory(measure_peak(run))
+
+    def library_bytes(self) -> int:
+        """None that is known."""
+        return 0
+
+    def rng_state(self) -> Tensor:
+        """As `torch.get_rng_state`."""
+        return torch.get_rng_state()
+
+
+def median_of(timed_us: Callable[[], float]) -> float:
+    """The median of 3 to 25 times, fewer the longer they are."""
+    times: list[float] = []
+    while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < ENOUGH_US):
+        times.append(timed_us())
+    return statistics.median(times)
+
+
+def meter_of(device: str) -> Meter:
+    """How a device of this machine is measured."""
+    if is_cuda(device):
+        from remat.graph_capture.cuda_meter import CudaMeter
+
+        return CudaMeter(device)
+    return CpuMeter()

@@ -1,0 +1,101 @@
+"""`torch.cuda` as far as remat calls it, with counters in place of a device.
+
+Nothing here runs on a GPU: what runs, runs on the CPU, and what is counted is what a test sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+TITLE = "NVIDIA H100 80GB HBM3"
+L2_BYTES = 4096
+
+
+class FakeCuda:
+    """The state of the device that is not there.
+
+    Attributes
+    ----------
+    called : how often each function was called. cycles : of each sleep.
+    device_us : what each run between two events takes. stream : of its random generator.
+    rounding : bytes that are given out for each that is asked for.
+    """
+
+    def __init__(self) -> None:
+        self.called: Counter[str] = Counter()
+        self.cycles: list[int] = []
+        self.device_us = 100.0
+        self.rounding = 1.0
+        self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
+        self.stream = torch.zeros(16, dtype=torch.uint8)
+
+    def allocate(self, size_bytes: int) -> None:
+        """Take so many bytes; negative ones give back."""
+        self.allocated_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        self.reserved_bytes = max(self.reserved_bytes, self.peak_bytes)
+
+    def reset_peak(self, *_: Any) -> None:
+        self.peak_bytes = self.allocated_bytes
+
+    def memory_stats(self, *_: Any) -> dict[str, int]:
+        given = {"current": self.allocated_bytes, "peak": self.peak_bytes}
+        return {f"requested_bytes.all.{k}": int(n / self.rounding) for k, n in given.items()}
+
+    def empty_cache(self) -> None:
+        self.reserved_bytes = self.allocated_bytes
+
+    def set_rng_state(self, state: Tensor, *_: Any) -> None:
+        self.stream = state.clone()
+
+    def counting(self, name: str, answer: Any = None) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            self.called[name] += 1
+            return answer
+
+        return call
+
+    def event(self, **_: Any) -> Any:
+        return SimpleNamespace(
+            record=self.counting("record"),
+            synchronize=self.counting("wait"),
+            elapsed_time=lambda _: self.device_us / 1e3,
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A `torch.cuda` with one device that counts and computes nothing."""
+    fake = FakeCuda()
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": lambda *_: contextlib.nullcontext(),
+        "synchronize": fake.counting("synchronize"),
+        "get_device_name": lambda *_: TITLE,
+        "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=L2_BYTES),
+        "_sleep": fake.cycles.append,
+        "Event": fake.event,
+        "memory_stats": fake.memory_stats,
+        "memory_allocated": lambda *_: fake.allocated_bytes,
+        "max_memory_allocated": lambda *_: fake.peak_bytes,
+        "memory_reserved": lambda *_: fake.reserved_bytes,
+        "max_memory_reserved": lambda *_: fake.reserved_bytes,
+        "mem_get_info": lambda *_: (10_000, 80_000),
+        "reset_peak_memory_stats": fake.reset_peak,
+        "empty_cache": fake.empty_cache,
+        "get_rng_state": lambda *_: fake.stream.clone(),
+        "set_rng_state": fake.set_rng_state,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return fake

@@ -1,0 +1,161 @@
+"""Random streams, outcomes that do not repeat, and checks on a CUDA device that only counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat.advice import advice_of
+from remat.graph_capture import capture
+from remat.graph_capture.cuda_meter import CudaMeter
+from remat.pipeline import failures
+from remat.rewriter import check, checking, rewrite
+from remat.rewriter.outcomes import compared
+from remat.rewriter.rng import run_with_rng_state, save_rng_state, set_rng_state
+from remat.solver import make_solver
+from tests.fake_cuda import FakeCuda, cuda
+from tests.models import make
+
+__all__ = ["cuda"]
+ONES = torch.ones(16, dtype=torch.uint8)
+
+
+def test_a_draw_on_a_device_moves_the_stream_of_that_device_alone(cuda: FakeCuda) -> None:
+    before = torch.get_rng_state()
+    cuda.stream = ONES.clone()
+    saved = save_rng_state("cuda:0")
+    set_rng_state(ONES * 2, "cuda:0")
+
+    def draw() -> Tensor:
+        drawn_from = cuda.stream.clone()
+        cuda.stream += 1
+        return drawn_from
+
+    assert torch.equal(run_with_rng_state(saved, "cuda:0", draw), ONES)
+    assert torch.equal(cuda.stream, ONES * 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_draw_on_the_cpu_leaves_the_device_alone(cuda: FakeCuda) -> None:
+    saved = save_rng_state("cpu")
+    first = torch.rand(3)
+    assert torch.equal(run_with_rng_state(saved, "cpu", torch.rand, 3), first)
+    assert not cuda.stream.any()
+
+
+def outcome(**changes: Any) -> dict[str, Any]:
+    return {"gradient of w": torch.tensor([1.0, 2.0]), "buffer n": torch.tensor(3), **changes}
+
+
+def test_what_eager_repeats_must_have_its_bits() -> None:
+    other = outcome(**{"gradient of w": torch.tensor([1.0, 2.0 + 1e-6])})
+    assert compared(outcome(), outcome(), outcome()) == ((), ())
+    assert compared(outcome(), outcome(), other) == (("gradient of w",), ())
+
+
+def test_what_eager_does_not_repeat_must_be_as_near_as_it_is_to_itself() -> None:
+    again = outcome(**{"gradient of w": torch.tensor([1.0, 2.0 + 1e-6])})
+    near = outcome(**{"gradient of w": torch.tensor([1.0, 2.0 - 3e-6])})
+    far = outcome(**{"gradient of w": torch.tensor([1.0, 2.1])})
+    absent = outcome(**{"gradient of w": None})
+    broken = outcome(**{"gradient of w": torch.tensor([1.0, float("nan")])})
+    for found in (again, near, outcome()):
+        assert compared(outcome(), again, found) == ((), ("gradient of w",))
+    for found in (far, absent, broken):
+        assert compared(outcome(), again, found) == (("gradient of w",), ("gradient of w",))
+    counted = outcome(**{"buffer n": torch.tensor(4)})
+    assert compared(outcome(), counted, outcome(**{"buffer n": torch.tensor(5)}))[0]
+
+
+@pytest.fixture
+def checked(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Checks take the model to be on ``cuda:0``."""
+    monkeypatch.setattr(checking, "_device_of", lambda _: "cuda:0")
+    monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: 512)
+    return cuda
+
+
+def planned(name: str = "dropout") -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
+    model, args, *_ = make(name)
+    graph = capture(model, args, device="cpu")
+    return model, rewrite(model, make_solver("chen_sqrt").schedule(graph)), args
+
+
+def test_a_check_counts_what_the_allocator_gives_and_reserves(checked: FakeCuda) -> None:
+    model, module, args = planned()
+    checked.device_us = 7000.0
+    model.register_forward_pre_hook(lambda *_: checked.allocate(6000))
+    model.register_forward_hook(lambda *_: checked.allocate(-6000))
+    found = check(model, module, args, steps=1)
+    assert found.differences == found.unsteady == ()
+    assert found.baseline_peak_bytes % 512 == 6000 % 512
+    assert found.plan_step_us == pytest.approx(7000.0)
+    assert found.baseline_reserved_bytes == found.baseline_peak_bytes
+
+
+def test_a_stream_of_the_device_that_moves_otherwise_is_found_and_put_back(
+    checked: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, module, args = planned()
+    forward = type(module).forward
+
+    def drawing(self: Any, *given: Any, **more: Any) -> Any:
+        checked.stream = checked.stream + 1
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(type(module), "forward", drawing)
+    found = check(model, module, args, steps=1)
+    assert found.differences == ("random stream of cuda:0",)
+    assert not found.rng_equal
+    assert not checked.stream.any()
+
+
+class Unsteady(nn.Module):
+    """Its output moves a little at each call, as sums in no fixed order do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 8), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return self.inner(x).square().mean() * (1 + 1e-6 * (self.calls[0] % 2))
+
+
+def test_a_check_tells_what_eager_itself_does_not_repeat(checked: FakeCuda) -> None:
+    model, args = Unsteady(), (torch.randn(4, 8),)
+    graph = capture(model, args, device="cpu")
+    module = rewrite(model, make_solver("store_all").schedule(graph))
+    found = check(model, module, args, steps=1)
+    assert "output" in found.unsteady
+    assert found.equal
+    assert found.gradients == 0 < found.gradients_total
+    (said,) = advice_of(found, 0)
+    assert "eager itself does not repeat 3 results" in said
+    assert "torch.use_deterministic_algorithms(True)" in said
+
+
+def found_with(**changes: Any) -> checking.Check:
+    figures = {"baseline_peak_bytes": 10_000, "plan_peak_bytes": 10_000}
+    equal = dict.fromkeys(("outputs_equal", "gradients_equal", "buffers_equal", "rng_equal"), True)
+    times = {"baseline_step_us": 1.0, "plan_step_us": 1.0, "gradients": 1, "gradients_total": 1}
+    return checking.Check(**{**equal, **times, **figures, **changes})  # pyright: ignore
+
+
+@pytest.mark.parametrize(("reserved_bytes", "is_told"), [(11_000, False), (11_001, True)])
+def test_reserved_memory_beyond_a_tenth_is_worth_a_word(reserved_bytes: int, is_told: bool) -> None:
+    said = advice_of(found_with(plan_reserved_bytes=reserved_bytes), 10_000)
+    assert bool(said) == is_told
+    assert all("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line for line in said)
+
+
+def test_a_budget_is_exceeded_by_what_is_asked_for_not_by_larger_blocks() -> None:
+    larger = found_with(plan_rounding_bytes=500)
+    assert failures(larger, 9_400) == ["the measured peak, 9.8 KiB, exceeds the budget of 9.2 KiB"]
+    assert failures(larger, 9_500) == []
+    (said,) = advice_of(larger, 9_500)
+    assert "0.5 KiB more than the budget, in blocks" in said
+    assert advice_of(larger, 10_000) == ()
