@@ -15,6 +15,7 @@ from remat.factory import Loaded, load
 from remat.fronts import price_json, price_text
 from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
+from remat.kept_plans import fitting_schedule, keep_plan, read_kept
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
 from remat.solver import make_solver
@@ -50,9 +51,9 @@ def run(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile,
         )  # fmt: skip
-        report = pipeline.run(load_shown(model, session), request, session.stages)
-        if report.result.schedule:
-            session.save(output, report.result.schedule.to_json(), "plan")
+        loaded = load_shown(model, session)
+        report = pipeline.run(loaded, request, session.stages)
+        keep_plan(session, output, loaded, report)
         worth = priced(session, report.graph, report.result, request) if price else None
         if as_json:
             session.emit(json_report.report_json(report) | said_price(worth))
@@ -80,8 +81,9 @@ def check(
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        schedule = Schedule.from_json(plan.read_bytes())
+        kept = read_kept(plan)
         loaded = load_shown(model, session)
+        schedule = fitting_schedule(kept, loaded)
         with session.stages.stage("capture", "tracing the training step"):
             traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate)
             schedule.check_made_for(traced.graph)

@@ -13,6 +13,7 @@ from remat.graph_capture.tracing import Recipe
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards import Guards, named_state, refuse_double_backward
 from remat.rewriter.shared_state import SharedState
+from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
 
@@ -34,6 +35,7 @@ class RematModule(SharedState, fx.GraphModule):
     backward_module: ClassVar[fx.GraphModule]
     _compiled: ClassVar[Callable[..., Any]]
     _guards: ClassVar[Guards]
+    _prediction: ClassVar[Prediction | None]
     not_copied = (
         "a rewritten module shares its state with the original: copy the original "
         "(copy.deepcopy(model)) and rewrite the copy with the same schedule"
@@ -111,7 +113,11 @@ class RematModule(SharedState, fx.GraphModule):
 
 
 def make_module(
-    model: nn.Module, schedule: Schedule, recipe: Recipe, step: CompiledStep
+    model: nn.Module,
+    schedule: Schedule,
+    recipe: Recipe,
+    step: CompiledStep,
+    prediction: Prediction | None = None,
 ) -> RematModule:
     """A `RematModule` over `model`; also an instance of the model's own class."""
     kind = type(
@@ -125,6 +131,7 @@ def make_module(
             "original_module": model,
             "_compiled": staticmethod(step.call),
             "_guards": Guards(model, recipe, step.forward, step.backward),
+            "_prediction": prediction,
             "_loss_fn": staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
         },
     )
