@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from remat.formats import bytes_text, percent_text
+from remat.graph_capture.eager import as_eager
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver.every_n_layers import nth_blocks
@@ -66,7 +67,8 @@ def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
 
 
 def _candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
-    problem, blocks = Problem.of(graph), module_blocks(graph)
+    eager = as_eager(graph)
+    problem, blocks = Problem.of(eager), module_blocks(eager)
     fewest = len(blocks.names) + 1
     for n in range(1, max(blocks.rank, default=-1) + 2):
         layers = _checkpointed(blocks, n)
@@ -74,7 +76,7 @@ def _candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
             continue
         fewest = len(layers)
         sequence = template_sequence(problem, nth_blocks(problem, blocks, n))
-        found = simulate(graph, schedule_of(problem, sequence))
+        found = simulate(eager, schedule_of(problem, sequence))
         yield EveryNth(
             n=n,
             layers=layers,

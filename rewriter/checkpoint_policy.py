@@ -1,9 +1,10 @@
 """A schedule as a policy for torch's own selective activation checkpointing.
 
 For those who stay with `torch.utils.checkpoint`. The gradients are eager's whatever a policy
-says; it only chooses what is saved. Torch then recomputes all of the rest of the checkpointed
-function at once, so its peak may be above that of the schedule, which recomputes each part when
-it is needed.
+says; it only chooses what is saved. Torch recomputes all of the rest of a checkpointed function
+at once: around a whole model that peaks as high as no checkpoint at all. So there is a policy
+for each module that is checkpointed, and its peak may still be above that of the schedule, which
+recomputes each op when it is needed, and no other.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from remat.schedules.schedule import Schedule
 
 
 class OccurrencePolicy:
-    """A policy for `create_selective_checkpoint_contexts` over the whole forward.
+    """A policy for `create_selective_checkpoint_contexts` around one module.
 
     It counts how often each op has run, in forward and in recomputation apart, and saves those
-    runs that the schedule keeps. Ops that the graph does not have, such as views, are recomputed.
+    runs that the schedule keeps. Ops that the graph does not have, such as views, are recomputed,
+    and so are ops in place, whose results others may change.
     The count is of one forward; `contexts` begins a fresh one each time.
 
     Attributes
@@ -46,7 +48,7 @@ class OccurrencePolicy:
         RewriteError : `op` has run more often than in one forward.
         """
         del args, kwargs
-        name = _functional(str(op))
+        name, in_place = _functional(str(op))
         runs, i = self.kept.get(name, ()), self._runs[ctx.is_recompute, name]
         self._runs[ctx.is_recompute, name] += 1
         if runs and i >= len(runs) and not self._is_fresh:
@@ -55,7 +57,7 @@ class OccurrencePolicy:
                 "this policy counts one forward. Pass context_fn=policy.contexts to checkpoint, "
                 "which begins anew at each forward"
             )
-        is_kept = i < len(runs) and runs[i]
+        is_kept = i < len(runs) and runs[i] and not in_place
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -63,19 +65,22 @@ class OccurrencePolicy:
         return create_selective_checkpoint_contexts(OccurrencePolicy(self.kept, is_fresh=True))
 
 
-def _functional(op: str) -> str:
-    """The name of the op in a captured graph: ``aten.relu`` where eager runs ``aten.relu_``."""
+def _functional(op: str) -> tuple[str, bool]:
+    """The op's name in a captured graph, ``aten.relu`` for ``aten.relu_``; whether it differs."""
     packet, _, overload = op.rpartition(".")
-    return f"{packet.removesuffix('_')}.{overload}"
+    return f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
 
 
-def checkpoint_policy(graph: TrainingGraph, schedule: Schedule) -> OccurrencePolicy:
-    """The policy that saves what `schedule` keeps for backward.
+def checkpoint_policy(
+    graph: TrainingGraph, schedule: Schedule, module: str = ""
+) -> OccurrencePolicy:
+    """The policy that saves what `schedule` keeps for backward in `module`.
 
     Raises
     ------
     ScheduleError : the schedule was made for another graph.
-    RewriteError : forward changes buffers or its batch, which torch would do again.
+    RewriteError : forward changes buffers or its batch, which torch would do again; or the
+        graph has no op in `module`.
     """
     schedule.check_made_for(graph)
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
@@ -87,4 +92,8 @@ def checkpoint_policy(graph: TrainingGraph, schedule: Schedule) -> OccurrencePol
             f"forward changes buffers or its batch, in {where}, and torch's checkpointing would "
             "change them again when it recomputes: train with remat.rewrite, which does it once"
         )
-    return OccurrencePolicy(kept_occurrences(graph, schedule))
+    kept = kept_occurrences(graph, schedule, module)
+    if not kept:
+        paths = ", ".join(list(dict.fromkeys(op.module for op in graph.ops if op.module))[:5])
+        raise RewriteError(f"no op of the graph is in module {module!r}: name one such as {paths}")
+    return OccurrencePolicy(kept)

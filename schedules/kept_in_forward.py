@@ -21,15 +21,19 @@ def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[st
     return frozenset(live)
 
 
-def kept_occurrences(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[bool, ...]]:
+def kept_occurrences(
+    graph: TrainingGraph, schedule: Schedule, module: str = ""
+) -> dict[str, tuple[bool, ...]]:
     """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
 
     An op is kept if it runs once and leaves something live for backward. Entry i is the i-th
-    run of that target in captured order.
+    run of that target in captured order, in `module` and those below it.
     """
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
     for op in graph.ops[: graph.n_forward]:
+        if module and not f"{op.module}.".startswith(f"{module}."):
+            continue
         kept = times[op.name] == 1 and not live.isdisjoint(op.outputs)
         found.setdefault(op.target, []).append(kept)
     return {target: tuple(kept) for target, kept in found.items()}

@@ -124,20 +124,22 @@ class Schedule(msgspec.Struct, frozen=True):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
         return "the outputs of the step differ"
 
-    def as_checkpoint_policy(self, graph: TrainingGraph) -> OccurrencePolicy:
-        """What this schedule keeps, as a policy for torch's own selective checkpointing.
+    def as_checkpoint_policy(self, graph: TrainingGraph, module: str = "") -> OccurrencePolicy:
+        """What this schedule keeps in a module, for torch's own selective checkpointing.
 
-        ``checkpoint(model, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
-        gradients. Its peak may be above the schedule's: torch recomputes all at once.
+        ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
+        gradients. The peak may be above the schedule's: all of `module` is recomputed at once,
+        so name each block rather than the whole model.
 
         Raises
         ------
         ScheduleError : made for another graph.
-        RewriteError : forward changes buffers or its batch, which torch would do again.
+        RewriteError : forward changes buffers or its batch, which torch would do again; or
+            no op is in `module`.
         """
         from remat.rewriter.checkpoint_policy import checkpoint_policy
 
-        return checkpoint_policy(graph, self)
+        return checkpoint_policy(graph, self, module)
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal schedule."""
