@@ -18,6 +18,7 @@ from remat.graph_capture.signature import tensor_facts
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import autocast_state
 from remat.rewriter.module import RematModule
+from remat.rewriter.own_forward import class_of_user
 from remat.rewriter.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
@@ -116,17 +117,15 @@ def plan_cache(
             model, args, kwargs, budget=budget, loss_fn=loss_fn, target=target, **options
         )  # fmt: skip
 
-    kind = type(
-        f"PlanCacheOf{type(model).__name__}",
-        (PlanCache, type(model)),
-        {
-            "__doc__": PlanCache.__doc__,
-            "original_module": model,
-            "_plans": OrderedDict(),
-            "_make": staticmethod(make),
-            "_loss_fn": staticmethod(loss_fn) if loss_fn else None,
-            "_max_plans": max_plans,
-        },
+    kind = class_of_user(
+        PlanCache,
+        model,
+        loss_fn,
+        original_module=model,
+        _plans=OrderedDict(),
+        _make=staticmethod(make),
+        _loss_fn=staticmethod(loss_fn) if loss_fn else None,
+        _max_plans=max_plans,
     )
     return kind()
 

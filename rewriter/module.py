@@ -12,6 +12,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.tracing import Recipe
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards import Guards, named_state, refuse_double_backward
+from remat.rewriter.own_forward import class_of_user
 from remat.rewriter.shared_state import SharedState
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
@@ -120,19 +121,17 @@ def make_module(
     prediction: Prediction | None = None,
 ) -> RematModule:
     """A `RematModule` over `model`; also an instance of the model's own class."""
-    kind = type(
-        f"Remat{type(model).__name__}",
-        (RematModule, type(model)),
-        {
-            "__doc__": RematModule.__doc__,
-            "schedule": schedule,
-            "forward_module": step.forward,
-            "backward_module": step.backward,
-            "original_module": model,
-            "_compiled": staticmethod(step.call),
-            "_guards": Guards(model, recipe, step.forward, step.backward),
-            "_prediction": prediction,
-            "_loss_fn": staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
-        },
+    kind = class_of_user(
+        RematModule,
+        model,
+        recipe.loss_fn,
+        schedule=schedule,
+        forward_module=step.forward,
+        backward_module=step.backward,
+        original_module=model,
+        _compiled=staticmethod(step.call),
+        _guards=Guards(model, recipe, step.forward, step.backward),
+        _prediction=prediction,
+        _loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
