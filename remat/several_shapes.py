@@ -78,7 +78,7 @@ class PlanCache(SharedState, nn.Module):
             f"{type(cls.original_module).__name__} was called with more than {cls._max_plans} "
             "signatures, and the plan that was used longest ago is given up: pad batches to "
             "fewer shapes, or raise max_plans",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
