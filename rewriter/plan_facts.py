@@ -23,7 +23,7 @@ from remat.graph_capture.tracing import Recipe, autocast_state
 from remat.rewriter.guards import named_state
 from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, State, TensorLeaf
 
-_LITERALS = (bool, int, str, bytes, complex, type(None))
+_LITERALS = (bool, int, str, type(None))
 
 
 def state_of(model: nn.Module) -> tuple[State, ...]:
@@ -107,8 +107,6 @@ def signature_from(batch: BatchSignature) -> Signature:
 
 
 def _python_leaf(name: str, value: Any) -> PythonLeaf:
-    if isinstance(value, (torch.dtype, torch.device)):
-        return PythonLeaf(type(value).__name__, str(value))
     if type(value) is float or type(value) in _LITERALS:
         return PythonLeaf(type(value).__name__, repr(value))
     raise PlanError(
@@ -123,10 +121,6 @@ def _leaf(leaf: TensorLeaf | PythonLeaf) -> Any:
             leaf.shape, leaf.strides, dtype=dtype_of(leaf.dtype), device=leaf.device,
             requires_grad=leaf.requires_grad,
         )  # fmt: skip
-    if leaf.kind == "dtype":
-        return dtype_of(leaf.text.removeprefix("torch."))
-    if leaf.kind == "device":
-        return torch.device(leaf.text)
     return float(leaf.text) if leaf.kind == "float" else ast.literal_eval(leaf.text)
 
 

@@ -61,7 +61,7 @@ def _require_device(plan: Plan, model: nn.Module) -> None:
         warnings.warn(
             f"the plan was made for {plan.title} and is loaded on {title}: gradients stay the "
             "same, but workspaces may differ, and with them the peak, and so do times",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -103,12 +103,12 @@ def _fact_text(field: str, value: Any) -> str:
 
 def _require_batch(plan: Plan, batch: Any) -> None:
     planned, found = signature_from(plan.batch), Signature(batch)
-    for mine, theirs in zip(planned.lines(), found.lines(), strict=False):
+    if planned.spec != found.spec:
+        texts = (f"({', '.join(one.names)})" for one in (planned, found))
+        raise _differs("the structure of the batch", *texts)
+    for mine, theirs in zip(planned.lines(), found.lines(), strict=True):
         if mine != theirs:
             raise _differs("the batch", mine, theirs)
-    if planned.spec != found.spec:
-        given = (f"({', '.join(one.names)})" for one in (planned, found))
-        raise _differs("the batch", *given)
 
 
 def _require_loss(plan: Plan, loss_fn: LossFunction | None) -> None:
