@@ -31,6 +31,10 @@ class ScheduleError(RematError):
     """The schedule breaks a rule of the graph, or belongs to another graph."""
 
 
+class PlanError(RematError):
+    """The plan file cannot be read, or is of another model, batch, version or device."""
+
+
 class BudgetError(RematError):
     """The budget cannot be read, or means nothing on this device."""
 

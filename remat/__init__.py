@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
-from remat.solver.front import Front, Price
-from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
@@ -21,14 +20,21 @@ if TYPE_CHECKING:
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
     from remat.graph_capture.tracing import capture
+    from remat.layer_checkpoints import EveryNth, every_n_layers
     from remat.rewriter.checking import Check, check
+    from remat.rewriter.loading import load, plan_of
+    from remat.rewriter.plan_archive import read_plan, save_plan
     from remat.rewriter.rewriting import rewrite
     from remat.several_shapes import PlanCache, plan_cache, plans_of
+    from remat.solver.front import Front, Price
     from remat.solver.memory_price import least_peak, price_of_gib
+    from remat.solver.result import Result
 
 __all__ = [
     "Check",
+    "EveryNth",
     "Front",
+    "Plan",
     "PlanCache",
     "Price",
     "Profile",
@@ -39,13 +45,18 @@ __all__ = [
     "TrainingGraph",
     "capture",
     "check",
+    "every_n_layers",
     "least_peak",
+    "load",
     "plan_cache",
+    "plan_of",
     "plans_of",
     "price_of_gib",
     "profile",
+    "read_plan",
     "rematerialize",
     "rewrite",
+    "save_plan",
     "simulate",
     "solve",
     "sweep",
@@ -57,15 +68,24 @@ _LAZY = {
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",
+    "EveryNth": "remat.layer_checkpoints",
+    "every_n_layers": "remat.layer_checkpoints",
+    "Front": "remat.solver.front",
     "least_peak": "remat.solver.memory_price",
+    "load": "remat.rewriter.loading",
+    "plan_of": "remat.rewriter.loading",
+    "Price": "remat.solver.front",
     "Profile": "remat.graph_capture.profile_file",
     "PlanCache": "remat.several_shapes",
     "plan_cache": "remat.several_shapes",
     "plans_of": "remat.several_shapes",
     "price_of_gib": "remat.solver.memory_price",
     "profile": "remat.graph_capture.profiling",
+    "read_plan": "remat.rewriter.plan_archive",
     "rematerialize": "remat.api",
+    "Result": "remat.solver.result",
     "rewrite": "remat.rewriter.rewriting",
+    "save_plan": "remat.rewriter.plan_archive",
     "solve": "remat.api",
     "sweep": "remat.fronts",
 }

@@ -16,6 +16,7 @@ from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plan import Prediction
 from remat.solver.memory_price import least_peak
 from remat.solver.pin_globs import Globs, as_globs
 from remat.solver.result import Result
@@ -161,11 +162,23 @@ def rematerialize(
     result = solve(graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options)
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
-    module = rewrite(model, result.schedule, trace=traced)
+    module = rewrite(model, result.schedule, trace=traced, prediction=predicted(graph, result))
     if _is_checked(graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         _require_equal(model, module, batch, result.budget_bytes)
     return module
+
+
+def predicted(graph: TrainingGraph, result: Result) -> Prediction:
+    """What a plan keeps of a result, whose figures come from `simulate`."""
+    return Prediction(
+        peak_bytes=result.peak_bytes,
+        time_us=result.time_us,
+        overhead=result.overhead,
+        lower_bound_us=result.lower_bound_us,
+        gap=result.gap,
+        prices=graph.prices,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from remat.formats import bytes_text, time_text
 from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import TrainingGraph
+from remat.kept_plans import PLAN_FILES, fitting_schedule, holds_plan, read_kept, schedule_of
 from remat.op_table import OpRow, rows_of_graph, rows_of_plan
-from remat.schedules.schedule import Schedule
 from remat.screen import plain_table, show_ops, show_result
 from remat.solver.result import Result
 
@@ -130,32 +130,33 @@ def rewrite(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Here = CPU,
+    output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
     """Print the forward and backward graphs of MODEL rewritten to a kept plan."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        schedule = Schedule.from_json(plan.read_bytes())
+        kept = read_kept(plan)
         loaded = load_shown(model, session, device)
+        schedule = fitting_schedule(kept, loaded)
         with session.stages.stage("rewrite", "rewriting"):
             from remat.rewriter.rewriting import rewrite as rewritten
 
             traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate, device)
             module = rewritten(loaded.model, schedule, trace=traced)
         text = str(module)
+        session.save(output, text.encode(), "code")
         if as_json:
             session.emit({"code": text})
-        else:
+        elif output is None:
             session.out.print(text, markup=False, soft_wrap=True)
 
 
 def _rows_of(source: str, plan: Path | None, session: Session, *how: Any) -> list[OpRow]:
-    if source.endswith(".json"):
-        data = Path(source).read_bytes()
-        if b'"steps":' in data:
-            return rows_of_plan(Schedule.from_json(data))
-    schedule = Schedule.from_json(plan.read_bytes()) if plan else None
+    if source.endswith(PLAN_FILES) and holds_plan(Path(source)):
+        return rows_of_plan(schedule_of(read_kept(Path(source))))
+    schedule = schedule_of(read_kept(plan)) if plan else None
     return rows_of_graph(graph_of(source, session, *how), schedule)
 
 

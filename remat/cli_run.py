@@ -15,6 +15,7 @@ from remat.factory import Loaded, load
 from remat.fronts import price_json, price_text
 from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
+from remat.kept_plans import fitting_schedule, keep_plan, read_kept
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
 from remat.solver import make_solver
@@ -52,8 +53,7 @@ def run(
         )  # fmt: skip
         loaded = load_shown(model, session, device)
         report = pipeline.run(loaded, request, session.stages)
-        if report.result.schedule:
-            session.save(output, report.result.schedule.to_json(), "plan")
+        keep_plan(session, output, loaded, report)
         worth = priced(session, report.graph, report.result, request) if price else None
         if as_json:
             session.emit(json_report.report_json(report) | said_price(worth))
@@ -82,8 +82,9 @@ def check(
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        schedule = Schedule.from_json(plan.read_bytes())
+        kept = read_kept(plan)
         loaded = load_shown(model, session, device)
+        schedule = fitting_schedule(kept, loaded)
         with session.stages.stage("capture", "tracing the training step"):
             traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate, device)
             schedule.check_made_for(traced.graph)

@@ -9,6 +9,7 @@ import msgspec
 from remat.advice import advice_of
 from remat.api import infeasible_text
 from remat.graph_capture.graph import TrainingGraph
+from remat.layer_checkpoints import every_n_layers
 from remat.pipeline import CHECKED, Report, Row
 from remat.solver.kept import kinds_of
 from remat.solver.result import Result
@@ -52,13 +53,14 @@ def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
 
 
 def kept_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
-    """What runs again, by kind of op and for attention, and the floor if it is above."""
+    """What runs again, by kind of op and for attention, the floor if above, a simpler way."""
     kinds = kinds_of(graph, result.schedule) if result.schedule else ()
     attention = result.attention
     return {
         "recomputed": [kind._asdict() for kind in kinds if kind.recomputed],
         "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
         "floor": msgspec.to_builtins(result.floor),
+        "every_n_layers": msgspec.to_builtins(every_n_layers(graph, result)),
     }
 
 

@@ -27,7 +27,7 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.graph_capture.profile_file import Profile
-    from remat.graph_capture.tracing import Trace
+    from remat.graph_capture.tracing import Recipe, Trace
     from remat.rewriter.checking import Check
 
 
@@ -109,6 +109,7 @@ class Report:
     seconds: dict[str, float]
     simulation: Simulation | None = None
     check: Check | None = None
+    recipe: Recipe | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -236,7 +237,7 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     simulation = simulate(graph, result.schedule)
     if is_in_table(request.device):
         rows = (*rows, _row("this plan", result))
-        return Report(graph, result, rows, stages.seconds, simulation)
+        return Report(graph, result, rows, stages.seconds, simulation, recipe=traced.recipe)
     counted = request.optimizer, request.accumulate
     with stages.stage("check", "checking the plan against eager"):
         checked = check_schedule(loaded, traced, result.schedule, *counted)
@@ -247,7 +248,7 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
         _row("chen_sqrt", chen, compared),
         _row("this plan", result, checked),
     )
-    return Report(graph, result, rows, stages.seconds, simulation, checked)
+    return Report(graph, result, rows, stages.seconds, simulation, checked, traced.recipe)
 
 
 def _row(name: str, result: Result, check: Check | None = None, *, baseline: bool = False) -> Row:

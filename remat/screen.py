@@ -13,6 +13,7 @@ from remat.advice import advice_of
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
 from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.graph import TrainingGraph
+from remat.layer_checkpoints import every_n_layers
 from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
 from remat.schedules.simulate import Simulation
@@ -93,12 +94,15 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
 
 
 def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
-    """What runs again, and that attention does not, or how much of it does."""
+    """What runs again, how much of attention does, and whether whole layers would do."""
     kinds = kinds_text(kinds_of(graph, result.schedule)) if result.schedule else ""
     if kinds:
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
+    simpler = every_n_layers(graph, result)
+    if simpler:
+        table.add_row("simpler", str(simpler))
 
 
 def _add_prices(table: Table, graph: TrainingGraph) -> None:

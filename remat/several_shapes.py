@@ -18,6 +18,7 @@ from remat.graph_capture.signature import tensor_facts
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import autocast_state
 from remat.rewriter.module import RematModule
+from remat.rewriter.own_forward import class_of_user
 from remat.rewriter.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
@@ -75,7 +76,7 @@ class PlanCache(SharedState, nn.Module):
             f"{type(cls.original_module).__name__} was called with more than {cls._max_plans} "
             "signatures, and the plan that was used longest ago is given up: pad batches to "
             "fewer shapes, or raise max_plans",
-            stacklevel=6,
+            stacklevel=8,
         )
 
     @classmethod
@@ -123,17 +124,15 @@ def plan_cache(
 def _make_cache(
     model: nn.Module, loss_fn: LossFunction | None, max_plans: int, options: dict[str, Any]
 ) -> PlanCache:
-    kind = type(
-        f"PlanCacheOf{type(model).__name__}",
-        (PlanCache, type(model)),
-        {
-            "__doc__": PlanCache.__doc__,
-            "original_module": model,
-            "_plans": OrderedDict(),
-            "_options": options,
-            "_loss_fn": staticmethod(loss_fn) if loss_fn else None,
-            "_max_plans": max_plans,
-        },
+    kind = class_of_user(
+        PlanCache,
+        model,
+        loss_fn,
+        original_module=model,
+        _plans=OrderedDict(),
+        _options=options,
+        _loss_fn=staticmethod(loss_fn) if loss_fn else None,
+        _max_plans=max_plans,
     )
     return kind()
 

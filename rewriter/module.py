@@ -15,7 +15,9 @@ from remat.graph_capture.tracing import Recipe, trace_recipe
 from remat.rewriter.backward_guards import BackwardGuards, refuse_checkpoint
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards import Guards
+from remat.rewriter.own_forward import class_of_user
 from remat.rewriter.shared_state import SharedState
+from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
 
@@ -37,6 +39,7 @@ class RematModule(SharedState, fx.GraphModule):
     backward_module: ClassVar[fx.GraphModule]
     _compiled_step: ClassVar[CompiledStep]
     _guards: ClassVar[Guards]
+    _prediction: ClassVar[Prediction | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance; `GraphModule.__new__` would make another class for it."""
@@ -73,14 +76,16 @@ class RematModule(SharedState, fx.GraphModule):
     def _over(cls, model: nn.Module) -> RematModule:
         """The same plan over a copy of the model; traced anew if it has tensors of the model's."""
         if cls._guards.constants:
-            return restored(model, cls.schedule, cls._guards.recipe, cls._guards.captured_modes)
-        return make_module(model, cls.schedule, cls._guards.recipe, cls._compiled_step)
+            make, (_, *given) = cls._recipe_to_pickle()
+            return make(model, *given)
+        recipe, prediction = cls._guards.recipe, cls._prediction
+        return make_module(model, cls.schedule, recipe, cls._compiled_step, prediction)
 
     @classmethod
     def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._guards
-        given = (cls.original_module, cls.schedule, guards.recipe, guards.captured_modes)
-        return restored, given
+        made_of = (cls.schedule, guards.recipe, guards.captured_modes, cls._prediction)
+        return restored, (cls.original_module, *made_of)
 
     @property
     def graph(self) -> fx.Graph:
@@ -122,29 +127,35 @@ class RematModule(SharedState, fx.GraphModule):
 
 
 def make_module(
-    model: nn.Module, schedule: Schedule, recipe: Recipe, step: CompiledStep
+    model: nn.Module,
+    schedule: Schedule,
+    recipe: Recipe,
+    step: CompiledStep,
+    prediction: Prediction | None = None,
 ) -> RematModule:
     """A `RematModule` over `model`; also an instance of the model's own class."""
-    kind = type(
-        f"Remat{type(model).__name__}",
-        (RematModule, type(model)),
-        {
-            "__doc__": RematModule.__doc__,
-            "forward": torch.compiler.disable(RematModule.forward),
-            "schedule": schedule,
-            "forward_module": step.forward,
-            "backward_module": step.backward,
-            "original_module": model,
-            "_compiled_step": step,
-            "_guards": Guards(model, recipe, step.forward, step.backward),
-            "_loss_fn": staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
-        },
+    kind = class_of_user(
+        RematModule,
+        model,
+        recipe.loss_fn,
+        schedule=schedule,
+        forward_module=step.forward,
+        backward_module=step.backward,
+        original_module=model,
+        _compiled_step=step,
+        _guards=Guards(model, recipe, step.forward, step.backward),
+        _prediction=prediction,
+        _loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
 
 
 def restored(
-    model: nn.Module, schedule: Schedule, recipe: Recipe, modes: dict[str, bool]
+    model: nn.Module,
+    schedule: Schedule,
+    recipe: Recipe,
+    modes: dict[str, bool],
+    prediction: Prediction | None,
 ) -> RematModule:
     """The module of a plan over a copy of the model that it was made for; traced anew.
 
@@ -159,7 +170,7 @@ def restored(
     """
     with _in_modes(model, modes):
         step = compile_step(trace_recipe(model, recipe), schedule)
-        return make_module(model, schedule, recipe, step)
+        return make_module(model, schedule, recipe, step, prediction)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from remat.graph_capture.tracing import Recipe, Trace, recipe_for, trace_recipe
 from remat.graph_capture.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.module import RematModule, make_module
+from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
 
@@ -28,6 +29,7 @@ def rewrite(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     trace: Trace | None = None,
+    prediction: Prediction | None = None,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -39,6 +41,7 @@ def rewrite(
     args, kwargs, loss_fn, target : as given to `capture`. Not needed in the process that
         captured `model`; in another one they are what the model is traced on.
     trace : a trace of `model` at hand, to save tracing again.
+    prediction : what is known of the schedule, to be kept in the module's plan.
 
     Raises
     ------
@@ -46,10 +49,7 @@ def rewrite(
     RewriteError : nothing is known of the batch the schedule was made for.
     CaptureError : the model has become one that cannot be captured.
     """
-    if isinstance(model, RematModule):
-        raise RewriteError(
-            "this module is rewritten already: rewrite the original (module.original_module)"
-        )
+    refuse_rewritten(model)
     if not has_storage(model):
         raise RewriteError(
             f"this {type(model).__name__} is on the meta device and cannot train: build it with "
@@ -61,7 +61,15 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         traced = trace if is_usable else _traced_again(model, trace.recipe)
     step = compile_step(traced, schedule)
-    return make_module(model, schedule, traced.recipe, step)
+    return make_module(model, schedule, traced.recipe, step, prediction)
+
+
+def refuse_rewritten(model: nn.Module) -> None:
+    """Raise `RewriteError` for a module that follows a plan already."""
+    if isinstance(model, RematModule):
+        raise RewriteError(
+            "this module is rewritten already: rewrite the original (module.original_module)"
+        )
 
 
 def _trace_for(

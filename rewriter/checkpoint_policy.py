@@ -1,0 +1,99 @@
+"""A schedule as a policy for torch's own selective activation checkpointing.
+
+For those who stay with `torch.utils.checkpoint`. The gradients are eager's whatever a policy
+says; it only chooses what is saved. Torch recomputes all of the rest of a checkpointed function
+at once: around a whole model that peaks as high as no checkpoint at all. So there is a policy
+for each module that is checkpointed, and its peak may still be above that of the schedule, which
+recomputes each op when it is needed, and no other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.kept_in_forward import kept_occurrences
+from remat.schedules.schedule import Schedule
+
+
+class OccurrencePolicy:
+    """A policy for `create_selective_checkpoint_contexts` around one module.
+
+    It counts how often each op has run, in forward and in recomputation apart, and saves those
+    runs that the schedule keeps. Ops that the graph does not have, such as views, are recomputed,
+    and so are ops in place, whose results others may change.
+    The count is of one forward; `contexts` begins a fresh one each time.
+
+    Attributes
+    ----------
+    kept : by op, whether each of its runs in forward is kept.
+    """
+
+    def __init__(self, kept: Mapping[str, tuple[bool, ...]], *, is_fresh: bool = False) -> None:
+        self.kept = kept
+        self._is_fresh = is_fresh
+        self._runs: Counter[tuple[bool, str]] = Counter()
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Whether this run of `op` is saved.
+
+        Raises
+        ------
+        RewriteError : `op` has run more often than in one forward.
+        """
+        del args, kwargs
+        name, in_place = _functional(str(op))
+        runs, i = self.kept.get(name, ()), self._runs[ctx.is_recompute, name]
+        self._runs[ctx.is_recompute, name] += 1
+        if runs and i >= len(runs) and not self._is_fresh:
+            raise RewriteError(
+                f"{op} runs more often than the {len(runs)} times of the forward that was planned: "
+                "this policy counts one forward. Pass context_fn=policy.contexts to checkpoint, "
+                "which begins anew at each forward"
+            )
+        is_kept = i < len(runs) and runs[i] and not in_place
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The pair for one forward: ``checkpoint(..., context_fn=policy.contexts)``."""
+        return create_selective_checkpoint_contexts(OccurrencePolicy(self.kept, is_fresh=True))
+
+
+def _functional(op: str) -> tuple[str, bool]:
+    """The op's name in a captured graph, ``aten.relu`` for ``aten.relu_``; whether it differs."""
+    packet, _, overload = op.rpartition(".")
+    return f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
+
+
+def checkpoint_policy(
+    graph: TrainingGraph, schedule: Schedule, module: str = ""
+) -> OccurrencePolicy:
+    """The policy that saves what `schedule` keeps for backward in `module`.
+
+    Raises
+    ------
+    ScheduleError : the schedule was made for another graph.
+    RewriteError : forward changes buffers or its batch, which torch would do again; or the
+        graph has no op in `module`.
+    """
+    schedule.check_made_for(graph)
+    changed = [name for name in graph.forward_outputs if name not in graph.outputs]
+    if changed:
+        places = {op.name: op.module or op.name for op in graph.ops}
+        producers = (graph.value_by_name[name].producer for name in changed)
+        where = ", ".join(dict.fromkeys(places.get(name, name) for name in producers))
+        raise RewriteError(
+            f"forward changes buffers or its batch, in {where}, and torch's checkpointing would "
+            "change them again when it recomputes: train with remat.rewrite, which does it once"
+        )
+    kept = kept_occurrences(graph, schedule, module)
+    if not kept:
+        paths = ", ".join(list(dict.fromkeys(op.module for op in graph.ops if op.module))[:5])
+        raise RewriteError(f"no op of the graph is in module {module!r}: name one such as {paths}")
+    return OccurrencePolicy(kept)

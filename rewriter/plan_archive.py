@@ -1,0 +1,76 @@
+"""Plan files on disk: JSON, or one extra file in a ``.pt2`` archive of `torch.export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.export.pt2_archive import PT2ArchiveReader, PT2ArchiveWriter
+
+from remat.graph_capture.errors import PlanError
+from remat.schedules.plan import AGAIN, Plan
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+ARCHIVE = ".pt2"
+EXTRA_FILE = "remat_plan.json"
+"""The name to give among the `extra_files` of `torch.export.save`."""
+_RECORD = f"extra/{EXTRA_FILE}"
+
+
+def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = None) -> None:
+    """Keep a plan as a file.
+
+    Parameters
+    ----------
+    path : JSON is written, or a ``.pt2`` archive where the name ends so.
+    program : of `torch.export.export`, to be kept in the same archive; without one the archive
+        holds the plan alone, no weights and no graph.
+
+    Raises
+    ------
+    PlanError : a program is given for a file that is no archive.
+    """
+    path = Path(path)
+    if path.suffix != ARCHIVE:
+        if program is not None:
+            raise PlanError(f"{path} holds no program: name the file with {ARCHIVE} to keep both")
+        path.write_bytes(plan.to_json() + b"\n")
+    elif program is not None:
+        torch.export.save(program, path, extra_files={EXTRA_FILE: plan.to_json().decode()})
+    else:
+        with PT2ArchiveWriter(str(path)) as archive:
+            archive.write_bytes(_RECORD, plan.to_json())
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan from a JSON file or a ``.pt2`` archive.
+
+    Raises
+    ------
+    PlanError : the file is no plan, is cut short, or the archive holds none.
+    OSError : the file cannot be read.
+    """
+    path = Path(path)
+    data = path.read_bytes() if path.suffix != ARCHIVE else _from_archive(path)
+    return Plan.from_json(data, str(path))
+
+
+def _from_archive(path: Path) -> bytes:
+    with path.open("rb") as file:
+        try:
+            archive = PT2ArchiveReader(file)  # pyright: ignore[reportArgumentType]
+            names = archive.get_file_names()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise PlanError(
+                f"{path} is no {ARCHIVE} archive, or is cut short ({reason}). {AGAIN}"
+            ) from error
+        if _RECORD not in names:
+            raise PlanError(
+                f"{path} holds no plan: put it there with remat.save_plan(plan, path, program), or "
+                f"torch.export.save(program, path, extra_files={{{EXTRA_FILE!r}: ...}})"
+            )
+        return archive.read_bytes(_RECORD)

@@ -1,0 +1,39 @@
+"""What forward keeps for backward under a schedule: the verdict on each op, by its occurrence."""
+
+from __future__ import annotations
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Free, Offload, Schedule
+
+
+def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[str]:
+    """Values that are live right after the last forward op first runs."""
+    left = {op.name for op in graph.ops[: graph.n_forward]}
+    live: set[str] = set()
+    for step in schedule.steps:
+        if isinstance(step, Compute):
+            live.update(graph.ops[graph.op_index[step.op]].outputs)
+            left.discard(step.op)
+            if not left:
+                break
+        elif isinstance(step, Free | Offload):
+            live.discard(step.value)
+    return frozenset(live)
+
+
+def kept_occurrences(
+    graph: TrainingGraph, schedule: Schedule, module: str = ""
+) -> dict[str, tuple[bool, ...]]:
+    """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
+
+    An op is kept if it runs once and leaves something live for backward. Entry i is the i-th
+    run of that target in captured order, in `module` and those below it.
+    """
+    live, times = live_after_forward(graph, schedule), schedule.computations()
+    found: dict[str, list[bool]] = {}
+    for op in graph.ops[: graph.n_forward]:
+        if module and not f"{op.module}.".startswith(f"{module}."):
+            continue
+        kept = times[op.name] == 1 and not live.isdisjoint(op.outputs)
+        found.setdefault(op.target, []).append(kept)
+    return {target: tuple(kept) for target, kept in found.items()}

@@ -1,0 +1,194 @@
+"""Plans: a schedule with all that another process needs to rewrite the model to it, as JSON.
+
+A plan holds no tensor, no weight and no code. `docs/files.md` states the format, and
+`docs/plan.schema.json` is its JSON schema.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+
+from remat.graph_capture.errors import PlanError
+from remat.graph_capture.graph import Resident
+from remat.schedules.schedule import Schedule
+
+SCHEMA_VERSION = 1
+KIND = "remat plan"
+
+AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+
+
+class TensorLeaf(msgspec.Struct, frozen=True, tag="tensor"):
+    """A tensor of the batch: all that a plan relies on of it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+    requires_grad: bool
+
+
+class PythonLeaf(msgspec.Struct, frozen=True, tag="python"):
+    """An argument that is no tensor, such as a scale: the name of its type, and its ``repr``."""
+
+    kind: str
+    text: str
+
+
+class BatchSignature(msgspec.Struct, frozen=True):
+    """The batch: arguments, keyword arguments and target, as one tree of leaves.
+
+    Attributes
+    ----------
+    tree : as `torch.utils._pytree.treespec_dumps` writes it. leaves : in the tree's order.
+    """
+
+    tree: str
+    leaves: tuple[TensorLeaf | PythonLeaf, ...]
+
+
+class State(msgspec.Struct, frozen=True):
+    """A parameter or buffer; `tied_to` names the parameter that it is another name of."""
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    trained: bool
+    tied_to: str = ""
+
+
+class Autocast(msgspec.Struct, frozen=True):
+    """Autocast of one type of device."""
+
+    device: str
+    enabled: bool
+    dtype: str
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What `simulate` said of the schedule, and what was proved.
+
+    Attributes
+    ----------
+    peak_bytes, time_us, overhead : of the schedule. lower_bound_us, gap : as in a `Result`.
+    prices : ``measured``, ``modelled`` or ``mixed``, as of the graph.
+    """
+
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    lower_bound_us: float
+    gap: float
+    prices: str
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """Of what made the plan."""
+
+    torch: str
+    remat: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A schedule, and the step it was made for.
+
+    Attributes
+    ----------
+    model : name of the model's class. state : its parameters and buffers, every name of each.
+    in_eval : submodules that were in eval mode. batch : the signature of the batch.
+    loss_fn : name of the loss function, empty without one; the function itself is not kept.
+    autocast : one entry a type of device. resident : bytes that live through the step.
+    told_compiling, told_exporting : what the model's code was told while it was traced.
+    device, title : what the plan is for, such as ``cpu``, and the very machine.
+    prediction : None where the schedule was rewritten without its graph's prices.
+    """
+
+    model: str
+    state: tuple[State, ...]
+    in_eval: tuple[str, ...]
+    batch: BatchSignature
+    loss_fn: str
+    autocast: tuple[Autocast, ...]
+    told_compiling: bool
+    told_exporting: bool
+    resident: Resident
+    device: str
+    title: str
+    versions: Versions
+    schedule: Schedule
+    prediction: Prediction | None = None
+    kind: str = KIND
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget that the schedule was solved for, 0 where there was none."""
+        return self.schedule.budget_bytes
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal plan."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Plan:
+        """Read a plan written by `to_json`.
+
+        Raises
+        ------
+        PlanError : the text is no plan, is cut short, or of another schema version.
+        """
+        _check_header(data, name)
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{name} is no plan of this release ({error}). {AGAIN}") from error
+
+    def __repr__(self) -> str:
+        peak = f"peak {self.prediction.peak_bytes} bytes, " if self.prediction else ""
+        return (
+            f"Plan({self.model} on {self.device}: {peak}budget {self.budget_bytes} bytes, "
+            f"{len(self.state)} parameters and buffers, torch {self.versions.torch}, "
+            f"graph {self.schedule.graph_hash[:12]})"
+        )
+
+
+def is_plan(data: bytes) -> bool:
+    """Whether the text says of itself that it is a plan, of whatever version."""
+    try:
+        header: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return isinstance(header, dict) and cast("dict[str, Any]", header).get("kind") == KIND
+
+
+def _check_header(data: bytes | str, name: str) -> None:
+    """Raise `PlanError` for what is no plan of this schema version."""
+    try:
+        found: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"{name} is no plan, or is cut short: it is not JSON ({error}). {AGAIN}"
+        ) from error
+    header = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    if "steps" in header and "kind" not in header:
+        raise PlanError(
+            f"{name} is a schedule alone, which does not know its batch: rewrite with the batch, "
+            "remat.rewrite(model, schedule, args), or keep a whole plan with "
+            "remat run MODEL --budget BUDGET -o FILE"
+        )
+    if header.get("kind") != KIND:
+        raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {AGAIN}")
+    if header.get("schema_version") != SCHEMA_VERSION:
+        raise PlanError(
+            f"{name} has schema version {header.get('schema_version')}, this release reads "
+            f"{SCHEMA_VERSION}. {AGAIN}"
+        )
+
+
+def json_schema() -> bytes:
+    """The JSON schema of plan files, as `docs/plan.schema.json` holds it."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2) + b"\n"
