@@ -249,17 +249,20 @@ class _State:
         self.reset()
         found: Outcome = {}
         for path, leaf in pytree.tree_flatten_with_path(run())[0]:
-            found[f"output{pytree.keystr(path)}"] = (
-                leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-            )
+            found[f"output{pytree.keystr(path)}"] = _kept(leaf)
         for name, leaf in self.leaves.items():
-            found[f"gradient of {name}"] = leaf.grad
+            found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)
         for name, buffer in self.buffers.items():
-            found[f"buffer {name}"] = buffer.detach().clone()
+            found[f"buffer {name}"] = _kept(buffer)
         for device in self.streams:
             name = STREAM if device == CPU else f"{STREAM} of {device}"
             found[name] = save_rng_state(device)
         return found
+
+
+def _kept(leaf: Any, *, copy: bool = True) -> Any:
+    """The leaf on the host, so that outcomes take no room on a device."""
+    return leaf.detach().to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf
 
 
 def _step_times(
