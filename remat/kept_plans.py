@@ -24,7 +24,7 @@ def keep_plan(session: Session, path: Path | None, loaded: Loaded, report: Repor
 
     predictions = predicted(report.graph, result)
     save_plan(make_plan(loaded.model, recipe, result.schedule, predictions), path)
-    session.err.print(f"plan written to {path}", markup=False)
+    session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
 def read_kept(path: Path) -> Plan | Schedule:

@@ -60,13 +60,14 @@ def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
         return None
     close = [
         found
-        for found in _candidates(graph, result.time_us)
+        for found in candidates(graph, result.time_us)
         if found.peak_bytes <= result.budget_bytes and found.slower <= CLOSE
     ]
     return min(close, key=lambda found: (found.time_us, found.peak_bytes), default=None)
 
 
-def _candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
+def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
+    """Each n that wraps fewer layers than the one before, beside a plan that takes `plan_us`."""
     eager = as_eager(graph)
     problem, blocks = Problem.of(eager), module_blocks(eager)
     fewest = len(blocks.names) + 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from remat.api import rematerialize
 from remat.budget import parse_budget
-from remat.graph_capture.errors import RewriteError, SolverError
+from remat.graph_capture.errors import PlanError, RewriteError, SolverError
 from remat.graph_capture.signature import tensor_facts
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import autocast_state
@@ -52,6 +52,12 @@ class PlanCache(SharedState, nn.Module):
             given = kwargs if target is None else {**kwargs, "target": target}
             return own._plan_for(args, kwargs, target)(*args, **given)
         return own._run_original(args, kwargs, target)
+
+    @classmethod
+    def _last_used(cls) -> type[SharedState]:
+        if not cls._plans:
+            raise PlanError("this cache has made no plan yet: train a step first")
+        return type(next(reversed(cls._plans.values())))
 
     @classmethod
     def _plan_for(cls, args: Any, kwargs: Any, target: Any) -> Any:

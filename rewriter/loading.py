@@ -28,24 +28,27 @@ from remat.rewriter.plan_facts import (
 )
 from remat.rewriter.plan_fit import require_fit
 from remat.rewriter.rewriting import refuse_rewritten, rewrite
+from remat.rewriter.shared_state import SharedState
 from remat.schedules.plan import Plan, Prediction, Versions
 from remat.schedules.schedule import Schedule
 
 
-def plan_of(module: RematModule) -> Plan:
+def plan_of(module: nn.Module) -> Plan:
     """The plan that a rewritten module follows, to be kept with `save_plan`.
+
+    Of a cache of plans it is the one that was used last.
 
     Raises
     ------
     PlanError : the module follows no plan, or its batch holds what a file cannot.
     """
-    if not isinstance(module, RematModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+    kind = type(module)._last_used() if isinstance(module, SharedState) else None
+    if kind is None or not issubclass(kind, RematModule):
         raise PlanError(
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
-            "remat.rewrite or remat.load returned"
+            "remat.rewrite, remat.load or remat.plan_cache returned"
         )
-    kind = type(module)
-    return make_plan(module.original_module, kind._guards.recipe, kind.schedule, kind._prediction)
+    return make_plan(kind.original_module, kind._guards.recipe, kind.schedule, kind._prediction)
 
 
 def make_plan(

@@ -29,6 +29,11 @@ class SharedState:
         self.__dict__ = self.original_module.__dict__
 
     @classmethod
+    def _last_used(cls) -> type[SharedState]:
+        """The class of the rewritten module that the last step ran; this one, or one it holds."""
+        return cls
+
+    @classmethod
     def _run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
         """The user's own forward, and the loss where there is a target."""
         output = cls.original_module.forward(*args, **kwargs)

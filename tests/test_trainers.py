@@ -53,7 +53,7 @@ def test_every_section_has_one_script() -> None:
 def test_losses_and_weights_are_those_without_the_line(title: str, tmp_path: Path) -> None:
     missing = [name for name in NEEDS[title] if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"{' and '.join(missing)} is not installed")
+        pytest.skip(f"without {' and '.join(missing)}: pip install 'remat[trainers]'")
     if NEEDS[title]:
         from tests.zoo.case import _name_ops_of_torchvision
 

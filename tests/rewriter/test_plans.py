@@ -224,6 +224,19 @@ def test_another_class_and_a_rewritten_module_are_refused(
         plan_of(model)
 
 
+def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
+    model, x = Exported(), torch.randn(16, 8)
+    cache = remat.plan_cache(model, budget="100%", solver="cut", check=False)
+    with pytest.raises(PlanError, match="has made no plan yet: train a step first"):
+        plan_of(cache)
+    for rows in (16, 8, 16):
+        cache(x[:rows])
+    plan = plan_of(cache)
+    assert plan.schedule == remat.plans_of(cache)[-1]
+    assert plan.schedule.inputs[0] == "args[0]: float32[16, 8] on cpu"
+    assert torch.equal(load(plan, model)(x), model(x))
+
+
 def edited(plan: Plan, **changes: Any) -> Plan:
     return msgspec.structs.replace(plan, **changes)
 
