@@ -75,13 +75,18 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """Bytes that live through the whole step, by category."""
+    """Bytes that live through the whole step, by category.
+
+    `communication_bytes` are those of data parallelism: DDP's buckets, or the parameters that
+    FSDP2 gathers for the whole step.
+    """
 
     parameters_bytes: int = 0
     buffers_bytes: int = 0
     batch_bytes: int = 0
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
+    communication_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -92,6 +97,7 @@ class Resident(msgspec.Struct, frozen=True):
             + self.batch_bytes
             + self.gradients_bytes
             + self.optimizer_bytes
+            + self.communication_bytes
         )
 
 

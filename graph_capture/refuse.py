@@ -11,7 +11,7 @@ from remat.graph_capture.device_table import check_placement
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.provenance import source_of_error
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -33,7 +33,7 @@ def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """``(path, module, attribute)`` of every hook dictionary of every submodule."""
     for path, module in model.named_modules():
         if path:
-            for attribute in _HOOKS:
+            for attribute in HOOKS:
                 yield path, module, attribute
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 
 Optimizer = Literal["none", "sgd", "momentum", "adamw"]
 
@@ -18,9 +19,14 @@ ADAMW_STEP_BYTES = 4
 
 
 def resident_bytes(
-    model: nn.Module, batch: Any, *, optimizer: Optimizer, accumulate: bool
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer,
+    accumulate: bool,
+    sharding: Sharding = NO_SHARDING,
 ) -> Resident:
-    """Resident bytes by category; a storage shared by two tensors counts once.
+    """Resident bytes of one rank, by category; a storage shared by two tensors counts once.
 
     Parameters
     ----------
@@ -28,6 +34,8 @@ def resident_bytes(
         a parameter, ``adamw`` two and a step counter of 4 bytes.
     accumulate : whether gradient buffers exist before the step, as they do when
         gradients of several batches are summed.
+    sharding : what part of parameters, gradients and state is here; DDP's buckets count as
+        communication, what FSDP2 gathers is added by `remat.graph_capture.sharding.sharded`.
     """
     if optimizer not in STATES_PER_PARAMETER:
         raise CaptureError(
@@ -35,18 +43,28 @@ def resident_bytes(
         )
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    trained_bytes = sum(p.numel() * p.element_size() for p in trained)
+    trained_bytes = sum(_own_bytes(p, sharding) for p in trained)
     state_bytes = STATES_PER_PARAMETER[optimizer] * trained_bytes
     if optimizer == "adamw":
         state_bytes += ADAMW_STEP_BYTES * len(trained)
     seen: set[int] = set()
     return Resident(
-        parameters_bytes=_storage_bytes(parameters, seen),
+        parameters_bytes=(
+            sum(_own_bytes(p, sharding) for p in parameters)
+            if sharding.kind == "fsdp2"
+            else _storage_bytes(parameters, seen)
+        ),
         buffers_bytes=_storage_bytes(model.buffers(), seen),
         batch_bytes=_storage_bytes(pytree.tree_leaves(batch), seen),
         gradients_bytes=trained_bytes if accumulate else 0,
         optimizer_bytes=state_bytes,
+        communication_bytes=trained_bytes if sharding.kind == "ddp" else 0,
     )
+
+
+def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:
+    """Bytes of a parameter's part on one rank."""
+    return sharding.shard_elements(parameter.shape) * parameter.element_size()
 
 
 def _storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:

@@ -34,6 +34,7 @@ from remat.graph_capture.profile_file import Profile, as_profile
 from remat.graph_capture.provenance import Provenance
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.resident import Optimizer, resident_bytes
+from remat.graph_capture.sharding import NO_SHARDING, Sharding, on_one_rank
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.ties import tied_as_one
@@ -103,6 +104,7 @@ def trace(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
     device: str = CPU,
+    sharding: Sharding = NO_SHARDING,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -114,6 +116,7 @@ def trace(
     optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
     device : what the trace is to be priced for. The trace is one of the CPU's ops in any
         case; for another device the model may be on ``meta``, without storage.
+    sharding : over ranks, for what is resident on one of them.
 
     Raises
     ------
@@ -128,7 +131,9 @@ def trace(
         name=type(model).__name__,
         signature=Signature(batch),
         loss_fn=loss_fn,
-        resident=resident_bytes(model, batch, optimizer=optimizer, accumulate=accumulate),
+        resident=resident_bytes(
+            model, batch, optimizer=optimizer, accumulate=accumulate, sharding=sharding
+        ),
         autocast=autocast_state(),
         device=device,
     )
@@ -217,6 +222,7 @@ def capture(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
     device: str = CPU,
+    sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
     progress: Progress | None = None,
 ) -> TrainingGraph:
@@ -226,6 +232,8 @@ def capture(
     ----------
     device : ``cpu``, whose ops are measured, or a name of `devices.json`, such as ``h100``,
         for which they are modelled: nothing runs, and the model may be on ``meta``.
+    sharding : over ranks; the graph is then that of one rank. Of ``fsdp2`` it is for planning
+        alone: what is rewritten is the step before it is sharded.
     profile : prices measured before, here or elsewhere, or the file they are kept in.
 
     Raises
@@ -236,8 +244,10 @@ def capture(
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
+        sharding=sharding,
     )  # fmt: skip
-    return price_for(traced, device, progress=progress, profile=known)
+    graph = price_for(traced, device, progress=progress, profile=known)
+    return on_one_rank(graph, sharding)
 
 
 def price_for(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import Sharding
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.front import Front, Price
@@ -17,6 +18,8 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
+    from remat.block_planning import BlocksPlan
+    from remat.blocks import block_plan, rematerialize_blocks
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from remat.solver.memory_price import least_peak, price_of_gib
 
 __all__ = [
+    "BlocksPlan",
     "Check",
     "Front",
     "PlanCache",
@@ -35,8 +39,10 @@ __all__ = [
     "RematError",
     "Result",
     "Schedule",
+    "Sharding",
     "Simulation",
     "TrainingGraph",
+    "block_plan",
     "capture",
     "check",
     "least_peak",
@@ -45,6 +51,7 @@ __all__ = [
     "price_of_gib",
     "profile",
     "rematerialize",
+    "rematerialize_blocks",
     "rewrite",
     "simulate",
     "solve",
@@ -54,6 +61,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BlocksPlan": "remat.block_planning",
+    "block_plan": "remat.blocks",
+    "rematerialize_blocks": "remat.blocks",
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",

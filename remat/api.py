@@ -161,9 +161,9 @@ def rematerialize(
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     module = rewrite(model, result.schedule, trace=traced)
-    if _is_checked(graph, check):
+    if is_checked(graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-        _require_equal(model, module, batch, result.budget_bytes)
+        require_equal(model, module, batch, result.budget_bytes)
     return module
 
 
@@ -179,7 +179,8 @@ class Batch:
     accumulate: bool
 
 
-def _is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+    """Whether to run the unmodified step too: as asked, else if it fits into free memory."""
     if check is not None:
         return check
     need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
@@ -193,7 +194,15 @@ def _is_checked(graph: TrainingGraph, check: bool | None) -> bool:
     return False
 
 
-def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int) -> None:
+def require_equal(
+    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None
+) -> None:
+    """Run a step of both, and compare; also the peak, unless the budget is None.
+
+    Raises
+    ------
+    RewriteError : they differ, or the peak exceeds the budget.
+    """
     from remat.rewriter.checking import check
 
     found = check(
@@ -205,7 +214,7 @@ def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_byt
             f"the rewritten {type(model).__name__} differs from eager in "
             f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
         )
-    if found.plan_peak_bytes > budget_bytes:
+    if budget_bytes is not None and found.plan_peak_bytes > budget_bytes:
         raise RewriteError(
             f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
             f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"

@@ -19,6 +19,7 @@ from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.untouched import untouched
 from remat.rewriter.guards import constants_of
 from remat.rewriter.module import RematModule
+from remat.rewriter.shared_state import SharedState
 
 Run = Callable[[], Any]
 
@@ -131,6 +132,8 @@ def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Ru
 
 
 def _plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+    if not isinstance(module, SharedState):
+        return _eager_run(module, batch, loss_fn)
     args, kwargs, target = batch
     if loss_fn is not None and target is not None:
         kwargs = {**kwargs, "target": target}

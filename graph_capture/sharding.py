@@ -1,0 +1,240 @@
+"""What data parallelism adds to a step on each rank: shards, gathered buffers, buckets.
+
+Source: `torch.distributed.fsdp._fully_shard` of torch 2.13 and `DistributedDataParallel`, read
+and measured. FSDP2 gathers a module's parameters right before its forward and its backward, and
+reduces its gradients right after. When it does, does not depend on the schedule, so buffers that
+live for a while are workspace of the ops that run meanwhile, and a reduction is an op of the step.
+The time of communication is not predicted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.block_units import Unit, ops_by_block, with_units
+from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+
+Kind = Literal["none", "ddp", "fsdp2"]
+
+GATHER, REDUCE = "remat.all_gather", "remat.reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a step is spread over ranks.
+
+    Attributes
+    ----------
+    kind : ``none``; ``ddp``, where every rank has all parameters, and buckets for their
+        gradients; ``fsdp2``, where each has an equal part of parameters, gradients and
+        optimizer state, as `fully_shard` of the whole model does.
+    world_size : number of ranks.
+    blocks : of ``fsdp2``, a glob over the paths of modules that are sharded by themselves
+        first; none if empty.
+    """
+
+    kind: Kind = "none"
+    world_size: int = 1
+    blocks: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", "ddp", "fsdp2"):
+            raise DeviceError(f"unknown sharding '{self.kind}': choose none, ddp or fsdp2")
+        if self.kind != "none" and self.world_size < 2:
+            raise DeviceError(
+                f"sharding {self.kind} over {self.world_size} rank: name the number of ranks, "
+                "world_size=2 or more (--world-size)"
+            )
+        if self.kind == "none" and self.world_size != 1:
+            raise DeviceError(
+                f"{self.world_size} ranks and no sharding: choose ddp or fsdp2 (--shard)"
+            )
+        if self.blocks and self.kind != "fsdp2":
+            raise DeviceError(f"sharding {self.kind} has no blocks: they belong to fsdp2")
+
+    def shard_elements(self, shape: Sequence[int]) -> int:
+        """Elements of one rank's part of a parameter: an equal part of the first dimension.
+
+        It is rounded up, as FSDP2 pads.
+        """
+        if self.kind != "fsdp2":
+            return math.prod(shape)
+        first = shape[0] if shape else 1
+        return -(-first // self.world_size) * math.prod(shape[1:])
+
+
+NO_SHARDING = Sharding()
+
+
+@dataclass
+class _Group:
+    """Parameters that are gathered together, and where their ops are."""
+
+    path: str
+    gathered_bytes: int = 0
+    gradients: list[Value] = field(default_factory=list[Value])
+
+
+def sharded(graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> TrainingGraph:
+    """`graph` as it runs under FSDP2, where each unit is sharded by itself, then the model.
+
+    Parameters
+    ----------
+    graph : with `resident` counted for the sharding already, see `resident_bytes`.
+    units : as of `with_units`, in the order of forward.
+    """
+    if sharding.kind != "fsdp2":
+        return graph
+    return _Fsdp(graph, units, sharding).graph()
+
+
+class _Fsdp:
+    """The timeline of FSDP2's buffers over the ops of a step."""
+
+    def __init__(self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> None:
+        self.given, self.units, self.sharding = graph, units, sharding
+        self.unit_of = {
+            i: k
+            for k, unit in enumerate(units)
+            for i in (*range(unit.start, unit.stop), *range(unit.back_start, unit.back_stop))
+        }
+        self.groups = [_Group(unit.path) for unit in units]
+        self.root = _Group("")
+        self._gather_parameters()
+        self._sort_gradients()
+        self.values: list[Value] = []
+
+    def _gather_parameters(self) -> None:
+        readers: dict[str, set[int]] = {}
+        for i, op in enumerate(self.given.ops):
+            for name in op.inputs:
+                readers.setdefault(name, set()).add(self.unit_of.get(i, -1))
+        for value in self.given.values:
+            if value.kind == "parameter":
+                own = readers.get(value.name, set())
+                k = own.pop() if len(own) == 1 else -1
+                group = self.root if k < 0 else self.groups[k]
+                group.gathered_bytes += self._padded_bytes(value)
+
+    def _sort_gradients(self) -> None:
+        value_of = self.given.value_by_name
+        for name in dict.fromkeys(self.given.outputs):
+            value = value_of[name]
+            if value.kind == "gradient":
+                k = self.unit_of.get(self.given.op_index[value.producer], -1)
+                (self.root if k < 0 else self.groups[k]).gradients.append(value)
+
+    def _padded_bytes(self, value: Value) -> int:
+        return self.sharding.world_size * self._shard_bytes(value)
+
+    def _shard_bytes(self, value: Value) -> int:
+        return self.sharding.shard_elements(value.shape) * element_bytes(value.dtype)
+
+    def graph(self) -> TrainingGraph:
+        reduced = {v.name for group in (*self.groups, self.root) for v in group.gradients}
+        ops = (*self._forward(), *self._backward())
+        kept = tuple(name for name in self.given.outputs if name not in reduced)
+        resident = msgspec.structs.replace(
+            self.given.resident, communication_bytes=self.root.gathered_bytes
+        )
+        return msgspec.structs.replace(
+            self.given,
+            ops=ops,
+            values=(*self.given.values, *self.values),
+            outputs=(*kept, *(value.name for value in self.values)),
+            resident=resident,
+            notes=(*self.given.notes, "the time of communication is not counted"),
+        )
+
+    def _forward(self) -> list[Op]:
+        """A gathered buffer outlives its block until the next one has been gathered."""
+        ops: list[Op] = []
+        buffer_bytes = self.root.gathered_bytes
+        for i, op in enumerate(self.given.ops[: self.given.n_forward]):
+            k = self.unit_of.get(i, -1)
+            own_bytes = 0 if k < 0 else self.groups[k].gathered_bytes
+            if k >= 0 and i == self.units[k].start:
+                ops.append(_gather(self.groups[k], "forward", own_bytes + buffer_bytes))
+                buffer_bytes = own_bytes
+            ops.append(_beside(op, buffer_bytes + own_bytes))
+        return ops
+
+    def _backward(self) -> list[Op]:
+        """Each block's parameters are gathered while the one before it runs backward."""
+        ops: list[Op] = []
+        following = [group.gathered_bytes for group in self.groups]
+        prefetched_bytes = following[-1] if following else 0
+        reduced_bytes = 0
+        for i in range(self.given.n_forward, len(self.given.ops)):
+            k = self.unit_of.get(i, -1)
+            own_bytes = 0 if k < 0 else self.groups[k].gathered_bytes
+            if k >= 0 and i == self.units[k].back_start:
+                beside_bytes = prefetched_bytes + own_bytes + reduced_bytes
+                ops.append(_gather(self.groups[k], "backward", beside_bytes))
+                prefetched_bytes = following[k - 1] if k else 0
+            ops.append(_beside(self.given.ops[i], own_bytes + prefetched_bytes + reduced_bytes))
+            if k >= 0 and i == self.units[k].back_stop - 1 and self.groups[k].gradients:
+                ops.append(self._reduce(self.groups[k], prefetched_bytes))
+                reduced_bytes = self._input_bytes(self.groups[k])
+        if self.root.gradients:
+            ops.append(self._reduce(self.root, -self.root.gathered_bytes))
+        return ops
+
+    def _input_bytes(self, group: _Group) -> int:
+        return sum(self._padded_bytes(value) for value in group.gradients)
+
+    def _reduce(self, group: _Group, beside_bytes: int) -> Op:
+        """Gradients are copied into one buffer, then freed, then summed over the ranks."""
+        gradients_bytes = sum(value.size_bytes for value in group.gradients)
+        input_bytes = self._input_bytes(group)
+        shard_bytes = input_bytes // self.sharding.world_size
+        name = f"gradient_shards_{group.path}"
+        producer = f"reduce_scatter_{group.path}"
+        self.values.append(Value(name, shard_bytes, producer, "gradient"))
+        staging_bytes = input_bytes if self.given.device == "cpu" else 0
+        most_bytes = max(
+            gradients_bytes + input_bytes, input_bytes + shard_bytes + staging_bytes
+        )  # fmt: skip
+        return Op(
+            producer, REDUCE, "backward", tuple(value.name for value in group.gradients), (name,),
+            workspace_bytes=max(most_bytes - gradients_bytes - shard_bytes + beside_bytes, 0),
+            pinned="all ranks take part in it", module=group.path, price="estimated",
+        )  # fmt: skip
+
+
+def _gather(group: _Group, phase: Literal["forward", "backward"], needed_bytes: int) -> Op:
+    return Op(
+        f"all_gather_{group.path}_{phase}", GATHER, phase, (), (), workspace_bytes=needed_bytes,
+        pinned="all ranks take part in it", module=group.path, price="estimated",
+    )  # fmt: skip
+
+
+def _beside(op: Op, extra_bytes: int) -> Op:
+    return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + extra_bytes)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element of a dtype by its name, such as ``bfloat16``."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
+def on_one_rank(graph: TrainingGraph, sharding: Sharding) -> TrainingGraph:
+    """The step of one rank, with blocks found by the module paths of ops.
+
+    Raises
+    ------
+    CaptureError : the glob of blocks matches no module, or they cannot run as units.
+    """
+    if sharding.kind != "fsdp2":
+        return graph
+    if not sharding.blocks:
+        return sharded(graph, (), sharding)
+    return sharded(*with_units(graph, ops_by_block(graph, sharding.blocks)), sharding)
