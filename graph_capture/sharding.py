@@ -72,6 +72,9 @@ class Sharding:
 
 NO_SHARDING = Sharding()
 
+GLOO_COPIES = 1
+"""Copies of a whole buffer that gloo, which is what CPUs use, makes while it gathers or reduces."""
+
 
 @dataclass
 class _Group:
@@ -110,6 +113,7 @@ class _Fsdp:
         self._gather_parameters()
         self._sort_gradients()
         self.values: list[Value] = []
+        self.copies = GLOO_COPIES if graph.device == "cpu" else 0
 
     def _gather_parameters(self) -> None:
         readers: dict[str, set[int]] = {}
@@ -161,27 +165,30 @@ class _Fsdp:
             k = self.unit_of.get(i, -1)
             own_bytes = 0 if k < 0 else self.groups[k].gathered_bytes
             if k >= 0 and i == self.units[k].start:
-                ops.append(_gather(self.groups[k], "forward", own_bytes + buffer_bytes))
+                most_bytes = own_bytes + max(own_bytes, buffer_bytes + self.copies * own_bytes)
+                ops.append(_gather(self.groups[k], "forward", most_bytes))
                 buffer_bytes = own_bytes
             ops.append(_beside(op, buffer_bytes + own_bytes))
         return ops
 
     def _backward(self) -> list[Op]:
-        """Each block's parameters are gathered while the one before it runs backward."""
+        """Each block's parameters are gathered when the backward before it begins."""
         ops: list[Op] = []
-        following = [group.gathered_bytes for group in self.groups]
-        prefetched_bytes = following[-1] if following else 0
+        ahead_bytes = self.groups[-1].gathered_bytes if self.groups else 0
+        first_bytes = self.copies * ahead_bytes
         reduced_bytes = 0
         for i in range(self.given.n_forward, len(self.given.ops)):
             k = self.unit_of.get(i, -1)
             own_bytes = 0 if k < 0 else self.groups[k].gathered_bytes
             if k >= 0 and i == self.units[k].back_start:
-                beside_bytes = prefetched_bytes + own_bytes + reduced_bytes
-                ops.append(_gather(self.groups[k], "backward", beside_bytes))
-                prefetched_bytes = following[k - 1] if k else 0
-            ops.append(_beside(self.given.ops[i], own_bytes + prefetched_bytes + reduced_bytes))
+                ahead_bytes = self.groups[k - 1].gathered_bytes if k else 0
+                most_bytes = own_bytes + max(own_bytes, (1 + self.copies) * ahead_bytes)
+                ops.append(_gather(self.groups[k], "backward", most_bytes + reduced_bytes))
+            beside_bytes = own_bytes + ahead_bytes + reduced_bytes + first_bytes
+            ops.append(_beside(self.given.ops[i], beside_bytes))
+            first_bytes = 0
             if k >= 0 and i == self.units[k].back_stop - 1 and self.groups[k].gradients:
-                ops.append(self._reduce(self.groups[k], prefetched_bytes))
+                ops.append(self._reduce(self.groups[k], ahead_bytes))
                 reduced_bytes = self._input_bytes(self.groups[k])
         if self.root.gradients:
             ops.append(self._reduce(self.root, -self.root.gathered_bytes))
@@ -198,10 +205,8 @@ class _Fsdp:
         name = f"gradient_shards_{group.path}"
         producer = f"reduce_scatter_{group.path}"
         self.values.append(Value(name, shard_bytes, producer, "gradient"))
-        staging_bytes = input_bytes if self.given.device == "cpu" else 0
-        most_bytes = max(
-            gradients_bytes + input_bytes, input_bytes + shard_bytes + staging_bytes
-        )  # fmt: skip
+        summing_bytes = (1 + self.copies) * input_bytes + shard_bytes
+        most_bytes = max(gradients_bytes + input_bytes, summing_bytes)
         return Op(
             producer, REDUCE, "backward", tuple(value.name for value in group.gradients), (name,),
             workspace_bytes=max(most_bytes - gradients_bytes - shard_bytes + beside_bytes, 0),
