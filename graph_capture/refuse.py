@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from remat.graph_capture.device_table import check_placement
 from remat.graph_capture.errors import CaptureError
@@ -49,6 +49,8 @@ def refuse_module(model: nn.Module, *, needs_storage: bool) -> None:
             raise CaptureError(
                 f"parameter {path} is not initialised: run the lazy module once on a batch first"
             )
+        if is_distributed(parameter):
+            raise CaptureError(distributed_message(path))
         check_placement(f"parameter {path}", parameter.device)
         if needs_storage and parameter.is_meta:
             raise CaptureError(
@@ -91,6 +93,21 @@ def _refuse_kind(path: str, module: nn.Module, *, needs_storage: bool) -> None:
                 f"hidden_size {-(-module.hidden_size // lanes) * lanes}, or write the cell in "
                 "tensor ops"
             )
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; known by name, as importing the class takes long."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def distributed_message(path: str) -> str:
+    """What to tell about a parameter that is a DTensor."""
+    return (
+        f"parameter {path} is a DTensor: its module has been sharded or parallelised already, and "
+        "only plain tensors can be planned. For FSDP2 make the plan first, then call fully_shard "
+        "on the rewritten modules, and call them through the sharded root. Tensor parallel modules "
+        "cannot be planned in this release"
+    )
 
 
 def hook_message(path: str, module: nn.Module, attribute: str) -> str:

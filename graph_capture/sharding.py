@@ -72,6 +72,8 @@ class Sharding:
 
 NO_SHARDING = Sharding()
 
+UNTIMED = "the time of communication is not counted"
+
 GLOO_COPIES = 1
 """Copies of a whole buffer that gloo, which is what CPUs use, makes while it gathers or reduces."""
 
@@ -154,7 +156,7 @@ class _Fsdp:
             values=(*self.given.values, *self.values),
             outputs=(*kept, *(value.name for value in self.values)),
             resident=resident,
-            notes=(*self.given.notes, "the time of communication is not counted"),
+            notes=(*self.given.notes, UNTIMED),
         )
 
     def _forward(self) -> list[Op]:
@@ -238,7 +240,9 @@ def on_one_rank(graph: TrainingGraph, sharding: Sharding) -> TrainingGraph:
     ------
     CaptureError : the glob of blocks matches no module, or they cannot run as units.
     """
-    if sharding.kind != "fsdp2":
+    if sharding.kind == "ddp":
+        return msgspec.structs.replace(graph, notes=(*graph.notes, UNTIMED))
+    if sharding.kind == "none":
         return graph
     if not sharding.blocks:
         return sharded(graph, (), sharding)

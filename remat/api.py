@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import remat.solver as solvers
+from remat.agreement import agreed
 from remat.budget import RESERVE, auto_bytes, parse_budget
 from remat.formats import bytes_text
 from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.solver.memory_price import least_peak
 from remat.solver.pin_globs import Globs, as_globs
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from torch import fx, nn
+    from torch.distributed import ProcessGroup
 
     from remat.graph_capture.profile_file import Profile
 
@@ -121,6 +124,8 @@ def rematerialize(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
+    sharding: Sharding = NO_SHARDING,
+    group: ProcessGroup | None = None,
     profile: Profile | str | Path | None = None,
     solver: str = "auto",
     time_limit_s: float = 60.0,
@@ -136,34 +141,54 @@ def rematerialize(
 
     Parameters
     ----------
+    sharding : how the result is to be wrapped as a whole afterwards, by DDP or `fully_shard`; the
+        budget then is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
+    group : ranks that are to follow the same plan: the first makes it. All of them must call.
     check : run a step of both modules and compare them, as `remat.check` does, before
         returning. Left at None, that is done where the unmodified step fits into the
-        memory that is free, and left out with a warning where it does not.
+        memory that is free, and left out with a warning where it does not. With a sharding,
+        whose buffers are not there yet, peaks are not compared with the budget.
 
     Raises
     ------
     BudgetError : no schedule fits; the message names the least budget known to.
     RewriteError : the check found a difference, or a measured peak above the budget.
+    AgreementError : ranks of the group have different models or batches.
     RematError : the model cannot be captured, or an option is unknown.
     """
     from remat.graph_capture.pricing import price
     from remat.graph_capture.profile_file import as_profile
+    from remat.graph_capture.sharding import on_one_rank
     from remat.graph_capture.tracing import trace
     from remat.rewriter.rewriting import rewrite
+    from remat.schedules.before_sharding import before_sharding
 
     known = as_profile(profile)
+    if sharding.blocks:
+        raise RewriteError(
+            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
+            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
     traced = trace(
-        model, args, kwargs,
-        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
+        model, args, kwargs, loss_fn=loss_fn, target=target,
+        optimizer=optimizer, accumulate=accumulate, sharding=sharding,
     )  # fmt: skip
-    graph = price(traced, profile=known)
-    result = solve(graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options)
-    if result.schedule is None:
-        raise BudgetError(infeasible_text(result))
-    module = rewrite(model, result.schedule, trace=traced)
-    if is_checked(graph, check):
+
+    def make() -> Result:
+        graph = on_one_rank(price(traced, profile=known), sharding)
+        asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
+        result = solve(graph, budget, solver, time_limit_s, **asked)
+        if result.schedule is None:
+            raise BudgetError(infeasible_text(result))
+        return result
+
+    result = agreed(make, Result, traced.graph.hash, group)
+    assert result.schedule is not None
+    module = rewrite(model, before_sharding(result.schedule, traced.graph), trace=traced)
+    if is_checked(traced.graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-        require_equal(model, module, batch, result.budget_bytes)
+        limit_bytes = result.budget_bytes if sharding.kind == "none" else None
+        require_equal(model, module, batch, limit_bytes)
     return module
 
 

@@ -28,6 +28,14 @@ class OrderName(StrEnum):
     free = "free"
 
 
+class ShardName(StrEnum):
+    """Kinds of data parallelism."""
+
+    none = "none"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -60,6 +68,14 @@ Optimizer = Annotated[OptimizerName, typer.Option(help="count this optimizer's s
 Device = Annotated[
     str,
     typer.Option(help="cpu, measured here; or modelled: " + ", ".join(device_table().devices)),
+]
+Shard = Annotated[
+    ShardName, typer.Option(help="plan one rank of this data parallelism, without running it")
+]
+WorldSize = Annotated[int, typer.Option(min=1, help="ranks of --shard")]
+ShardBlocks = Annotated[
+    str,
+    typer.Option(metavar="GLOB", help="modules that fsdp2 shards by themselves, such as blocks.*"),
 ]
 ProfileFile = Annotated[
     Path | None,

@@ -10,7 +10,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.refuse import hook_dictionaries, hook_message
+from remat.graph_capture.refuse import (
+    distributed_message,
+    hook_dictionaries,
+    hook_message,
+    is_distributed,
+)
 from remat.graph_capture.ties import tied_places
 from remat.graph_capture.tracing import Recipe, autocast_state
 
@@ -71,6 +76,8 @@ class Guards:
             before, now = f"{len(self.state)} in number", f"{len(state)}"
             raise self._changed("the parameters and buffers", before, now)
         for (name, before), tensor in zip(self.state, state, strict=True):
+            if is_distributed(tensor):
+                raise RewriteError(distributed_message(f"{name} of {self.name}"))
             for was, is_now, shown in zip(before, _facts(tensor), _FACT_TEXT, strict=True):
                 if was != is_now:
                     raise self._changed(name, shown(was), shown(is_now))
