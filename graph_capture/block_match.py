@@ -157,15 +157,20 @@ def is_inside(module: str, path: str) -> bool:
 def _match_forward(matcher: _Matcher, path: str) -> None:
     own, graph = matcher.block.graph, matcher.whole.graph
     inside = [op for op in graph.ops[: graph.n_forward] if is_inside(op.module, path)]
-    for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=False):
-        if not matcher.is_same_op(mine, theirs):
-            raise _differs(path, mine, f"has {theirs.name} ({theirs.target}) in its place")
     if len(inside) != own.n_forward:
         raise CaptureError(
             f"block {path} runs {own.n_forward} ops in forward by itself and {len(inside)} in the "
             "model, which calls parts of it from elsewhere: narrow the pattern to other blocks, "
             "or plan the whole model with remat.rematerialize"
         )
+    for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=True):
+        if not matcher.is_same_op(mine, theirs):
+            raise CaptureError(
+                f"block {path} by itself runs {_shown(mine)} in forward where the model runs "
+                f"{_shown(theirs)}, though on the same inputs: its forward depends on something "
+                "that is no argument. Pass that as an argument, or plan the whole model with "
+                "remat.rematerialize"
+            )
 
 
 def _match_backward(matcher: _Matcher, path: str) -> None:
@@ -181,14 +186,14 @@ def _match_backward(matcher: _Matcher, path: str) -> None:
             if begun and matcher.is_same_op(mine, theirs):
                 break
         else:
-            raise _differs(path, mine, "does not have it there")
+            raise CaptureError(
+                f"block {path} by itself runs {_shown(mine)} in backward, and the model does not "
+                "have it there: gradients would be summed in another order, and their last bits "
+                "differ. That is so where an input of the block is used beside the block too. "
+                "Narrow the pattern, or plan the whole model with remat.rematerialize"
+            )
 
 
-def _differs(path: str, op: Op, what: str) -> CaptureError:
+def _shown(op: Op) -> str:
     place = ", ".join(part for part in (op.target, op.module, op.source) if part)
-    return CaptureError(
-        f"block {path} by itself runs {op.phase} op {op.name} ({place}), and the model {what}: "
-        "gradients would be summed in another order, and their last bits differ. That is so where "
-        "an input of the block is used beside the block too. Narrow the pattern, or plan the whole "
-        "model with remat.rematerialize"
-    )
+    return f"op {op.name} ({place})"

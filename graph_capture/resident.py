@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
+from remat.graph_capture.refuse import is_distributed
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
 
 Optimizer = Literal["none", "sgd", "momentum", "adamw"]
@@ -52,10 +53,10 @@ def resident_bytes(
         parameters_bytes=(
             sum(_own_bytes(p, sharding) for p in parameters)
             if sharding.kind == "fsdp2"
-            else _storage_bytes(parameters, seen)
+            else storage_bytes(parameters, seen)
         ),
-        buffers_bytes=_storage_bytes(model.buffers(), seen),
-        batch_bytes=_storage_bytes(pytree.tree_leaves(batch), seen),
+        buffers_bytes=storage_bytes(model.buffers(), seen),
+        batch_bytes=storage_bytes(pytree.tree_leaves(batch), seen),
         gradients_bytes=trained_bytes if accumulate else 0,
         optimizer_bytes=state_bytes,
         communication_bytes=trained_bytes if sharding.kind == "ddp" else 0,
@@ -67,12 +68,21 @@ def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:
     return sharding.shard_elements(parameter.shape) * parameter.element_size()
 
 
-def _storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
+def storage_bytes(tensors: Iterable[Any], seen: set[int] | None = None) -> int:
+    """Bytes of the storages of `tensors` on this rank, each counted once.
+
+    Parameters
+    ----------
+    tensors : what is no tensor among them counts nothing; of a DTensor its local part counts.
+    seen : storages that have been counted already; those that are new are added.
+    """
+    seen = set() if seen is None else seen
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        storage = tensor.untyped_storage()
+        local = tensor.to_local() if is_distributed(tensor) else tensor
+        storage = local.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()

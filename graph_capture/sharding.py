@@ -80,9 +80,10 @@ GLOO_COPIES = 1
 
 @dataclass
 class _Group:
-    """Parameters that are gathered together, and where their ops are."""
+    """Parameters that are gathered together: their bytes, and those with what FSDP2 pads."""
 
     path: str
+    parameters_bytes: int = 0
     gathered_bytes: int = 0
     gradients: list[Value] = field(default_factory=list[Value])
 
@@ -128,6 +129,7 @@ class _Fsdp:
                 k = own.pop() if len(own) == 1 else -1
                 group = self.root if k < 0 else self.groups[k]
                 group.gathered_bytes += self._padded_bytes(value)
+                group.parameters_bytes += math.prod(value.shape) * element_bytes(value.dtype)
 
     def _sort_gradients(self) -> None:
         value_of = self.given.value_by_name
@@ -138,10 +140,8 @@ class _Fsdp:
                 (self.root if k < 0 else self.groups[k]).gradients.append(value)
 
     def _padded_bytes(self, value: Value) -> int:
-        return self.sharding.world_size * self._shard_bytes(value)
-
-    def _shard_bytes(self, value: Value) -> int:
-        return self.sharding.shard_elements(value.shape) * element_bytes(value.dtype)
+        shard_bytes = self.sharding.shard_elements(value.shape) * element_bytes(value.dtype)
+        return self.sharding.world_size * shard_bytes
 
     def graph(self) -> TrainingGraph:
         reduced = {v.name for group in (*self.groups, self.root) for v in group.gradients}
@@ -197,7 +197,11 @@ class _Fsdp:
         return ops
 
     def _input_bytes(self, group: _Group) -> int:
-        return sum(self._padded_bytes(value) for value in group.gradients)
+        """Of the buffer that gradients are reduced in; padded as parameters, if all have one."""
+        size_bytes = sum(value.size_bytes for value in group.gradients)
+        if size_bytes == group.parameters_bytes:
+            return group.gathered_bytes
+        return -(-size_bytes // self.sharding.world_size) * self.sharding.world_size
 
     def _reduce(self, group: _Group, beside_bytes: int) -> Op:
         """Gradients are copied into one buffer, then freed, then summed over the ranks."""
