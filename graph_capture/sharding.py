@@ -2,16 +2,15 @@
 
 Source: `torch.distributed.fsdp._fully_shard` of torch 2.13 and `DistributedDataParallel`, read
 and measured. FSDP2 gathers a module's parameters right before its forward and its backward, and
-reduces its gradients right after. When it does, does not depend on the schedule, so buffers that
-live for a while are workspace of the ops that run meanwhile, and a reduction is an op of the step.
-The time of communication is not predicted.
+reduces its gradients right after. These are ops of the step, pinned where they stand, and their
+buffers are values, each read by the op that lets go of it. Their time is not predicted.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,11 +18,15 @@ import msgspec
 
 from remat.graph_capture.block_units import Unit, ops_by_block, with_units
 from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 
 Kind = Literal["none", "ddp", "fsdp2"]
 
-GATHER, REDUCE = "remat.all_gather", "remat.reduce_scatter"
+GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
+COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
+"""What runs right before a block's forward or backward, and right behind."""
+COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class _Fsdp:
         self._gather_parameters()
         self._sort_gradients()
         self.values: list[Value] = []
+        self.shards: list[str] = []
         self.copies = GLOO_COPIES if graph.device == "cpu" else 0
 
     def _gather_parameters(self) -> None:
@@ -147,54 +151,106 @@ class _Fsdp:
         reduced = {v.name for group in (*self.groups, self.root) for v in group.gradients}
         ops = (*self._forward(), *self._backward())
         kept = tuple(name for name in self.given.outputs if name not in reduced)
-        resident = msgspec.structs.replace(
-            self.given.resident, communication_bytes=self.root.gathered_bytes
-        )
         return msgspec.structs.replace(
             self.given,
             ops=ops,
             values=(*self.given.values, *self.values),
-            outputs=(*kept, *(value.name for value in self.values)),
-            resident=resident,
+            outputs=(*kept, *self.shards),
             notes=(*self.given.notes, UNTIMED),
         )
 
-    def _forward(self) -> list[Op]:
+    def _forward(self) -> Iterator[Op]:
         """A gathered buffer outlives its block until the next one has been gathered."""
-        ops: list[Op] = []
-        buffer_bytes = self.root.gathered_bytes
+        yield self._gather(self.root, "forward", "")
+        yield self._unshard(self.root, "forward")
+        buffer = "gathered_forward_"
         for i, op in enumerate(self.given.ops[: self.given.n_forward]):
             k = self.unit_of.get(i, -1)
-            own_bytes = 0 if k < 0 else self.groups[k].gathered_bytes
             if k >= 0 and i == self.units[k].start:
-                most_bytes = own_bytes + max(own_bytes, buffer_bytes + self.copies * own_bytes)
-                ops.append(_gather(self.groups[k], "forward", most_bytes))
-                buffer_bytes = own_bytes
-            ops.append(_beside(op, buffer_bytes + own_bytes))
-        return ops
+                yield self._gather(self.groups[k], "forward", buffer)
+                yield self._unshard(self.groups[k], "forward")
+                buffer = f"gathered_forward_{self.groups[k].path}"
+            yield op
+            if k >= 0 and i == self.units[k].stop - 1:
+                yield self._reshard(self.groups[k], "forward", ())
+        yield self._op(RESHARD, "forward", "", (buffer,))
 
-    def _backward(self) -> list[Op]:
+    def _backward(self) -> Iterator[Op]:
         """Each block's parameters are gathered when the backward before it begins."""
-        ops: list[Op] = []
-        ahead_bytes = self.groups[-1].gathered_bytes if self.groups else 0
-        first_bytes = self.copies * ahead_bytes
-        reduced_bytes = 0
-        for i in range(self.given.n_forward, len(self.given.ops)):
+        reduced: tuple[str, ...] = ()
+        yield self.given.ops[self.given.n_forward]
+        if self.groups:
+            yield self._gather(self.groups[-1], "backward", "", "")
+        for i in range(self.given.n_forward + 1, len(self.given.ops)):
             k = self.unit_of.get(i, -1)
-            own_bytes = 0 if k < 0 else self.groups[k].gathered_bytes
             if k >= 0 and i == self.units[k].back_start:
-                ahead_bytes = self.groups[k - 1].gathered_bytes if k else 0
-                most_bytes = own_bytes + max(own_bytes, (1 + self.copies) * ahead_bytes)
-                ops.append(_gather(self.groups[k], "backward", most_bytes + reduced_bytes))
-            beside_bytes = own_bytes + ahead_bytes + reduced_bytes + first_bytes
-            ops.append(_beside(self.given.ops[i], beside_bytes))
-            first_bytes = 0
-            if k >= 0 and i == self.units[k].back_stop - 1 and self.groups[k].gradients:
-                ops.append(self._reduce(self.groups[k], ahead_bytes))
-                reduced_bytes = self._input_bytes(self.groups[k])
-        if self.root.gradients:
-            ops.append(self._reduce(self.root, -self.root.gathered_bytes))
-        return ops
+                yield self._unshard(self.groups[k], "backward")
+                if k:
+                    yield self._gather(self.groups[k - 1], "backward", "", self.groups[k].path)
+            yield self.given.ops[i]
+            if k >= 0 and i == self.units[k].back_stop - 1:
+                yield self._reshard(self.groups[k], "backward", reduced)
+                yield from self._reduce(self.groups[k])
+                reduced = self._buffer_of(self.groups[k])
+        yield self._op(RESHARD, "backward", "", ("unsharded_forward_", *reduced))
+        yield from self._reduce(self.root)
+
+    def _gather(self, group: _Group, phase: Phase, freed: str, module: str | None = None) -> Op:
+        """Into one buffer; `freed` is one that is let go of then, `module` where that happens."""
+        name = f"gathered_{phase}_{group.path}"
+        return self._op(
+            GATHER, phase, group.path if module is None else module, (freed,) if freed else (),
+            Value(name, group.gathered_bytes), self.copies * group.gathered_bytes, group.path,
+        )  # fmt: skip
+
+    def _unshard(self, group: _Group, phase: Phase) -> Op:
+        """From the buffer into the parameters."""
+        name = f"unsharded_{phase}_{group.path}"
+        buffer = (f"gathered_{phase}_{group.path}",)
+        return self._op(UNSHARD, phase, group.path, buffer, Value(name, group.gathered_bytes))
+
+    def _reshard(self, group: _Group, phase: Phase, freed: tuple[str, ...]) -> Op:
+        read = (f"unsharded_{phase}_{group.path}", *freed)
+        return self._op(RESHARD, phase, group.path, read)
+
+    def _reduce(self, group: _Group) -> Iterator[Op]:
+        """Gradients are copied into one buffer, then freed, then summed over the ranks."""
+        if not group.gradients:
+            return
+        input_bytes = self._input_bytes(group)
+        (buffer,), shards = self._buffer_of(group), f"gradient_shards_{group.path}"
+        names = tuple(value.name for value in group.gradients)
+        yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
+        self.shards.append(shards)
+        yield self._op(
+            REDUCE, "backward", group.path, (buffer,),
+            Value(shards, input_bytes // self.sharding.world_size, kind="gradient"),
+            self.copies * input_bytes,
+        )  # fmt: skip
+
+    def _buffer_of(self, group: _Group) -> tuple[str, ...]:
+        return (f"reduced_{group.path}",) if group.gradients else ()
+
+    def _op(
+        self,
+        target: str,
+        phase: Phase,
+        module: str,
+        inputs: tuple[str, ...],
+        made: Value | None = None,
+        workspace_bytes: int = 0,
+        path: str | None = None,
+    ) -> Op:
+        """An op of its own name, and the value it makes."""
+        place = module if path is None else path
+        name = f"{target.removeprefix('remat.')}_{phase}_{place}"
+        if made is not None:
+            self.values.append(msgspec.structs.replace(made, producer=name))
+        return Op(
+            name, target, phase, inputs, () if made is None else (made.name,),
+            workspace_bytes=workspace_bytes, module=module, price="estimated",
+            pinned="all ranks take part in it",
+        )  # fmt: skip
 
     def _input_bytes(self, group: _Group) -> int:
         """Of the buffer that gradients are reduced in; padded as parameters, if all have one."""
@@ -202,33 +258,6 @@ class _Fsdp:
         if size_bytes == group.parameters_bytes:
             return group.gathered_bytes
         return -(-size_bytes // self.sharding.world_size) * self.sharding.world_size
-
-    def _reduce(self, group: _Group, beside_bytes: int) -> Op:
-        """Gradients are copied into one buffer, then freed, then summed over the ranks."""
-        gradients_bytes = sum(value.size_bytes for value in group.gradients)
-        input_bytes = self._input_bytes(group)
-        shard_bytes = input_bytes // self.sharding.world_size
-        name = f"gradient_shards_{group.path}"
-        producer = f"reduce_scatter_{group.path}"
-        self.values.append(Value(name, shard_bytes, producer, "gradient"))
-        summing_bytes = (1 + self.copies) * input_bytes + shard_bytes
-        most_bytes = max(gradients_bytes + input_bytes, summing_bytes)
-        return Op(
-            producer, REDUCE, "backward", tuple(value.name for value in group.gradients), (name,),
-            workspace_bytes=max(most_bytes - gradients_bytes - shard_bytes + beside_bytes, 0),
-            pinned="all ranks take part in it", module=group.path, price="estimated",
-        )  # fmt: skip
-
-
-def _gather(group: _Group, phase: Literal["forward", "backward"], needed_bytes: int) -> Op:
-    return Op(
-        f"all_gather_{group.path}_{phase}", GATHER, phase, (), (), workspace_bytes=needed_bytes,
-        pinned="all ranks take part in it", module=group.path, price="estimated",
-    )  # fmt: skip
-
-
-def _beside(op: Op, extra_bytes: int) -> Op:
-    return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + extra_bytes)
 
 
 def element_bytes(dtype: str) -> int:

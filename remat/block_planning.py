@@ -18,16 +18,23 @@ from remat.graph_capture.block_units import with_units
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.sharding import GATHER, REDUCE, Sharding, sharded
+from remat.graph_capture.sharding import (
+    BEFORE_BLOCK,
+    BEHIND_BLOCK,
+    COMMUNICATION,
+    Sharding,
+    sharded,
+)
 from remat.graph_capture.tracing import Recipe, Trace, trace, trace_recipe
 from remat.rewriter.guards import named_state
 from remat.schedules.assemble import assembled
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
-from remat.solver.block_budget import SharedBudget, Span
+from remat.solver.block_budget import SharedBudget
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
 from remat.solver.sequence import end_of_forward, schedule_of
+from remat.solver.store_all import StoreAll
 
 TRIES = 24
 """How often the room given to the blocks is changed until the whole step fits."""
@@ -159,30 +166,32 @@ class BlockPlanner:
         }
         self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
         graph = _eager_outside(_with_own_buffers(priced, self.path_of), self.path_of)
-        self.graph = sharded(*with_units(graph, ops_of), sharding)
+        self.alone, self.units = with_units(graph, ops_of)
+        self.graph = sharded(self.alone, self.units, sharding)
         self.eager = sharded(*with_units(as_eager(priced), ops_of), sharding)
         for op in self.graph.ops:
-            if op.target in (GATHER, REDUCE) and op.module:
+            if op.target in COMMUNICATION and op.module:
                 self.path_of[op.name] = op.module
 
     @cached_property
     def _shared(self) -> SharedBudget:
+        spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
         left_s = max(self.end_s - time.monotonic(), 0.0)
-        return SharedBudget.of(self.graph, [span for _, span in self._spans], left_s)
+        return SharedBudget.of(self.alone, spans, self._communication_bytes(), left_s)
 
-    @cached_property
-    def _spans(self) -> list[tuple[str, Span]]:
-        places: dict[str, list[int]] = {}
-        for i, op in enumerate(self.graph.ops):
-            if op.name in self.path_of:
-                places.setdefault(self.path_of[op.name], []).append(i)
-        n = self.graph.n_forward
-        spans: list[tuple[str, Span]] = []
-        for path, found in places.items():
-            forward, backward = [i for i in found if i < n], [i for i in found if i >= n]
-            span = forward[0], forward[-1] + 1, backward[0], backward[-1] + 1
-            spans.append((path, span))
-        return sorted(spans, key=lambda item: item[1])
+    def _communication_bytes(self) -> list[int]:
+        """What is live on a sharded rank beyond what is without communication, at each op."""
+        if self.graph is self.alone:
+            return []
+        without, sharded_bytes = _live_bytes(self.alone), _live_bytes(self.graph)
+        beside: list[int] = []
+        waiting_bytes = 0
+        for op in self.graph.ops:
+            waiting_bytes = max(waiting_bytes, sharded_bytes[op.name])
+            if op.name in without:
+                beside.append(waiting_bytes - without[op.name])
+                waiting_bytes = 0
+        return beside
 
     def plan(self, budget_bytes: int) -> BlocksPlan:
         """The fastest plan found within the budget; its result is infeasible if none fits."""
@@ -226,8 +235,8 @@ class BlockPlanner:
             return None
         schedules: dict[str, Schedule] = {}
         steps_of: dict[str, tuple[list[Step], list[Step]]] = {}
-        for (path, _), sequence in zip(self._spans, sequences, strict=True):
-            one = self.traced.of_path[path]
+        for unit, sequence in zip(self.units, sequences, strict=True):
+            path, one = unit.path, self.traced.of_path[unit.path]
             schedules[path] = _of_block(one, path, sequence)
             steps_of[path] = self._steps_in_model(path, one, schedules[path])
         return schedules, assembled(self.graph, steps_of, self.path_of)
@@ -236,15 +245,9 @@ class BlockPlanner:
         self, path: str, one: DistinctBlock, schedule: Schedule
     ) -> tuple[list[Step], list[Step]]:
         """A block's forward and backward in names of the model's graph, communication included."""
-        added = {
-            (op.target, op.phase): Compute(op.name)
-            for op in self.graph.ops
-            if op.module == path and op.target in (GATHER, REDUCE)
-        }
-        halves: list[list[Step]] = [[], []]
-        for half, phase in zip(halves, ("forward", "backward"), strict=True):
-            half.extend(added[key] for key in added if key == (GATHER, phase))
-        match, half = one.at[path], halves[0]
+        match = one.at[path]
+        halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
+        half = halves[0]
         for step in schedule.steps:
             if isinstance(step, Free):
                 half.append(Free(match.value_of[step.value]))
@@ -252,8 +255,24 @@ class BlockPlanner:
                 half.append(Compute(match.op_of[step.op]))
             else:
                 half = halves[1]
-        half.extend(added[key] for key in added if key == (REDUCE, "backward"))
-        return halves[0], halves[1]
+        behind = self._added(path, BEHIND_BLOCK)
+        return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
+
+    def _added(self, path: str, targets: Sequence[str]) -> tuple[list[Step], list[Step]]:
+        """A block's communication in forward and in backward."""
+        found = [op for op in self.graph.ops if op.module == path and op.target in targets]
+        return (
+            [Compute(op.name) for op in found if op.phase == "forward"],
+            [Compute(op.name) for op in found if op.phase == "backward"],
+        )
+
+
+def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """What is live while each op runs, where every op runs once."""
+    schedule = StoreAll().schedule(graph)
+    live = simulate(graph, schedule).live_bytes
+    steps = zip(schedule.steps, live, strict=True)
+    return {step.op: size for step, size in steps if isinstance(step, Compute)}
 
 
 def _of_block(one: DistinctBlock, path: str, sequence: Sequence[str]) -> Schedule:

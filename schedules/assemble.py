@@ -3,7 +3,7 @@
 A block runs forward as one, and backward as one, by its own schedule. Around blocks each op runs
 once. What crosses from one to another lives as autograd has it: arguments for as long as the call
 they are given to, gradients for as long as the backward they are given to, what a backward reads
-of forward until it is last read.
+of forward until it is last read, buffers of communication until that is done.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.sharding import COMMUNICATION
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 
 
@@ -60,7 +61,7 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
     at_step: dict[tuple[int, int], list[str]] = {}
     at_end: dict[int, list[str]] = {}
     for value, (i, j) in _last_touches(graph, items).items():
-        if items[i].is_forward or value not in of_forward:
+        if (items[i].is_forward or value not in of_forward) and not _lets_go(graph, items[i], j):
             at_end.setdefault(i, []).append(value)
         else:
             at_step.setdefault((i, j), []).append(value)
@@ -71,6 +72,14 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
             steps.extend(map(Free, at_step.get((i, j), ())))
         steps.extend(map(Free, at_end.get(i, ())))
     return steps
+
+
+def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
+    """Whether a step is communication, which lets go at once of what it reads last."""
+    if j >= len(item.steps):
+        return False
+    step = item.steps[j]
+    return isinstance(step, Compute) and _op(graph, step.op).target in COMMUNICATION
 
 
 def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule, Step
 
 
 def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
-    """`schedule` up to the first op that `graph` does not have; the very one if it has all.
+    """`schedule` without what `graph` does not have; the very one if it was made for it.
 
-    Where a whole model is sharded as one, communication comes last: what the plan does then, such
-    as to free gradients that have been reduced, is the wrapper's business.
+    Where a whole model is sharded as one, communication comes first and last. What the plan does
+    after the last op of `graph`, such as to free gradients once they are reduced, is the wrapper's
+    business.
     """
     if schedule.graph_hash == graph.hash:
         return schedule
 
     def is_own(step: Step) -> bool:
-        return not isinstance(step, Compute) or step.op in graph.op_index
+        if isinstance(step, Compute):
+            return step.op in graph.op_index
+        return step.value in graph.value_by_name
 
+    steps = [step for step in schedule.steps if is_own(step)]
+    end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
     return Schedule.for_graph(
         graph,
-        takewhile(is_own, schedule.steps),
+        steps[: end + 1],
         budget_bytes=schedule.budget_bytes,
         solver=schedule.solver,
         options=schedule.options,

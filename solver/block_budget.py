@@ -23,7 +23,7 @@ LIMITS, SLOTS = 12, 4096
 """Bounds on the bytes that a block keeps for which it is solved; steps of the knapsack's grid."""
 
 Span = tuple[int, int, int, int]
-"""First and last-but-one forward, then backward op of a block."""
+"""Start and stop of a block's forward ops, then of its backward ops."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,19 @@ class SharedBudget:
     distinct: int
 
     @classmethod
-    def of(cls, graph: TrainingGraph, spans: Sequence[Span], time_limit_s: float) -> SharedBudget:
+    def of(
+        cls,
+        graph: TrainingGraph,
+        spans: Sequence[Span],
+        beside_bytes: Sequence[int],
+        time_limit_s: float,
+    ) -> SharedBudget:
         """Find the options of each block.
 
         Parameters
         ----------
         spans : in forward order; backward runs through them in reverse.
+        beside_bytes : for each op what is live besides, of which the graph does not know.
         """
         end_s = time.monotonic() + time_limit_s
         problem = Problem.of(graph)
@@ -66,7 +73,8 @@ class SharedBudget:
                 found = block_options(small, limits, lambda: end_s - time.monotonic())
                 known[shape] = found if given else _keeping_all(found)
             tables.append(known[shape])
-        choices = choices_in_place(problem, list(zip(blocks, tables, strict=True)))
+        layers = list(zip(blocks, tables, strict=True))
+        choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
         return cls(problem, blocks, graphs, tables, is_given, choices, distinct)
 
