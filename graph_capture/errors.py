@@ -45,3 +45,7 @@ class SolverError(RematError):
 
 class RewriteError(RematError):
     """The schedule cannot be turned into a module, or the module is misused."""
+
+
+class AgreementError(RematError):
+    """Ranks that are to follow one plan do not have the same step."""

@@ -77,7 +77,9 @@ class Op(msgspec.Struct, frozen=True):
 class Resident(msgspec.Struct, frozen=True):
     """Bytes that live through the whole step, by category.
 
-    `libraries_bytes` is what a device's libraries keep once they were used, as cuBLAS does.
+    `communication_bytes` are those of data parallelism: DDP's buckets, or the parameters that
+    FSDP2 gathers for the whole step. `libraries_bytes` is what a device's libraries keep once they
+    were used, as cuBLAS does.
     """
 
     parameters_bytes: int = 0
@@ -86,6 +88,7 @@ class Resident(msgspec.Struct, frozen=True):
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     libraries_bytes: int = 0
+    communication_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -97,6 +100,7 @@ class Resident(msgspec.Struct, frozen=True):
             + self.gradients_bytes
             + self.optimizer_bytes
             + self.libraries_bytes
+            + self.communication_bytes
         )
 
 

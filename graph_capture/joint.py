@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, fx
 
@@ -374,13 +375,8 @@ def _kind_of_input(node: fx.Node) -> Kind:
 
 
 def _with_constants(resident: Resident, constants_bytes: int) -> Resident:
-    return Resident(
-        parameters_bytes=resident.parameters_bytes,
-        buffers_bytes=resident.buffers_bytes + constants_bytes,
-        batch_bytes=resident.batch_bytes,
-        gradients_bytes=resident.gradients_bytes,
-        optimizer_bytes=resident.optimizer_bytes,
-    )
+    buffers_bytes = resident.buffers_bytes + constants_bytes
+    return msgspec.structs.replace(resident, buffers_bytes=buffers_bytes)
 
 
 def build_joint(

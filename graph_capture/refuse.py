@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from remat.graph_capture.device_table import CPU, is_cuda, is_in_table
@@ -14,7 +14,7 @@ from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.placement import check_placement
 from remat.graph_capture.provenance import source_of_error
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -36,7 +36,7 @@ def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """``(path, module, attribute)`` of every hook dictionary of every submodule."""
     for path, module in model.named_modules():
         if path:
-            for attribute in _HOOKS:
+            for attribute in HOOKS:
                 yield path, module, attribute
 
 
@@ -54,6 +54,8 @@ def refuse_module(model: nn.Module, device: str) -> None:
             raise CaptureError(
                 f"parameter {path} is not initialised: run the lazy module once on a batch first"
             )
+        if is_distributed(parameter):
+            raise CaptureError(distributed_message(path))
         if needs_storage and parameter.is_meta:
             raise CaptureError(
                 f"parameter {path} is on the meta device, and the ops are to run here: build the "
@@ -62,9 +64,11 @@ def refuse_module(model: nn.Module, device: str) -> None:
         check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():
         check_placement(f"buffer {path}", buffer.device, device)
-    require_no_hooks(
+    unheard = unheard_hook(
         [(p, m, attribute, getattr(m, attribute)) for p, m, attribute in hook_dictionaries(model)]
     )
+    if unheard:
+        raise CaptureError(unheard)
     for path, module in model.named_modules():
         _refuse_kind(path or "the model", module, device)
     if not model.training:
@@ -100,22 +104,38 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
             )
 
 
-def require_no_hooks(hooks: list[tuple[str, nn.Module, str, Any]]) -> None:
-    """Raise `CaptureError` for hooks that a rewritten step would not call.
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; known by name, as importing the class takes long."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def distributed_message(path: str) -> str:
+    """What to tell about a parameter that is a DTensor."""
+    return (
+        f"parameter {path} is a DTensor: its module has been sharded or parallelised already, and "
+        "only plain tensors can be planned. For FSDP2 make the plan first, then call fully_shard "
+        "on the rewritten modules, and call them through the sharded root. Tensor parallel modules "
+        "cannot be planned in this release"
+    )
+
+
+def unheard_hook(hooks: list[tuple[str, nn.Module, str, Any]]) -> str:
+    """What to tell about a hook that a rewritten step would not call; empty if there is none.
 
     Parameters
     ----------
     hooks : path, module, attribute and the dictionary of hooks, of every submodule.
     """
     if torch_modules._has_any_global_hook() and _foreign_global_hooks():
-        raise CaptureError(
+        return (
             "a global module hook is registered (register_module_forward_hook or its like): the "
             "rewritten step runs ops, not submodules, so it would not be called for them. Remove "
             "it (handle.remove()), or watch ops with a TorchDispatchMode"
         )
     for path, module, attribute, registered in hooks:
         if registered:
-            raise CaptureError(_hook_message(path, module, attribute))
+            return _hook_message(path, module, attribute)
+    return ""
 
 
 def _foreign_global_hooks() -> bool:

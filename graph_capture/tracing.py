@@ -36,6 +36,7 @@ from remat.graph_capture.profile_file import Profile, as_profile
 from remat.graph_capture.provenance import Provenance
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.resident import Optimizer, resident_bytes
+from remat.graph_capture.sharding import NO_SHARDING, Sharding, on_one_rank
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.ties import tied_as_one
@@ -115,6 +116,7 @@ def trace(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
     device: str | None = None,
+    sharding: Sharding = NO_SHARDING,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -127,6 +129,7 @@ def trace(
     device : what the trace is to be priced for: ``cpu`` or ``cuda``, where model and batch
         must be, or a name of `devices.json`. For the latter the trace is one of the CPU's ops, and
         the model may be on ``meta``, without storage. Left at None, where the model is.
+    sharding : over ranks, for what is resident on one of them.
 
     Raises
     ------
@@ -146,6 +149,7 @@ def trace(
             batch,
             optimizer=optimizer,
             accumulate=accumulate,
+            sharding=sharding,
             allocated=allocated_on(device),
         ),
         autocast=autocast_state(),
@@ -237,6 +241,7 @@ def capture(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
     device: str | None = None,
+    sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
     progress: Progress | None = None,
 ) -> TrainingGraph:
@@ -247,6 +252,8 @@ def capture(
     device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
         ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
         Left at None, where the model is.
+    sharding : over ranks; the graph is then that of one rank. Of ``fsdp2`` it is for planning
+        alone: what is rewritten is the step before it is sharded.
     profile : prices measured before, here or elsewhere, or the file they are kept in.
 
     Raises
@@ -257,8 +264,9 @@ def capture(
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
+        sharding=sharding,
     )  # fmt: skip
-    return price_for(traced, progress=progress, profile=known)
+    return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
 
 
 def price_for(

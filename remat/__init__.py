@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import Sharding
 from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
+    from remat.block_planning import BlocksPlan
+    from remat.blocks import block_plan, rematerialize_blocks
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from remat.solver.result import Result
 
 __all__ = [
+    "BlocksPlan",
     "Check",
     "EveryNth",
     "Front",
@@ -41,8 +45,10 @@ __all__ = [
     "RematError",
     "Result",
     "Schedule",
+    "Sharding",
     "Simulation",
     "TrainingGraph",
+    "block_plan",
     "capture",
     "check",
     "every_n_layers",
@@ -55,6 +61,7 @@ __all__ = [
     "profile",
     "read_plan",
     "rematerialize",
+    "rematerialize_blocks",
     "rewrite",
     "save_plan",
     "simulate",
@@ -65,6 +72,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BlocksPlan": "remat.block_planning",
+    "block_plan": "remat.blocks",
+    "rematerialize_blocks": "remat.blocks",
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",

@@ -14,10 +14,10 @@ FRAGMENTED = 0.10
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def advice_of(check: Check, budget_bytes: int) -> tuple[str, ...]:
+def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
     """On memory that is held without use, and on bits that eager does not repeat."""
     said: list[str] = []
-    over_bytes = check.plan_peak_bytes - budget_bytes
+    over_bytes = check.plan_peak_bytes - (budget_bytes or 0)
     if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
         said.append(
             f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import remat.solver as solvers
 from remat.advice import advice_of
+from remat.agreement import agreed
 from remat.budget import RESERVE, auto_bytes, parse_budget
 from remat.formats import bytes_text
 from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.schedules.plan import Prediction
 from remat.solver.memory_price import least_peak
 from remat.solver.pin_globs import Globs, as_globs
@@ -23,6 +25,7 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from torch import fx, nn
+    from torch.distributed import ProcessGroup
 
     from remat.graph_capture.profile_file import Profile
 
@@ -123,6 +126,8 @@ def rematerialize(
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
+    sharding: Sharding = NO_SHARDING,
+    group: ProcessGroup | None = None,
     profile: Profile | str | Path | None = None,
     solver: str = "auto",
     time_limit_s: float = 60.0,
@@ -138,46 +143,67 @@ def rematerialize(
 
     Parameters
     ----------
+    sharding : how the result is to be wrapped as a whole afterwards, by DDP or `fully_shard`; the
+        budget then is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
+    group : ranks that are to follow the same plan: the first makes it. All of them must call.
     check : run a step of both modules and compare them, as `remat.check` does, before
         returning. Left at None, that is done where the unmodified step fits into the
-        memory that is free, and left out with a warning where it does not.
+        memory that is free, and left out with a warning where it does not. With a sharding,
+        whose buffers are not there yet, peaks are not compared with the budget.
 
     Raises
     ------
     BudgetError : no schedule fits; the message names the least budget known to.
     RewriteError : the check found a difference, or a measured peak above the budget.
+    AgreementError : ranks of the group have different models or batches.
     RematError : the model cannot be captured, or an option is unknown.
     """
     from remat.graph_capture.pricing import price
     from remat.graph_capture.profile_file import as_profile
+    from remat.graph_capture.sharding import on_one_rank
     from remat.graph_capture.tracing import trace
     from remat.rewriter.rewriting import rewrite
+    from remat.schedules.before_sharding import before_sharding
 
     known = as_profile(profile)
+    if sharding.blocks:
+        raise RewriteError(
+            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
+            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
     traced = trace(
-        model, args, kwargs,
-        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate,
+        model, args, kwargs, loss_fn=loss_fn, target=target,
+        optimizer=optimizer, accumulate=accumulate, sharding=sharding,
     )  # fmt: skip
-    graph = price(traced, profile=known)
-    result = solve(graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options)
-    if result.schedule is None:
-        raise BudgetError(infeasible_text(result))
-    module = rewrite(model, result.schedule, trace=traced, prediction=predicted(graph, result))
-    if _is_checked(graph, check):
+
+    def make() -> Result:
+        graph = on_one_rank(price(traced, profile=known), sharding)
+        asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
+        result = solve(graph, budget, solver, time_limit_s, **asked)
+        if result.schedule is None:
+            raise BudgetError(infeasible_text(result))
+        return result
+
+    result = agreed(make, Result, traced.graph.hash, group)
+    assert result.schedule is not None
+    schedule = before_sharding(result.schedule, traced.graph)
+    module = rewrite(model, schedule, trace=traced, prediction=predicted(result, "measured"))
+    if is_checked(traced.graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-        _require_equal(model, module, batch, result.budget_bytes)
+        limit_bytes = result.budget_bytes if sharding.kind == "none" else None
+        require_equal(model, module, batch, limit_bytes)
     return module
 
 
-def predicted(graph: TrainingGraph, result: Result) -> Prediction:
-    """What a plan keeps of a result, whose figures come from `simulate`."""
+def predicted(result: Result, prices: str) -> Prediction:
+    """What a plan keeps of a result, whose figures come from `simulate` and such prices."""
     return Prediction(
         peak_bytes=result.peak_bytes,
         time_us=result.time_us,
         overhead=result.overhead,
         lower_bound_us=result.lower_bound_us,
         gap=result.gap,
-        prices=graph.prices,
+        prices=prices,
     )
 
 
@@ -193,7 +219,8 @@ class Batch:
     accumulate: bool
 
 
-def _is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+    """Whether to run the unmodified step too: as asked, else if it fits into free memory."""
     if check is not None:
         return check
     need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
@@ -207,7 +234,15 @@ def _is_checked(graph: TrainingGraph, check: bool | None) -> bool:
     return False
 
 
-def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int) -> None:
+def require_equal(
+    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None
+) -> None:
+    """Run a step of both, and compare; also the peak, unless the budget is None.
+
+    Raises
+    ------
+    RewriteError : they differ, or the peak exceeds the budget.
+    """
     from remat.rewriter.checking import check
 
     found = check(
@@ -219,7 +254,7 @@ def _require_equal(model: nn.Module, module: nn.Module, batch: Batch, budget_byt
             f"the rewritten {type(model).__name__} differs from eager in "
             f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
         )
-    if found.exceeds(budget_bytes):
+    if budget_bytes is not None and found.exceeds(budget_bytes):
         raise RewriteError(
             f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
             f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"

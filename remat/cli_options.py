@@ -28,6 +28,14 @@ class OrderName(StrEnum):
     free = "free"
 
 
+class ShardName(StrEnum):
+    """Kinds of data parallelism."""
+
+    none = "none"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -64,6 +72,14 @@ Device = Annotated[
     ),
 ]
 Here = Annotated[str, typer.Option("--device", help="cpu or cuda: where the model is moved to")]
+Shard = Annotated[
+    ShardName, typer.Option(help="plan one rank of this data parallelism, without running it")
+]
+WorldSize = Annotated[int, typer.Option(min=1, help="ranks of --shard")]
+ShardBlocks = Annotated[
+    str,
+    typer.Option(metavar="GLOB", help="modules that fsdp2 shards by themselves, such as blocks.*"),
+]
 ProfileFile = Annotated[
     Path | None,
     typer.Option(

@@ -24,8 +24,9 @@ from remat.cli_run import (
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.device_table import CPU, check_device
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.errors import DeviceError, ProfileError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.kept_plans import PLAN_FILES, fitting_schedule, holds_plan, read_kept, schedule_of
 from remat.op_table import OpRow, rows_of_graph, rows_of_plan
 from remat.screen import plain_table, show_ops, show_result
@@ -44,6 +45,9 @@ def capture(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
@@ -52,7 +56,10 @@ def capture(
     """Trace one training step of MODEL, and measure what each op costs."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        graph = graph_of_model(model, session, optimizer.value, accumulate, device, profile)
+        sharding = Sharding(shard.value, world_size, shard_blocks)
+        graph = graph_of_model(
+            model, session, optimizer.value, accumulate, device, profile, sharding
+        )
         session.save(output, graph.to_json(), "graph")
         if as_json:
             session.emit(msgspec.to_builtins(graph))
@@ -72,6 +79,9 @@ def solve(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
@@ -83,7 +93,8 @@ def solve(
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device
         )
-        graph = graph_of(source, session, optimizer.value, accumulate, device, profile)
+        sharding = Sharding(shard.value, world_size, shard_blocks)
+        graph = graph_of(source, session, optimizer.value, accumulate, device, profile, sharding)
         result = pipeline.solve_request(graph, request, session.stages)
         if result.schedule:
             session.save(output, result.schedule.to_json(), "plan")
@@ -167,13 +178,16 @@ def graph_of(
     accumulate: bool,
     device: str = CPU,
     profile: Path | None = None,
+    sharding: Sharding = NO_SHARDING,
 ) -> TrainingGraph:
     """The graph in a file that `capture -o` kept, or of a model for a device."""
     if not source.endswith(".json"):
-        return graph_of_model(source, session, optimizer, accumulate, device, profile)
+        return graph_of_model(source, session, optimizer, accumulate, device, profile, sharding)
     check_device(device)
     if profile is not None:
         raise ProfileError(f"{source} has its prices: --profile goes with a model")
+    if sharding != NO_SHARDING:
+        raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
     return TrainingGraph.from_json(Path(source).read_bytes())
 
 
@@ -184,12 +198,15 @@ def graph_of_model(
     accumulate: bool,
     device: str,
     profile: Path | None,
+    sharding: Sharding,
 ) -> TrainingGraph:
     """The graph of a model for a device; what is unknown is refused before it is loaded."""
     check_device(device)
     known = read_profile(profile)
     loaded = load_shown(model, session, device)
-    return pipeline.capture_loaded(loaded, session.stages, optimizer, accumulate, device, known)
+    return pipeline.capture_loaded(
+        loaded, session.stages, optimizer, accumulate, device, known, sharding
+    )
 
 
 def _show_graph(session: Session, graph: TrainingGraph) -> None:

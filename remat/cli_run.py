@@ -15,6 +15,7 @@ from remat.factory import Loaded, load
 from remat.fronts import price_json, price_text
 from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.kept_plans import fitting_schedule, keep_plan, read_kept
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
@@ -39,6 +40,9 @@ def run(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
@@ -49,7 +53,7 @@ def run(
     with session.guarded():
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile,
+            profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
         loaded = load_shown(model, session, device)
         report = pipeline.run(loaded, request, session.stages)
@@ -142,6 +146,7 @@ def asked(
     recompute: Sequence[str] = (),
     device: str = CPU,
     profile: Path | None = None,
+    sharding: Sharding = NO_SHARDING,
 ) -> pipeline.Request:
     """The request, refused before anything runs if a part of it is unknown."""
     parse_budget(budget)
@@ -150,7 +155,7 @@ def asked(
     make_solver(solver, order=order.value)
     return pipeline.Request(
         budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute),
-        order.value, device, known,
+        order.value, device, known, sharding,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from remat.fronts import sweep as sweep_graph
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import Sharding
 from remat.screen import plain_table
 from remat.solver import TABLE, make_solver
 from remat.solver.front import Front
@@ -50,6 +51,9 @@ def sweep(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
@@ -60,7 +64,8 @@ def sweep(
     with session.guarded():
         asked = asked_budgets(budgets)
         _refuse_unknown(solver, order.value, jobs)
-        graph = graph_of(source, session, optimizer.value, accumulate, device, profile)
+        sharding = Sharding(shard.value, world_size, shard_blocks)
+        graph = graph_of(source, session, optimizer.value, accumulate, device, profile, sharding)
         with session.stages.stage("sweep", "solving at several budgets") as progress:
             fronts = sweep_graph(
                 graph, asked, solvers=solver, time_limit_s=time_limit, jobs=jobs,

@@ -22,7 +22,7 @@ def keep_plan(session: Session, path: Path | None, loaded: Loaded, report: Repor
     from remat.rewriter.loading import make_plan
     from remat.rewriter.plan_archive import save_plan
 
-    predictions = predicted(report.graph, result)
+    predictions = predicted(result, report.graph.prices)
     save_plan(make_plan(loaded.model, recipe, result.schedule, predictions), path)
     session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
 

@@ -20,6 +20,7 @@ from remat.factory import Loaded
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.device_table import CPU, is_in_table
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import NO_SHARDING, Sharding, on_one_rank
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.memory_price import least_peak
@@ -83,6 +84,12 @@ class Request:
     order: str = "fixed"
     device: str = CPU
     profile: Profile | None = None
+    sharding: Sharding = NO_SHARDING
+
+    @property
+    def is_run_here(self) -> bool:
+        """Whether the plan is one of the very step that can run on this machine, alone."""
+        return not is_in_table(self.device) and self.sharding == NO_SHARDING
 
 
 @dataclass(frozen=True)
@@ -131,25 +138,35 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
 
 
 def trace_loaded(
-    loaded: Loaded, optimizer: Optimizer, accumulate: bool, device: str = CPU
+    loaded: Loaded,
+    optimizer: Optimizer,
+    accumulate: bool,
+    device: str = CPU,
+    sharding: Sharding = NO_SHARDING,
 ) -> Trace:
     """The unpriced trace of what a factory made."""
     from remat.graph_capture.tracing import trace
 
     return trace(
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
-        optimizer=optimizer, accumulate=accumulate, device=device,
+        optimizer=optimizer, accumulate=accumulate, device=device, sharding=sharding,
     )  # fmt: skip
 
 
-def price_trace(traced: Trace, stages: Stages, profile: Profile | None = None) -> TrainingGraph:
-    """The priced graph of a trace."""
+def price_trace(
+    traced: Trace,
+    stages: Stages,
+    profile: Profile | None = None,
+    sharding: Sharding = NO_SHARDING,
+) -> TrainingGraph:
+    """The priced graph of a trace, on one rank where it is sharded."""
     from remat.graph_capture.tracing import price_for
 
     recipe = traced.recipe
     doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"
     with stages.stage("profile", doing) as progress:
-        return price_for(traced, progress=progress, profile=profile)
+        graph = price_for(traced, progress=progress, profile=profile)
+    return on_one_rank(graph, sharding)
 
 
 def capture_loaded(
@@ -159,11 +176,12 @@ def capture_loaded(
     accumulate: bool = False,
     device: str = CPU,
     profile: Profile | None = None,
+    sharding: Sharding = NO_SHARDING,
 ) -> TrainingGraph:
     """Trace and price what a factory made."""
     with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, optimizer, accumulate, device)
-    return price_trace(traced, stages, profile)
+        traced = trace_loaded(loaded, optimizer, accumulate, device, sharding)
+    return price_trace(traced, stages, profile, sharding)
 
 
 def measure_loaded(loaded: Loaded, stages: Stages, device: str = CPU) -> Profile:
@@ -223,11 +241,13 @@ def check_schedule(
 def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     """Capture, price, solve, rewrite and check.
 
-    Stops after solving where nothing fits, and where the device is not here to run on.
+    Stops after solving where nothing fits, and where the device or the ranks are not here.
     """
     with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, request.optimizer, request.accumulate, request.device)
-    graph = price_trace(traced, stages, request.profile)
+        traced = trace_loaded(
+            loaded, request.optimizer, request.accumulate, request.device, request.sharding
+        )
+    graph = price_trace(traced, stages, request.profile, request.sharding)
     everything = unmodified(graph)
     chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
     result = solve_request(graph, request, stages)
@@ -235,7 +255,7 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     if result.schedule is None:
         return Report(graph, result, rows, stages.seconds)
     simulation = simulate(graph, result.schedule)
-    if is_in_table(request.device):
+    if not request.is_run_here:
         rows = (*rows, _row("this plan", result))
         return Report(graph, result, rows, stages.seconds, simulation, recipe=traced.recipe)
     counted = request.optimizer, request.accumulate

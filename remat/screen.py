@@ -13,6 +13,7 @@ from remat.advice import advice_of
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
 from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sharding import UNTIMED
 from remat.layer_checkpoints import every_n_layers
 from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
@@ -117,7 +118,7 @@ def prices_text(graph: TrainingGraph) -> str:
     if is_in_table(graph.device):
         title = modelled_device(graph.device).title
         said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
-        if not graph.notes:
+        if all(note == UNTIMED for note in graph.notes):
             said.append(
                 "each is modelled, at assumed shares of these rates, which nobody has compared "
                 "with a measured step"

@@ -32,7 +32,7 @@ class BackwardGuards:
         self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts
     ) -> None:
         self.model, self.names, self.facts = model, names, facts
-        self.trained: dict[int, Tensor] = {i: inputs[i] for i in facts.needs}
+        self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
         """Hook the node behind `output`, which a forward has just returned."""
@@ -50,8 +50,8 @@ class BackwardGuards:
             )
         self._require_own_pass()
         for i in self._unreached(tangents):
-            tensor = self.trained[i]
-            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            tensor = self.trained[i]()
+            if tensor is not None and _has_hook(tensor):
                 raise RewriteError(
                     f"backward from a part of what the rewritten {self._kind} returned reaches "
                     f"{self._name(i)} not at all, and its hook would be called without a gradient. "
@@ -91,6 +91,10 @@ class BackwardGuards:
 
     def _name(self, i: int) -> str:
         return self.names[i] if i < len(self.names) else f"input {i - len(self.names)}"
+
+
+def _has_hook(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _compiled_node(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ from remat.rewriter.guards import constants_of
 from remat.rewriter.module import RematModule
 from remat.rewriter.outcomes import Outcome, compared
 from remat.rewriter.rng import save_rng_state, set_rng_state
+from remat.rewriter.shared_state import SharedState
 
 Run = Callable[[], Any]
 
@@ -170,6 +171,8 @@ def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Ru
 
 
 def _plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+    if not isinstance(module, SharedState):
+        return _eager_run(module, batch, loss_fn)
     args, kwargs, target = batch
     if loss_fn is not None and target is not None:
         kwargs = {**kwargs, "target": target}

@@ -9,7 +9,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.refuse import hook_dictionaries, require_no_hooks
+from remat.graph_capture.refuse import (
+    distributed_message,
+    hook_dictionaries,
+    is_distributed,
+    unheard_hook,
+)
 from remat.graph_capture.settings import first_difference, settings
 from remat.graph_capture.ties import tied_places
 from remat.graph_capture.tracing import Recipe, autocast_state
@@ -63,7 +68,8 @@ class Guards:
         """
         leaves, spec = pytree.tree_flatten(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
-        require_no_hooks(self.hooks)
+        if unheard := unheard_hook(self.hooks):
+            raise RewriteError(unheard)
         for path, module, mode in self.modes:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
@@ -91,12 +97,18 @@ class Guards:
             raise self._replaced()
         for i, (tensor, before) in enumerate(zip(state, self.facts, strict=True)):
             if _facts(tensor) != before:
-                raise self._changed(self.live.names[i], *_first_changed(before, _facts(tensor)))
+                raise self._another(self.live.names[i], before, tensor)
         for later, first in self.tied.items():
             if state[later] is not state[first]:
                 tied = f"tied to {self.live.names[first]}"
                 raise self._changed(self.live.names[later], tied, "another parameter")
         return state
+
+    def _another(self, name: str, before: tuple[Any, ...], tensor: Tensor) -> RewriteError:
+        """What to tell of a parameter or buffer whose facts are not as before."""
+        if is_distributed(tensor):
+            return RewriteError(distributed_message(f"{name} of {self.kind}"))
+        return self._changed(name, *_first_changed(before, _facts(tensor)))
 
     def _replaced(self) -> RewriteError:
         """What to tell where modules, parameters or buffers came or went."""

@@ -36,9 +36,15 @@ class Choice(NamedTuple):
     extra_us: float
 
 
-def choices_in_place(problem: Problem, layers: Sequence[Layer]) -> list[list[Choice]]:
-    """The options of each block, with what they need where the block is."""
+def choices_in_place(
+    problem: Problem, layers: Sequence[Layer], beside_bytes: Sequence[int] = ()
+) -> list[list[Choice]]:
+    """The options of each block, with what they need where the block is.
+
+    `beside_bytes` are what the graph does not know of, live while each op first runs.
+    """
     fixed = _fixed_bytes(problem, layers)
+    fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
     return [_choices(block, table, fixed) for block, table in layers]
 
 

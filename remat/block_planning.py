@@ -1,0 +1,307 @@
+"""Planning a model block by block: what each block is, what it may keep, what all need together."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from remat.graph_capture.block_calls import matching_blocks, watching_calls
+from remat.graph_capture.block_match import BlockMatch, match_block
+from remat.graph_capture.block_units import with_units
+from remat.graph_capture.eager import as_eager
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.placement import resolved_device
+from remat.graph_capture.sharding import (
+    BEFORE_BLOCK,
+    BEHIND_BLOCK,
+    COMMUNICATION,
+    Sharding,
+    sharded,
+)
+from remat.graph_capture.tracing import Recipe, Trace, trace, trace_recipe
+from remat.rewriter.guards import named_state
+from remat.schedules.assemble import assembled
+from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.schedules.simulate import simulate
+from remat.solver.block_budget import SharedBudget
+from remat.solver.problem import Problem
+from remat.solver.result import Result, judged
+from remat.solver.sequence import end_of_forward, schedule_of
+from remat.solver.store_all import StoreAll
+
+TRIES = 24
+"""How often the room given to the blocks is changed until the whole step fits."""
+
+
+class BlocksPlan(msgspec.Struct, frozen=True):
+    """A plan for each block of a model, and what the whole step comes to.
+
+    Attributes
+    ----------
+    pattern : the glob that named the blocks. schedules : by path, each for the block's own graph.
+    result : of the whole step as it then runs, on one rank where it is sharded.
+    distinct : how many distinct blocks were captured.
+    """
+
+    pattern: str
+    schedules: dict[str, Schedule]
+    result: Result
+    distinct: int
+
+
+@dataclass
+class DistinctBlock:
+    """A block that was traced by itself, and all those that are equal to it.
+
+    Attributes
+    ----------
+    at : where each of them is in the graph of the model, by path.
+    """
+
+    block: nn.Module
+    trace: Trace
+    at: dict[str, BlockMatch]
+
+
+@dataclass
+class TracedBlocks:
+    """A model's trace, and its blocks'."""
+
+    pattern: str
+    blocks: dict[str, nn.Module]
+    whole: Trace
+    distinct: list[DistinctBlock]
+
+    @property
+    def hash(self) -> str:
+        """Of the whole graph and the places of the blocks."""
+        return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
+
+    @cached_property
+    def of_path(self) -> dict[str, DistinctBlock]:
+        """The distinct block that each path has."""
+        return {path: one for one in self.distinct for path in one.at}
+
+
+def trace_blocks(
+    model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
+) -> TracedBlocks:
+    """Trace the whole step, and each distinct block by itself.
+
+    Raises
+    ------
+    CaptureError : a block cannot be run by itself to the same bits.
+    """
+    device = resolved_device(asked.get("device"), model)
+    blocks = matching_blocks(model, pattern, device)
+    with watching_calls(model, blocks) as calls:
+        whole = trace(model, args, kwargs, **asked)
+    distinct: list[DistinctBlock] = []
+    for path, recipe in calls.recipes().items():
+        _add_block(distinct, model, path, recipe, whole)
+    return TracedBlocks(pattern, blocks, whole, distinct)
+
+
+def _add_block(
+    distinct: list[DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
+) -> None:
+    """Count a block to one that is equal to it, or trace it."""
+    block = model.get_submodule(path)
+    for one in distinct:
+        if _looks_like(block, recipe, one):
+            try:
+                match = match_block(one.trace.joint, whole.joint, path)
+            except CaptureError:
+                continue
+            if _has_own_state(model, block, match):
+                one.at[path] = match
+                return
+    recipe = dataclasses.replace(recipe, flags=whole.recipe.flags, device=whole.recipe.device)
+    traced = trace_recipe(block, recipe)
+    match = match_block(traced.joint, whole.joint, path)
+    distinct.append(DistinctBlock(block, traced, {path: match}))
+
+
+def _looks_like(block: nn.Module, recipe: Recipe, one: DistinctBlock) -> bool:
+    """Whether class, state and inputs are those of a block that was traced."""
+    known = one.trace.recipe
+    if type(block) is not type(one.block) or recipe.signature.lines() != known.signature.lines():
+        return False
+    return _state_facts(block) == _state_facts(one.block)
+
+
+def _state_facts(block: nn.Module) -> list[Any]:
+    modes = [(path, module.training) for path, module in block.named_modules()]
+    state = [
+        (name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        for name, t in named_state(block)
+    ]
+    return [modes, state]
+
+
+def _has_own_state(model: nn.Module, block: nn.Module, match: BlockMatch) -> bool:
+    """Whether the graph of another block takes this block's parameters in their places."""
+    own, of_model = dict(named_state(block)), dict(named_state(model))
+    return all(own[name] is of_model[theirs] for name, theirs in match.state_of.items())
+
+
+class BlockPlanner:
+    """The priced step of a model with blocks as units, on one rank."""
+
+    def __init__(
+        self, traced: TracedBlocks, priced: TrainingGraph, sharding: Sharding, time_limit_s: float
+    ) -> None:
+        self.traced = traced
+        self.end_s = time.monotonic() + time_limit_s
+        ops_of = {
+            path: list(one.at[path].op_of.values())
+            for path in traced.blocks
+            for one in (traced.of_path[path],)
+        }
+        self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
+        graph = _eager_outside(_with_own_buffers(priced, self.path_of), self.path_of)
+        self.alone, self.units = with_units(graph, ops_of)
+        self.graph = sharded(self.alone, self.units, sharding)
+        self.eager = sharded(*with_units(as_eager(priced), ops_of), sharding)
+        for op in self.graph.ops:
+            if op.target in COMMUNICATION and op.module:
+                self.path_of[op.name] = op.module
+
+    @cached_property
+    def _shared(self) -> SharedBudget:
+        spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
+        left_s = max(self.end_s - time.monotonic(), 0.0)
+        return SharedBudget.of(self.alone, spans, self._communication_bytes(), left_s)
+
+    def _communication_bytes(self) -> list[int]:
+        """What is live on a sharded rank beyond what is without communication, at each op."""
+        if self.graph is self.alone:
+            return []
+        without, sharded_bytes = _live_bytes(self.alone), _live_bytes(self.graph)
+        beside: list[int] = []
+        waiting_bytes = 0
+        for op in self.graph.ops:
+            waiting_bytes = max(waiting_bytes, sharded_bytes[op.name])
+            if op.name in without:
+                beside.append(waiting_bytes - without[op.name])
+                waiting_bytes = 0
+        return beside
+
+    def plan(self, budget_bytes: int) -> BlocksPlan:
+        """The fastest plan found within the budget; its result is infeasible if none fits."""
+        began_s = time.monotonic()
+        resident_bytes = self.graph.resident.total_bytes
+        room_bytes = budget_bytes - resident_bytes
+        found = None
+        for _ in range(TRIES):
+            tried = self._composed(room_bytes)
+            if tried is None:
+                break
+            peak_bytes = simulate(self.graph, tried[1]).peak_bytes
+            if peak_bytes <= budget_bytes:
+                found = tried
+                break
+            room_bytes -= max(peak_bytes - budget_bytes, resident_bytes >> 10, 1)
+        schedules, schedule = found or self._least()
+        result = judged(
+            self.graph,
+            msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
+            budget_bytes=budget_bytes,
+            lower_bound_us=self.graph.time_us,
+            wall_s=time.monotonic() - began_s,
+            cut_short=time.monotonic() > self.end_s,
+        )
+        return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
+
+    def least_bytes(self) -> int:
+        """The least peak known."""
+        return simulate(self.graph, self._least()[1]).peak_bytes
+
+    def _least(self) -> tuple[dict[str, Schedule], Schedule]:
+        tried = self._composed(self._shared.least_room_bytes())
+        assert tried is not None
+        return tried
+
+    def _composed(self, room_bytes: int) -> tuple[dict[str, Schedule], Schedule] | None:
+        """A schedule for each block, and that of the whole step, if something fits."""
+        sequences = self._shared.sequences(room_bytes)
+        if sequences is None:
+            return None
+        schedules: dict[str, Schedule] = {}
+        steps_of: dict[str, tuple[list[Step], list[Step]]] = {}
+        for unit, sequence in zip(self.units, sequences, strict=True):
+            path, one = unit.path, self.traced.of_path[unit.path]
+            schedules[path] = _of_block(one, path, sequence)
+            steps_of[path] = self._steps_in_model(path, one, schedules[path])
+        return schedules, assembled(self.graph, steps_of, self.path_of)
+
+    def _steps_in_model(
+        self, path: str, one: DistinctBlock, schedule: Schedule
+    ) -> tuple[list[Step], list[Step]]:
+        """A block's forward and backward in names of the model's graph, communication included."""
+        match = one.at[path]
+        halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
+        half = halves[0]
+        for step in schedule.steps:
+            if isinstance(step, Free):
+                half.append(Free(match.value_of[step.value]))
+            elif isinstance(step, Compute) and step.op in match.op_of:
+                half.append(Compute(match.op_of[step.op]))
+            else:
+                half = halves[1]
+        behind = self._added(path, BEHIND_BLOCK)
+        return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
+
+    def _added(self, path: str, targets: Sequence[str]) -> tuple[list[Step], list[Step]]:
+        """A block's communication in forward and in backward."""
+        found = [op for op in self.graph.ops if op.module == path and op.target in targets]
+        return (
+            [Compute(op.name) for op in found if op.phase == "forward"],
+            [Compute(op.name) for op in found if op.phase == "backward"],
+        )
+
+
+def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """What is live while each op runs, where every op runs once."""
+    schedule = StoreAll().schedule(graph)
+    live = simulate(graph, schedule).live_bytes
+    steps = zip(schedule.steps, live, strict=True)
+    return {step.op: size for step, size in steps if isinstance(step, Compute)}
+
+
+def _of_block(one: DistinctBlock, path: str, sequence: Sequence[str]) -> Schedule:
+    """The schedule of a block's own graph that runs the given ops of the model's."""
+    graph = one.trace.graph
+    problem = Problem.of(graph)
+    name_in_block = {theirs: mine for mine, theirs in one.at[path].op_of.items()}
+    ops = [graph.op_index[name_in_block[op]] for op in sequence if op in name_in_block]
+    end = end_of_forward(problem, ops) + 1
+    return schedule_of(problem, [*ops[:end], graph.n_forward, *ops[end:]], solver="blocks")
+
+
+def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
+    """`graph` whose blocks write their new buffers when they end, not when forward does."""
+    value_of = graph.value_by_name
+    kept = tuple(
+        name
+        for name in graph.forward_outputs
+        if name in graph.outputs or value_of[name].producer not in path_of
+    )
+    return msgspec.structs.replace(graph, forward_outputs=kept)
+
+
+def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
+    """`graph` with eager's sizes for what blocks do not compute."""
+    eager = as_eager(graph).value_by_name
+    values = (
+        value if value.producer in path_of else eager[value.name] for value in graph.values
+    )  # fmt: skip
+    return msgspec.structs.replace(graph, values=tuple(values))

@@ -1,0 +1,39 @@
+"""A model with some of its submodules replaced, without a change to the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from remat.graph_capture.refuse import HOOKS
+
+
+def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """`model` with other modules in the places of some.
+
+    What holds a replaced module is copied, one module deep: the copy has the same parameters,
+    buffers and attributes, and a list of submodules and hooks of its own. All else is shared.
+    """
+    return _rebuilt(model, dict(replaced))
+
+
+def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in known:
+        return known[module]
+    children = {
+        name: child if child is None else _rebuilt(child, known)
+        for name, child in module._modules.items()
+    }
+    is_same = all(child is module._modules[name] for name, child in children.items())
+    known[module] = module if is_same else _shell(module, children)
+    return known[module]
+
+
+def _shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    shell = object.__new__(type(module))
+    shell.__dict__ = dict(module.__dict__)
+    for name in HOOKS:
+        shell.__dict__[name] = module.__dict__[name].copy()
+    shell.__dict__["_modules"] = children
+    return shell

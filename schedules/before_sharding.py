@@ -1,0 +1,32 @@
+"""The schedule of a step that was planned as sharded, for the step that is rewritten."""
+
+from __future__ import annotations
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Schedule, Step
+
+
+def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
+    """`schedule` without what `graph` does not have; the very one if it was made for it.
+
+    Where a whole model is sharded as one, communication comes first and last. What the plan does
+    after the last op of `graph`, such as to free gradients once they are reduced, is the wrapper's
+    business.
+    """
+    if schedule.graph_hash == graph.hash:
+        return schedule
+
+    def is_own(step: Step) -> bool:
+        if isinstance(step, Compute):
+            return step.op in graph.op_index
+        return step.value in graph.value_by_name
+
+    steps = [step for step in schedule.steps if is_own(step)]
+    end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
+    return Schedule.for_graph(
+        graph,
+        steps[: end + 1],
+        budget_bytes=schedule.budget_bytes,
+        solver=schedule.solver,
+        options=schedule.options,
+    )

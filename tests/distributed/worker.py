@@ -1,0 +1,207 @@
+"""What each rank runs: every case once, with what it found in a file of its own.
+
+Run as ``torchrun --nproc-per-node N tests/distributed/worker.py FOLDER CASE...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import remat
+from remat.graph_capture.memory_events import measure_rank_peak
+from remat.graph_capture.resident import storage_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.block_models import Stack, rows
+
+Found = dict[str, Any]
+N_STEPS = 3
+
+
+def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The same model on all ranks, and a batch of this rank's own."""
+    torch.manual_seed(0)
+    model = Stack()
+    torch.manual_seed(1 + dist.get_rank())
+    return model, (rows(),)
+
+
+def sharding(kind: Any, **how: str) -> remat.Sharding:
+    return remat.Sharding(kind, dist.get_world_size(), **how)
+
+
+def step(model: nn.Module, args: tuple[Tensor, ...], seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    loss: Tensor = model(*args)
+    loss.backward()
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: getattr(g, "_local_tensor", g).detach().clone() for name, g in found.items()}
+
+
+def compared(eager: nn.Module, plan: nn.Module, args: tuple[Tensor, ...]) -> Found:
+    """Losses and gradients of a few steps of both, and the measured peak of the plan's."""
+    same = True
+    for seed in range(N_STEPS):
+        losses = [step(model, args, seed).item() for model in (eager, plan)]
+        expected, found = gradients(eager), gradients(plan)
+        same = same and losses[0] == losses[1] and expected.keys() == found.keys()
+        same = same and all(torch.equal(expected[name], found[name]) for name in expected)
+        for model in (eager, plan):
+            model.zero_grad()
+    resident_bytes = storage_bytes([*plan.parameters(), *plan.buffers(), *args])
+    if isinstance(plan, DistributedDataParallel):
+        resident_bytes += sum(p.numel() * p.element_size() for p in plan.parameters())
+    peak_bytes = measure_rank_peak(lambda: step(plan, args), plan.zero_grad)
+    return {"same": same, "n": len(expected), "measured_bytes": resident_bytes + peak_bytes}
+
+
+def whole(kind: Any, wrap: Callable[[nn.Module], nn.Module]) -> Found:
+    model, args = made()
+    eager = wrap(copy.deepcopy(model))
+    predicted: list[Any] = []
+    from remat import api
+
+    def kept(*given: Any) -> Any:
+        predicted.append(agreed(*given))
+        return predicted[-1]
+
+    agreed, api.agreed = api.agreed, kept
+    fast = remat.rematerialize(
+        model, args, budget="75%", solver="cut", check=False,
+        sharding=sharding(kind), group=dist.group.WORLD,
+    )  # fmt: skip
+    api.agreed = agreed
+    plan = predicted[0]
+    found = compared(eager, wrap(fast), args)
+    said = {"predicted_bytes": plan.peak_bytes, "plan": fast.schedule.to_json().decode()}
+    return {**found, **said, "overhead": plan.overhead}
+
+
+def blocks(kind: Any, wrap: Callable[[nn.Module], nn.Module], budget: str = "80%") -> Found:
+    model, args = made()
+    eager = wrap(copy.deepcopy(model))
+    fast = remat.rematerialize_blocks(
+        model, "layers.*", args, budget=budget, check=False,
+        sharding=sharding(kind), group=dist.group.WORLD,
+    )  # fmt: skip
+    plan = remat.block_plan(fast)
+    found = compared(eager, wrap(fast), args)
+    said = {"predicted_bytes": plan.result.peak_bytes, "overhead": plan.result.overhead}
+    schedules = {path: one.to_json().decode() for path, one in plan.schedules.items()}
+    return {**found, **said, "plan": json.dumps(schedules)}
+
+
+def shard_blocks(model: nn.Module) -> nn.Module:
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def ddp_no_sync() -> Found:
+    """Two batches summed before gradients are exchanged."""
+    model, args = made()
+    eager = DistributedDataParallel(copy.deepcopy(model))
+    fast = remat.rematerialize(
+        model, args, budget="75%", solver="cut", check=False, accumulate=True,
+        sharding=sharding("ddp"), group=dist.group.WORLD,
+    )  # fmt: skip
+    found: list[dict[str, Tensor]] = []
+    for wrapped in (eager, DistributedDataParallel(fast)):
+        with wrapped.no_sync():
+            step(wrapped, args, seed=3)
+        alone = gradients(wrapped)
+        step(wrapped, args, seed=4)
+        found.append({**gradients(wrapped), "alone": alone["first.weight"]})
+    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return {"same": same, "n": len(found[0]) - 1}
+
+
+def refused(act: Callable[[], Any]) -> Found:
+    with contextlib.suppress(StopIteration):
+        try:
+            act()
+        except remat.RematError as error:
+            return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "", "text": ""}
+
+
+def another_step() -> Found:
+    """The last rank has a shorter batch."""
+    model, (x,) = made()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        x = x[:32]
+    return refused(lambda: remat.rematerialize(model, (x,), budget="75%", group=dist.group.WORLD))
+
+
+def too_little() -> Found:
+    """What the first rank raises is raised on all."""
+    model, args = made()
+    return refused(
+        lambda: remat.rematerialize_blocks(
+            model, "layers.*", args, budget="10KiB", group=dist.group.WORLD
+        )
+    )
+
+
+def sharded_first() -> Found:
+    model, args = made()
+    return refused(lambda: remat.rematerialize(shard_blocks(model), args, budget="75%"))
+
+
+def parallelised() -> Found:
+    model, args = made()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"layers.1.up": ColwiseParallel()})
+    return refused(lambda: remat.capture(model, args))
+
+
+def sharded_inside() -> Found:
+    """A module within a rewritten block is sharded, and the block is not."""
+    model, args = made()
+    fast = remat.rematerialize_blocks(model, "layers.*", args, budget="80%", check=False)
+    fully_shard(fast.get_submodule("layers.0.up"))
+    return refused(lambda: fast(*args))
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "ddp": lambda: whole("ddp", DistributedDataParallel),
+    "ddp_blocks": lambda: blocks("ddp", DistributedDataParallel),
+    "ddp_no_sync": ddp_no_sync,
+    "fsdp2": lambda: whole("fsdp2", fully_shard),
+    "fsdp2_blocks": lambda: blocks("fsdp2", shard_blocks),
+    "fsdp2_blocks_min": lambda: blocks("fsdp2", shard_blocks, "min"),
+    "another_step": another_step,
+    "too_little": too_little,
+    "sharded_first": sharded_first,
+    "parallelised": parallelised,
+    "sharded_inside": sharded_inside,
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {name: CASES[name]() for name in names or CASES}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,159 @@
+"""Planning block by block: eager's bits, the predicted peak, the user's model untouched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import remat
+from remat.blocks import block_plan
+from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
+from remat.rewriter.module import RematModule
+from tests.block_models import (
+    Beside,
+    InPart,
+    Mlp,
+    OwnAutocast,
+    Stack,
+    Twice,
+    convolutional,
+    rows,
+)
+
+Case = tuple[nn.Module, str, dict[str, Any]]
+
+
+def images() -> dict[str, Any]:
+    target = torch.randint(10, (8,))
+    args = (torch.randn(8, 3, 16, 16),)
+    return {"args": args, "loss_fn": functional.cross_entropy, "target": target}
+
+
+def whole_blocks() -> Case:
+    """The blocks are the model but for a gradient that comes expanded from a sum."""
+    chain = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(*chain), "*", {"args": (rows(),), "loss_fn": lambda out: out.sum()}
+
+
+CASES: dict[str, tuple[Callable[[], Case], int]] = {
+    "learned scale": (lambda: (Stack(), "layers.*", {"args": (rows(),)}), 1),
+    "constant scale": (
+        lambda: (Stack(), "layers.*", {"args": (rows(),), "kwargs": {"learn": False}}),
+        1,
+    ),
+    "unequal dropout": (
+        lambda: (Stack((0.1, 0.2, 0.1, 0.2)), "layers.*", {"args": (rows(),)}),
+        2,
+    ),
+    "some blocks": (lambda: (Stack(), "layers.[12]", {"args": (rows(),)}), 1),
+    "batch norm": (lambda: (convolutional(), "[1-3]", images()), 1),
+    "all": (whole_blocks, 2),
+}
+"""Each with the number of distinct blocks."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_eager_and_the_peak_is_the_predicted_one(name: str) -> None:
+    torch.manual_seed(0)
+    make, n_distinct = CASES[name]
+    model, pattern, batch = make()
+    budget = "80%" if name in ("some blocks", "batch norm") else "70%"
+    fast = remat.rematerialize_blocks(model, pattern, **batch, budget=budget, check=False)
+    plan = block_plan(fast)
+    assert plan.result.overhead > 0
+    assert plan.distinct == n_distinct
+    found = remat.check(model, fast, **batch, steps=1)
+    assert found.differences == ()
+    assert found.plan_peak_bytes <= plan.result.budget_bytes < found.baseline_peak_bytes
+    assert found.plan_peak_bytes == pytest.approx(plan.result.peak_bytes, rel=0.001)
+
+
+def test_autocast_around_the_step_is_followed() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), rows()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+        assert remat.check(model, fast, (x,), steps=1).differences == ()
+
+
+def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), rows()
+    least = block_plan(
+        remat.rematerialize_blocks(model, "layers.*", (x,), budget="min", check=False)
+    )
+    assert least.result.peak_bytes == least.result.budget_bytes
+    with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
+        remat.rematerialize_blocks(model, "layers.*", (x,), budget=least.result.peak_bytes // 2)
+    assert "Try --budget" in str(caught.value)
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), rows()
+    before = [(name, dict(vars(module))) for name, module in model.named_modules()]
+    generator = torch.get_rng_state()
+    fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="70%")
+    assert torch.equal(torch.get_rng_state(), generator)
+    for (_, attributes), module in zip(before, model.modules(), strict=True):
+        assert vars(module).keys() == attributes.keys()
+        assert all(vars(module)[name] is value for name, value in attributes.items())
+    assert list(fast.state_dict()) == list(model.state_dict())
+    assert type(fast) is Stack
+    assert isinstance(fast.layers[0], RematModule)
+    assert not isinstance(model.layers[0], RematModule)
+    for name, parameter in model.named_parameters():
+        assert fast.get_parameter(name) is parameter
+    handle = fast.register_forward_hook(lambda *_: None)
+    assert not model._forward_hooks
+    handle.remove()
+
+
+def test_eval_and_another_shape() -> None:
+    torch.manual_seed(0)
+    model, x = Stack((0.0,) * 3), rows()
+    fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+    fast.eval()
+    assert torch.equal(fast(x[:32]), copy.deepcopy(model).eval()(x[:32]))
+    fast.train()
+    with pytest.raises(RewriteError, match=r"Mlp was planned for args\[0\] = float32\[256, 64\]"):
+        fast(x[:32])
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "no match": (Stack, "blocks.*", "'blocks.*' matches no submodule of Stack; these are first,"),
+    "twice": (Twice, "layers.*", r"block layers.0 \(Mlp\) is called 2 times in a step"),
+    "beside": (
+        Beside,
+        "layers.*",
+        "block layers.0 by itself runs op add_. .* in backward, and the model",
+    ),
+    "in part": (InPart, "layers.*", "which calls parts of it from elsewhere"),
+    "autocast": (OwnAutocast, "layers.*", "under an autocast that forward enters by itself"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused(name: str) -> None:
+    make, pattern, text = REFUSED[name]
+    with pytest.raises(CaptureError, match=text):
+        remat.rematerialize_blocks(make(), pattern, (rows(),), budget="70%")
+
+
+def test_frozen_and_unplanned_blocks_are_refused() -> None:
+    model, x = Stack(), rows()
+    model.layers[1].requires_grad_(False)
+    with pytest.raises(CaptureError, match=r"block layers\.1: no parameter of Mlp requires grad"):
+        remat.rematerialize_blocks(model, "layers.*", (x,), budget="70%")
+    model.layers[1].requires_grad_(True)
+    fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+    with pytest.raises(RewriteError, match="follows a plan already"):
+        remat.rematerialize_blocks(fast, "layers.*", (x,), budget="80%")
+    with pytest.raises(RewriteError, match="follows no plan for blocks"):
+        block_plan(Mlp())
