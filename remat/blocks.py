@@ -18,7 +18,8 @@ from remat.api import (
     require_equal,
     resolve_budget,
 )
-from remat.block_planning import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.block_planning import BlockPlanner, BlocksPlan
+from remat.block_tracing import TracedBlocks, trace_blocks
 from remat.budget import parse_budget
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.pricing import price
