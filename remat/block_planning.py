@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,8 +24,11 @@ from remat.solver.result import Result, judged
 from remat.solver.sequence import end_of_forward, schedule_of
 from remat.solver.store_all import StoreAll
 
-TRIES = 24
-"""How often the room given to the blocks is changed until the whole step fits."""
+TRIES = 12
+"""How many rooms are given to the blocks, to find the fastest step that fits."""
+
+Planned = tuple[dict[str, Schedule], Schedule]
+"""A schedule for each block, and that of the whole step."""
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
@@ -41,6 +45,12 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     schedules: dict[str, Schedule]
     result: Result
     distinct: int
+
+    def __repr__(self) -> str:
+        return (
+            f"BlocksPlan({len(self.schedules)} blocks at '{self.pattern}', {self.distinct} "
+            f"distinct, {self.result})"
+        )
 
 
 class BlockPlanner:
@@ -88,19 +98,7 @@ class BlockPlanner:
     def plan(self, budget_bytes: int) -> BlocksPlan:
         """The fastest plan found within the budget; its result is infeasible if none fits."""
         began_s = time.monotonic()
-        resident_bytes = self.graph.resident.total_bytes
-        room_bytes = budget_bytes - resident_bytes
-        found = None
-        for _ in range(TRIES):
-            tried = self._composed(room_bytes)
-            if tried is None:
-                break
-            peak_bytes = simulate(self.graph, tried[1]).peak_bytes
-            if peak_bytes <= budget_bytes:
-                found = tried
-                break
-            room_bytes -= max(peak_bytes - budget_bytes, resident_bytes >> 10, 1)
-        schedules, schedule = found or self._least()
+        schedules, schedule = self._fastest(budget_bytes) or self._least()
         result = judged(
             self.graph,
             msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
@@ -111,16 +109,43 @@ class BlockPlanner:
         )
         return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
 
+    def _fastest(self, budget_bytes: int) -> Planned | None:
+        """The fastest of the compositions tried whose whole step fits; None if none does.
+
+        The knapsack does not count all that the judge counts, so the room that it is given is
+        halved in between one that fits and one that does not.
+        """
+        room_bytes = budget_bytes - self.graph.resident.total_bytes
+        low, high = self._shared.least_room_bytes(), 2 * room_bytes
+        best: Planned | None = None
+        best_us = math.inf
+        for _ in range(TRIES):
+            if high < low:
+                break
+            room_bytes = min(max(room_bytes, low), high)
+            tried = self._composed(room_bytes)
+            found = None if tried is None else simulate(self.graph, tried[1])
+            if found is None or found.peak_bytes > budget_bytes:
+                high = room_bytes - 1
+            else:
+                low = room_bytes + 1
+                if found.time_us < best_us:
+                    best, best_us = tried, found.time_us
+            if best_us <= self.graph.time_us * (1 + 1e-9):
+                break
+            room_bytes = (low + high) // 2
+        return best
+
     def least_bytes(self) -> int:
         """The least peak known."""
         return simulate(self.graph, self._least()[1]).peak_bytes
 
-    def _least(self) -> tuple[dict[str, Schedule], Schedule]:
+    def _least(self) -> Planned:
         tried = self._composed(self._shared.least_room_bytes())
         assert tried is not None
         return tried
 
-    def _composed(self, room_bytes: int) -> tuple[dict[str, Schedule], Schedule] | None:
+    def _composed(self, room_bytes: int) -> Planned | None:
         """A schedule for each block, and that of the whole step, if something fits."""
         sequences = self._shared.sequences(room_bytes)
         if sequences is None:
