@@ -47,5 +47,9 @@ class RewriteError(RematError):
     """The schedule cannot be turned into a module, or the module is misused."""
 
 
+class SignatureError(RewriteError):
+    """A rewritten module is called with another batch than it was planned for."""
+
+
 class AgreementError(RematError):
     """Ranks that are to follow one plan do not have the same step."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from remat.graph_capture.allocator import Allocated
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
-from remat.graph_capture.refuse import is_distributed
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
 
 Optimizer = Literal["none", "sgd", "momentum", "adamw"]
@@ -87,7 +86,7 @@ def storage_bytes(
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        local: Tensor = getattr(tensor, "to_local")() if is_distributed(tensor) else tensor  # noqa: B009
+        local: Tensor = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)

@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.errors import CaptureError, RewriteError
+from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.placement import check_placement
 
 
@@ -52,9 +52,9 @@ class Signature:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def require(self, leaves: list[Any], spec: Any, model: str) -> None:
-        """Raise `RewriteError`, naming the first leaf that differs from capture."""
+        """Raise `SignatureError`, naming the first leaf that differs from capture."""
         if spec != self.spec:
-            raise RewriteError(
+            raise SignatureError(
                 f"{model} was planned for arguments ({', '.join(self.names)}) and is called with "
                 "other ones. Call it as at capture, or capture and solve again"
             )
@@ -68,8 +68,8 @@ class Signature:
             elif tensor_facts(leaf) != planned:
                 raise self._mismatch(i, _shown(planned), _shown(tensor_facts(leaf)), model)
 
-    def _mismatch(self, i: int, planned: str, found: str, model: str) -> RewriteError:
-        return RewriteError(
+    def _mismatch(self, i: int, planned: str, found: str, model: str) -> SignatureError:
+        return SignatureError(
             f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. "
             "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
             "or make another plan for this one"

@@ -27,6 +27,7 @@ from remat.graph_capture.allocator import allocated_on
 from remat.graph_capture.device_table import CPU, is_in_table
 from remat.graph_capture.eager_kernels import kernels_of_eager
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.fsdp_step import on_one_rank
 from remat.graph_capture.fused_attention import FusedAttention
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint import Joint, build_joint
@@ -36,7 +37,7 @@ from remat.graph_capture.profile_file import Profile, as_profile
 from remat.graph_capture.provenance import Provenance
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.resident import Optimizer, resident_bytes
-from remat.graph_capture.sharding import NO_SHARDING, Sharding, on_one_rank
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.signature import Signature, check_batch
 from remat.graph_capture.step import LossFunction, Step
 from remat.graph_capture.ties import tied_as_one

@@ -158,9 +158,9 @@ def rematerialize(
     AgreementError : ranks of the group have different models or batches.
     RematError : the model cannot be captured, or an option is unknown.
     """
+    from remat.graph_capture.fsdp_step import on_one_rank
     from remat.graph_capture.pricing import price
     from remat.graph_capture.profile_file import as_profile
-    from remat.graph_capture.sharding import on_one_rank
     from remat.graph_capture.tracing import trace
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding

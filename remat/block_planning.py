@@ -1,33 +1,20 @@
-"""Planning a model block by block: what each block is, what it may keep, what all need together."""
+"""Planning a model block by block: what each may keep, and what the whole step then needs."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import msgspec
-from torch import nn
 
-from remat.graph_capture.block_calls import matching_blocks, watching_calls
-from remat.graph_capture.block_match import BlockMatch, match_block
+from remat.block_tracing import DistinctBlock, TracedBlocks
 from remat.graph_capture.block_units import with_units
 from remat.graph_capture.eager import as_eager
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.fsdp_step import BEFORE_BLOCK, BEHIND_BLOCK, COMMUNICATION, sharded
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.placement import resolved_device
-from remat.graph_capture.sharding import (
-    BEFORE_BLOCK,
-    BEHIND_BLOCK,
-    COMMUNICATION,
-    Sharding,
-    sharded,
-)
-from remat.graph_capture.tracing import Recipe, Trace, trace, trace_recipe
-from remat.rewriter.guards import named_state
+from remat.graph_capture.sharding import Sharding
 from remat.schedules.assemble import assembled
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
@@ -37,8 +24,11 @@ from remat.solver.result import Result, judged
 from remat.solver.sequence import end_of_forward, schedule_of
 from remat.solver.store_all import StoreAll
 
-TRIES = 24
-"""How often the room given to the blocks is changed until the whole step fits."""
+TRIES = 12
+"""How many rooms are given to the blocks, to find the fastest step that fits."""
+
+Planned = tuple[dict[str, Schedule], Schedule]
+"""A schedule for each block, and that of the whole step."""
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
@@ -56,101 +46,11 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     result: Result
     distinct: int
 
-
-@dataclass
-class DistinctBlock:
-    """A block that was traced by itself, and all those that are equal to it.
-
-    Attributes
-    ----------
-    at : where each of them is in the graph of the model, by path.
-    """
-
-    block: nn.Module
-    trace: Trace
-    at: dict[str, BlockMatch]
-
-
-@dataclass
-class TracedBlocks:
-    """A model's trace, and its blocks'."""
-
-    pattern: str
-    blocks: dict[str, nn.Module]
-    whole: Trace
-    distinct: list[DistinctBlock]
-
-    @property
-    def hash(self) -> str:
-        """Of the whole graph and the places of the blocks."""
-        return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
-
-    @cached_property
-    def of_path(self) -> dict[str, DistinctBlock]:
-        """The distinct block that each path has."""
-        return {path: one for one in self.distinct for path in one.at}
-
-
-def trace_blocks(
-    model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
-) -> TracedBlocks:
-    """Trace the whole step, and each distinct block by itself.
-
-    Raises
-    ------
-    CaptureError : a block cannot be run by itself to the same bits.
-    """
-    device = resolved_device(asked.get("device"), model)
-    blocks = matching_blocks(model, pattern, device)
-    with watching_calls(model, blocks) as calls:
-        whole = trace(model, args, kwargs, **asked)
-    distinct: list[DistinctBlock] = []
-    for path, recipe in calls.recipes().items():
-        _add_block(distinct, model, path, recipe, whole)
-    return TracedBlocks(pattern, blocks, whole, distinct)
-
-
-def _add_block(
-    distinct: list[DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
-) -> None:
-    """Count a block to one that is equal to it, or trace it."""
-    block = model.get_submodule(path)
-    for one in distinct:
-        if _looks_like(block, recipe, one):
-            try:
-                match = match_block(one.trace.joint, whole.joint, path)
-            except CaptureError:
-                continue
-            if _has_own_state(model, block, match):
-                one.at[path] = match
-                return
-    recipe = dataclasses.replace(recipe, flags=whole.recipe.flags, device=whole.recipe.device)
-    traced = trace_recipe(block, recipe)
-    match = match_block(traced.joint, whole.joint, path)
-    distinct.append(DistinctBlock(block, traced, {path: match}))
-
-
-def _looks_like(block: nn.Module, recipe: Recipe, one: DistinctBlock) -> bool:
-    """Whether class, state and inputs are those of a block that was traced."""
-    known = one.trace.recipe
-    if type(block) is not type(one.block) or recipe.signature.lines() != known.signature.lines():
-        return False
-    return _state_facts(block) == _state_facts(one.block)
-
-
-def _state_facts(block: nn.Module) -> list[Any]:
-    modes = [(path, module.training) for path, module in block.named_modules()]
-    state = [
-        (name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-        for name, t in named_state(block)
-    ]
-    return [modes, state]
-
-
-def _has_own_state(model: nn.Module, block: nn.Module, match: BlockMatch) -> bool:
-    """Whether the graph of another block takes this block's parameters in their places."""
-    own, of_model = dict(named_state(block)), dict(named_state(model))
-    return all(own[name] is of_model[theirs] for name, theirs in match.state_of.items())
+    def __repr__(self) -> str:
+        return (
+            f"BlocksPlan({len(self.schedules)} blocks at '{self.pattern}', {self.distinct} "
+            f"distinct, {self.result})"
+        )
 
 
 class BlockPlanner:
@@ -198,19 +98,7 @@ class BlockPlanner:
     def plan(self, budget_bytes: int) -> BlocksPlan:
         """The fastest plan found within the budget; its result is infeasible if none fits."""
         began_s = time.monotonic()
-        resident_bytes = self.graph.resident.total_bytes
-        room_bytes = budget_bytes - resident_bytes
-        found = None
-        for _ in range(TRIES):
-            tried = self._composed(room_bytes)
-            if tried is None:
-                break
-            peak_bytes = simulate(self.graph, tried[1]).peak_bytes
-            if peak_bytes <= budget_bytes:
-                found = tried
-                break
-            room_bytes -= max(peak_bytes - budget_bytes, resident_bytes >> 10, 1)
-        schedules, schedule = found or self._least()
+        schedules, schedule = self._fastest(budget_bytes) or self._least()
         result = judged(
             self.graph,
             msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
@@ -221,16 +109,43 @@ class BlockPlanner:
         )
         return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
 
+    def _fastest(self, budget_bytes: int) -> Planned | None:
+        """The fastest of the compositions tried whose whole step fits; None if none does.
+
+        The knapsack does not count all that the judge counts, so the room that it is given is
+        halved in between one that fits and one that does not.
+        """
+        room_bytes = budget_bytes - self.graph.resident.total_bytes
+        low, high = self._shared.least_room_bytes(), 2 * room_bytes
+        best: Planned | None = None
+        best_us = math.inf
+        for _ in range(TRIES):
+            if high < low:
+                break
+            room_bytes = min(max(room_bytes, low), high)
+            tried = self._composed(room_bytes)
+            found = None if tried is None else simulate(self.graph, tried[1])
+            if found is None or found.peak_bytes > budget_bytes:
+                high = room_bytes - 1
+            else:
+                low = room_bytes + 1
+                if found.time_us < best_us:
+                    best, best_us = tried, found.time_us
+            if best_us <= self.graph.time_us * (1 + 1e-9):
+                break
+            room_bytes = (low + high) // 2
+        return best
+
     def least_bytes(self) -> int:
         """The least peak known."""
         return simulate(self.graph, self._least()[1]).peak_bytes
 
-    def _least(self) -> tuple[dict[str, Schedule], Schedule]:
+    def _least(self) -> Planned:
         tried = self._composed(self._shared.least_room_bytes())
         assert tried is not None
         return tried
 
-    def _composed(self, room_bytes: int) -> tuple[dict[str, Schedule], Schedule] | None:
+    def _composed(self, room_bytes: int) -> Planned | None:
         """A schedule for each block, and that of the whole step, if something fits."""
         sequences = self._shared.sequences(room_bytes)
         if sequences is None:

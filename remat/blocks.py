@@ -18,9 +18,10 @@ from remat.api import (
     require_equal,
     resolve_budget,
 )
-from remat.block_planning import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.block_planning import BlockPlanner, BlocksPlan
+from remat.block_tracing import TracedBlocks, trace_blocks
 from remat.budget import parse_budget
-from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.pricing import price
 from remat.graph_capture.profile_file import Profile, as_profile
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
@@ -98,7 +99,14 @@ def rematerialize_blocks(
     if is_checked(traced.whole.graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         limit_bytes = plan.result.budget_bytes if sharding.kind == "none" else None
-        require_equal(model, made, batch, limit_bytes)
+        try:
+            require_equal(model, made, batch, limit_bytes)
+        except SignatureError as error:
+            raise CaptureError(
+                f"a block is called otherwise in eager than when it is traced: {error}. Code that "
+                "looks at whether it is traced does so; pass what it would make, such as an "
+                "attention mask of four dimensions, as an argument of the model"
+            ) from error
     _plans[made] = plan
     return made
 

@@ -19,8 +19,9 @@ from remat.budget import parse_budget
 from remat.factory import Loaded
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.device_table import CPU, is_in_table
+from remat.graph_capture.fsdp_step import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.sharding import NO_SHARDING, Sharding, on_one_rank
+from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.memory_price import least_peak

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from remat.graph_capture.fsdp_step import COMMUNICATION
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.graph_capture.sharding import COMMUNICATION
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 
 

@@ -99,5 +99,15 @@ class OwnAutocast(Stack):
             return super().forward(x)
 
 
+class LooksAtTracing(Stack):
+    """Passes its blocks a mask only while it is traced."""
+
+    def forward(self, x: Tensor, *, learn: bool = True) -> Tensor:
+        mask = None if type(x) is Tensor else torch.ones(1)
+        for layer in self.layers:
+            x = layer(x, mask=mask)[0]
+        return x.mean()
+
+
 def rows() -> Tensor:
     return torch.randn(ROWS, WIDTH)

@@ -18,6 +18,7 @@ from remat.rewriter.module import RematModule
 from tests.block_models import (
     Beside,
     InPart,
+    LooksAtTracing,
     Mlp,
     OwnAutocast,
     Stack,
@@ -135,6 +136,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "block layers.0 by itself runs op add_. .* in backward, and the model",
     ),
     "in part": (InPart, "layers.*", "which calls parts of it from elsewhere"),
+    "tracing": (LooksAtTracing, "layers.*", "is called otherwise in eager than when it is traced"),
     "autocast": (OwnAutocast, "layers.*", "under an autocast that forward enters by itself"),
 }
 

@@ -7,16 +7,8 @@ import pytest
 import remat
 from remat.api import unmodified
 from remat.graph_capture.errors import CaptureError, DeviceError
-from remat.graph_capture.sharding import (
-    COPY_IN,
-    GATHER,
-    REDUCE,
-    RESHARD,
-    UNSHARD,
-    UNTIMED,
-    Sharding,
-    element_bytes,
-)
+from remat.graph_capture.fsdp_step import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
+from remat.graph_capture.sharding import UNTIMED, Sharding, element_bytes
 from remat.graph_capture.tracing import trace
 from tests.block_models import ROWS, WIDTH, Stack, rows
 
