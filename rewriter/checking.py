@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import torch
@@ -14,20 +13,17 @@ from torch import Tensor, nn
 
 from remat.graph_capture.allocator import allocated_on
 from remat.graph_capture.device_table import CPU
-from remat.graph_capture.meter import Meter, StepMemory, meter_of
+from remat.graph_capture.meter import Meter, Run, StepMemory, meter_of
 from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.untouched import untouched
 from remat.rewriter.guards import constants_of
 from remat.rewriter.module import RematModule
-from remat.rewriter.outcomes import Outcome, compared
-from remat.rewriter.rng import save_rng_state, set_rng_state
+from remat.rewriter.outcomes import compared
 from remat.rewriter.shared_state import SharedState
-
-Run = Callable[[], Any]
+from remat.rewriter.step_state import STREAM, StepState
 
 ENOUGH_US = 20e6
-STREAM = "random stream"
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -106,7 +102,7 @@ def check(
     eager = _eager_run(model, batch, loss_fn)
     plan = _plan_run(module, batch, loss_fn)
     meter = meter_of(_device_of(model))
-    state = _State(model, batch, meter.device)
+    state = StepState(model, batch, meter.device)
     kept = (batch, _constants(module))
     resident = resident_bytes(
         model, kept,
@@ -202,74 +198,8 @@ def _backward(output: Any) -> None:
         torch.autograd.backward(roots, tangents)
 
 
-Measure = TypeVar("Measure")
-
-
-class _State:
-    """All that a step changes, remembered so that each run starts from the same place."""
-
-    def __init__(self, model: nn.Module, batch: Any, device: str) -> None:
-        self.model = model
-        self.batch = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
-        self.buffers = dict(model.named_buffers())
-        self.leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.leaves |= {
-            f"input {i}": t for i, t in enumerate(self.batch) if t.is_leaf and t.requires_grad
-        }
-        tensors = [*self.buffers.values(), *self.batch]
-        self.before = [(t, t.detach().clone()) for t in tensors]
-        self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
-        self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
-
-    @contextlib.contextmanager
-    def put_back(self) -> Generator[None]:
-        try:
-            yield
-        finally:
-            self.reset()
-            for name, leaf in self.leaves.items():
-                leaf.grad = self.gradients[name]
-
-    def reset(self) -> None:
-        with torch.no_grad():
-            for tensor, value in self.before:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-        for device, state in self.streams.items():
-            set_rng_state(state, device)
-        for leaf in self.leaves.values():
-            leaf.grad = None
-
-    def prepared(self, run: Callable[[], Measure], accumulate: bool) -> Measure:
-        self.reset()
-        if accumulate:
-            for leaf in self.leaves.values():
-                leaf.grad = torch.zeros_like(leaf)
-        return run()
-
-    def outcome(self, run: Run) -> Outcome:
-        """Every output, gradient and buffer after one step, by name, and the random streams."""
-        self.reset()
-        found: Outcome = {}
-        for path, leaf in pytree.tree_flatten_with_path(run())[0]:
-            found[f"output{pytree.keystr(path)}"] = _kept(leaf)
-        for name, leaf in self.leaves.items():
-            found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)
-        for name, buffer in self.buffers.items():
-            found[f"buffer {name}"] = _kept(buffer)
-        for device in self.streams:
-            name = STREAM if device == CPU else f"{STREAM} of {device}"
-            found[name] = save_rng_state(device)
-        return found
-
-
-def _kept(leaf: Any, *, copy: bool = True) -> Any:
-    """The leaf on the host, so that outcomes take no room on a device."""
-    return leaf.detach().to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf
-
-
 def _step_times(
-    state: _State, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
+    state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
 ) -> tuple[float, float]:
     """Median step times in microseconds, the two in turn so that drift hits both."""
     times: list[list[float]] = []
