@@ -11,6 +11,7 @@ from torch import nn
 
 from remat import __version__
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.placement import resolved_device
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import Recipe, trace_recipe
@@ -106,6 +107,6 @@ def load(
     require_fit(kept, model, batch, loss_fn)
     refuse_module(model, kept.device)
     with under_autocast(kept.autocast):
-        traced = trace_recipe(model, recipe_from(kept, loss_fn))
+        traced = trace_recipe(model, recipe_from(kept, loss_fn, resolved_device(None, model)))
     kept.schedule.check_made_for(traced.graph)
     return rewrite(model, kept.schedule, trace=traced, prediction=kept.prediction)

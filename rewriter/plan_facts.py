@@ -154,13 +154,14 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
         yield
 
 
-def recipe_from(plan: Plan, loss_fn: LossFunction | None) -> Recipe:
-    """How to trace the plan's step here; called under the plan's autocast."""
+def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe:
+    """How to trace the plan's step on `device`, which is here; called under the plan's autocast."""
     return Recipe(
         name=plan.model,
         signature=signature_from(plan.batch),
         loss_fn=loss_fn,
         resident=plan.resident,
         autocast=autocast_state(),
+        device=device,
         flags=(plan.told_compiling, plan.told_exporting),
     )

@@ -230,7 +230,7 @@ def under_a_dispatch_mode(it: Trainee) -> Observed:
     return it.observed(counts=counter.get_total_flops() > 0)
 
 
-class _Fails(TorchDispatchMode):
+class Fails(TorchDispatchMode):
     """Raises at one op."""
 
     def __init__(self, kind: type[BaseException], left: int) -> None:
@@ -250,7 +250,7 @@ def _after_a_failure(it: Trainee, kind: type[BaseException]) -> Observed:
     buffers = {name: b.clone() for name, b in it.module.named_buffers()}
     for left in (3, 20):
         try:
-            with _Fails(kind, left):
+            with Fails(kind, left):
                 it.step()
         except kind:
             pass
