@@ -62,7 +62,7 @@ def planned(name: str) -> tuple[Trainee, RematModule]:
     """An eager module and its rewritten one; both are copied before they are used."""
     model, args, kwargs, _, _ = make(name)
     graph = capture(model, args, kwargs)
-    return Trainee(model, args, kwargs), rewrite(model, schedule_of(graph, "cut"))
+    return Trainee(model, args, kwargs), rewrite(model, schedule_of(graph, "chen_sqrt"))
 
 
 def tried(behaviour: str, it: Trainee) -> Observed:
