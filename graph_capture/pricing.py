@@ -161,13 +161,13 @@ def _priced(op: Op, price: Price | None) -> Op:
 
 def _measured(joint: Joint, missing: dict[str, fx.Node], progress: Progress) -> dict[str, Price]:
     torch.get_rng_state()
-    prices = {SAVE_RNG_KEY: Price(_median_us(torch.get_rng_state), 0)}
+    prices = {SAVE_RNG_KEY: Price(median_us(torch.get_rng_state), 0)}
     costs: dict[str, float] = {}
     for i, (key, node) in enumerate(missing.items()):
         try:
             run = _runner(joint, node)
             require_layout(node, run(), lambda node=node: _place(joint, node))
-            costs[key] = _median_us(run)
+            costs[key] = median_us(run)
         except RuntimeError as error:
             prices[key] = _estimated(node, error)
         progress(i + 1, len(missing))
@@ -210,8 +210,8 @@ def _place(joint: Joint, node: fx.Node) -> str:
     return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)
 
 
-def _median_us(run: Callable[[], Any]) -> float:
-    """The median time of a run, the first of which has been."""
+def median_us(run: Callable[[], Any]) -> float:
+    """The median time of a run in microseconds; the first run has been."""
     times: list[float] = []
     while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < ENOUGH_S):
         start = time.perf_counter()
