@@ -17,6 +17,7 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.api import rematerialize, solve
+    from remat.compile_report import CompiledPlan, compiled_plans
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Check",
+    "CompiledPlan",
     "Front",
     "PlanCache",
     "Price",
@@ -39,6 +41,7 @@ __all__ = [
     "TrainingGraph",
     "capture",
     "check",
+    "compiled_plans",
     "least_peak",
     "plan_cache",
     "plans_of",
@@ -57,6 +60,8 @@ _LAZY = {
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",
+    "CompiledPlan": "remat.compile_report",
+    "compiled_plans": "remat.compile_report",
     "least_peak": "remat.solver.memory_price",
     "Profile": "remat.graph_capture.profile_file",
     "PlanCache": "remat.several_shapes",

@@ -9,7 +9,6 @@ generated. A kind of line that it does not know is an error, not a guess.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -90,8 +89,7 @@ def lower(
     ------
     ReplayError : the generated code has lines of an unknown kind.
     """
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        graph = copy.deepcopy(gm)
+    graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
     with _stopped_after_codegen() as found:
         try:
@@ -104,6 +102,15 @@ def lower(
     if isinstance(found[0], ReplayError):
         raise found[0]
     return found[0]
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph over the same constants and the same facts about its nodes."""
+    graph = fx.Graph()
+    results = graph.graph_copy(gm.graph, {})
+    output = graph.output(results)
+    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
+    return fx.GraphModule(gm, graph)
 
 
 class _Stopped(Exception):  # noqa: N818
