@@ -19,8 +19,8 @@ from torch._inductor.compile_fx import compile_fx
 
 from remat.budget import auto_bytes
 from remat.compile_options import CompileOptions, read_options
-from remat.compile_search import Candidate, PlanSearch
 from remat.compile_report import CompiledPlan, remember
+from remat.compile_search import Candidate, PlanSearch
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.inductor_partition import FusedStep, Pair, Partitioner, planned

@@ -7,6 +7,7 @@ until the replayed peak is right below the limit. The replayed peak alone decide
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass, field
 
@@ -21,8 +22,11 @@ from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.result import Result
 
-CLOSE = 0.985
+_LOG = logging.getLogger("remat")
+CLOSE = 0.97
 """Part of the limit from which on a plan is not tried to be improved."""
+CHEAP = 0.005
+"""Overhead below which it is not either: each try costs seconds."""
 NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
 STEP = 0.995
@@ -109,8 +113,13 @@ class PlanSearch:
             return None
         if schedule.steps not in self.tried:
             self.tried[schedule.steps] = self._candidate(schedule, result)
-        c=self.tried[schedule.steps]; print('DBG', target_bytes, result.status, c.model_peak_bytes, c.replay, c.overhead)
-        return self.tried[schedule.steps]
+        found = self.tried[schedule.steps]
+        _LOG.debug(
+            "target %d: %s, %d in the graph, %d replayed, overhead %.4f",
+            target_bytes, result.status, found.model_peak_bytes,
+            found.replay.peak_bytes, found.overhead,
+        )  # fmt: skip
+        return found
 
     def _candidate(self, schedule: Schedule, result: Result) -> Candidate:
         judged = simulate(self.step.graph, schedule)
@@ -137,7 +146,7 @@ class PlanSearch:
 
 
 def _is_enough(found: Candidate, limit_bytes: int) -> bool:
-    return found.overhead <= 0.0 or found.replay.peak_bytes >= CLOSE * limit_bytes
+    return found.overhead <= CHEAP or found.replay.peak_bytes >= CLOSE * limit_bytes
 
 
 def _next_target(

@@ -120,9 +120,7 @@ class FusedEmitter:
         return stored
 
 
-def emit_fused(
-    joint: FusedJoint, schedule: Schedule
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward graphs that carry out `schedule`, in AOTAutograd's contract.
 
     Raises

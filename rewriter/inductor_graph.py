@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import CaptureError
@@ -288,13 +289,10 @@ def build_fused(
 
 def _refuse_symbols(node: fx.Node) -> None:
     for item in (node.meta.get("val"), *tensors_of(node)):
-        is_symbolic = hasattr(item, "node") or (
-            isinstance(item, Tensor) and any(not isinstance(n, int) for n in item.shape)
-        )
-        if is_symbolic:
-            shown = list(item.shape) if isinstance(item, Tensor) else item
+        sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
             raise CaptureError(
-                f"{node.name} has a symbolic size, {shown}, and a plan is for one shape: call "
+                f"{node.name} has a symbolic size, {sizes}, and a plan is for one shape: call "
                 'torch.compile(model, backend="remat", dynamic=False), which plans for each shape '
                 "that comes, or torch._dynamo.mark_static(tensor) for the inputs that vary"
             )

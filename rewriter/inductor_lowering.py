@@ -236,7 +236,7 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
     origin = _origin(kernel)
     if origin is None:
         return None
-    given = [leaf for leaf in pytree.tree_leaves((origin.args, origin.kwargs))]
+    given = pytree.tree_leaves((origin.args, origin.kwargs))
     tensors = [leaf for leaf in given if isinstance(leaf, fx.Node)]
     real = list(kernel.inputs)
     graph = fx.Graph()
@@ -250,7 +250,7 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
         lambda leaf: stand_in[leaf] if isinstance(leaf, fx.Node) else leaf,
         (tuple(origin.args), dict(origin.kwargs)),
     )
-    made = graph.call_function(origin.target, args, kwargs)
+    made = graph.create_node("call_function", origin.target, args, kwargs)
     made.meta["val"] = origin.meta.get("val")
     return made
 

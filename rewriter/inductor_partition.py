@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
@@ -134,7 +134,7 @@ def _storage_bytes(nodes: Iterable[fx.Node], known: set[int]) -> int:
 
 def _visible_outputs(n_visible: int) -> range:
     """Which of forward's outputs users see: those after what it writes back to inputs."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     first = 0 if metadata is None else metadata.num_mutated_inp_runtime_indices
     return range(first, first + n_visible)

@@ -97,9 +97,7 @@ def _for_real() -> Generator[None]:
 
 def _result_bytes(node: fx.Node) -> int:
     given = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
-    made = {
-        storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None
-    }
+    made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None}
     return sum(size for key, size in made.items() if key not in given)
 
 
@@ -131,9 +129,7 @@ def _called(op: Op, price: Price) -> Op:
     )
 
 
-def _generated(
-    op: Op, node: fx.Node | None, bytes_per_us: float, stored: set[fx.Node]
-) -> Op:
+def _generated(op: Op, node: fx.Node | None, bytes_per_us: float, stored: set[fx.Node]) -> Op:
     if node is None:
         return op
     tensors = tensors_of(node)

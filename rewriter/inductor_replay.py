@@ -58,7 +58,7 @@ def replay(
     """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)
-    run = _Run(workspaces, held=set(lowered.inputs))
+    run = LiveStorages(workspaces, held=set(lowered.inputs))
     for name in lowered.inputs:
         run.bring(name, [run.storage(0)])
     run.carry_out(lowered)
@@ -67,11 +67,13 @@ def replay(
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
     theirs = _bytes_of(run, outputs)
     both = _bytes_of(run, kept)
-    then = _backward_run(run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:])
+    then = _backward_run(
+        run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:]
+    )
     return Replay(forward_peak, then.peak_bytes, both - theirs, theirs)
 
 
-class _Run:
+class LiveStorages:
     """Live storages by the names that hold them, while events are carried out."""
 
     def __init__(self, workspaces: Workspaces, held: set[str]) -> None:
@@ -133,22 +135,22 @@ class _Run:
             self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
 
 
-def _held_by(run: _Run, name: str | None) -> list[int]:
+def _held_by(run: LiveStorages, name: str | None) -> list[int]:
     return [] if name is None else run.names.get(name, [])
 
 
-def _bytes_of(run: _Run, storages: Sequence[list[int]]) -> int:
+def _bytes_of(run: LiveStorages, storages: Sequence[list[int]]) -> int:
     return sum(run.size_bytes[number] for number in {n for held in storages for n in held})
 
 
 def _backward_run(
-    run: _Run,
+    run: LiveStorages,
     backward: fx.GraphModule,
     workspaces: Workspaces,
     outputs: Sequence[list[int]],
     saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None],
-) -> _Run:
+) -> LiveStorages:
     """Carry out backward, on what forward has left."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
@@ -157,7 +159,9 @@ def _backward_run(
         for i, node in enumerate(placeholders)
     ]
     lowered = lower(backward, inputs, is_backward=True, visible=())
-    then = _Run(workspaces, held={"their outputs", *(str(node.target) for node in tangents)})
+    then = LiveStorages(
+        workspaces, held={"their outputs", *(str(node.target) for node in tangents)}
+    )
     then.size_bytes, then.holders = run.size_bytes, [0] * len(run.size_bytes)
     then.bring("their outputs", sorted({n for held in outputs for n in held}))
     for name, storages in zip(lowered.inputs, saved, strict=False):
@@ -167,7 +171,7 @@ def _backward_run(
     return then
 
 
-def _bring_tangents(run: _Run, names: Sequence[str], tangents: Sequence[fx.Node]) -> None:
+def _bring_tangents(run: LiveStorages, names: Sequence[str], tangents: Sequence[fx.Node]) -> None:
     made: dict[int, int] = {}
     for name, node in zip(names, tangents, strict=True):
         tensor = node.meta["val"]
