@@ -73,7 +73,7 @@ class PlanSearch:
         best: Candidate | None = None
         fitting, failing = 0, UNBOUNDED_BYTES
         target = limit_bytes
-        while len(self.tried) < self.options.replays:
+        for _ in range(self.options.replays):
             before = len(self.tried)
             found = self.solved(target)
             if found is None:

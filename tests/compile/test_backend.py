@@ -55,12 +55,12 @@ def with_batch_norm() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     layers = [
         m
-        for before, after in ((3, 16), (16, 16))
+        for before, after in ((3, 16), (16, 16), (16, 16))
         for m in (
             nn.Conv2d(before, after, 3, padding=1, bias=False),
             nn.BatchNorm2d(after),
             nn.ReLU(),
-        )  # fmt: skip
+        )
     ]
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
     return nn.Sequential(*layers, *head), torch.randn(8, 3, 16, 16)
