@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import CompileContext
@@ -22,7 +23,7 @@ from remat.compile_options import CompileOptions, read_options
 from remat.compile_report import CompiledPlan, remember
 from remat.compile_search import Candidate, PlanSearch
 from remat.formats import bytes_text
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.rewriter.inductor_partition import FusedStep, Pair, Partitioner, planned
 from remat.shared_budget import SharedBudget, shared_budget
 
@@ -41,15 +42,28 @@ def backend(
     BudgetError : no budget, one that cannot be read, or, when the graph is first run, one
         that no plan fits.
     SolverError : an unknown option or solver.
+    DeviceError : the model is not on a CPU.
     CaptureError : a shape is symbolic.
     """
     asked = read_options(options, mode=mode)
+    _require_cpu(example_inputs)
     shared = shared_budget(options)
     plan = functools.partial(_planned, asked, shared)
     outputs = gm.graph.find_nodes(op="output")[0].args
     name = _name_of(gm)
     with planned(Partitioner(plan, len(pytree.tree_leaves(outputs)), name)) as patches:
         return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _require_cpu(example_inputs: Sequence[Any]) -> None:
+    kinds = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+    others = sorted(kinds - {"cpu"})
+    if others:
+        raise DeviceError(
+            f'backend "remat" measures the workspaces of calls on a CPU, and this model is on '
+            f"{others[0]}, where its peaks would be guesses. Use remat.rematerialize, or compile "
+            "without a budget"
+        )
 
 
 def _name_of(gm: fx.GraphModule) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import CaptureError
@@ -27,7 +26,14 @@ from remat.graph_capture.node_facts import (
     target_name,
     tensors_of,
 )
-from remat.rewriter.inductor_nodes import SEEDS, is_inlined, is_reduction, is_view
+from remat.rewriter.inductor_nodes import (
+    SEEDS,
+    is_inlined,
+    is_reduction,
+    is_view,
+    place_of,
+    refuse_symbols,
+)
 
 MOST_READS = 4
 """Inductor stores a pointwise result that reads more, and is read twice."""
@@ -231,7 +237,7 @@ class _Builder:
         inputs = self._read(node)
         self.values_read[node] = tuple(outputs) if outputs else self._written(node)
         self.node_of_op[node.name] = node
-        module, source = _place(node)
+        module, source = place_of(node)
         self.ops[phase].append(
             Op(
                 node.name, target_name(node), phase, inputs, tuple(outputs),
@@ -253,24 +259,11 @@ class _Builder:
         if reads & self.overwritten:
             raise CaptureError(
                 f"backward reads {target_name(node)} of an input that forward overwrites "
-                f"({_place(node)[1]}). Give forward a copy: x.clone() before the change"
+                f"({place_of(node)[1]}). Give forward a copy: x.clone() before the change"
             )
         if node.target == SEEDS or draws_randomness(node):
             return "it draws random numbers"
         return "" if any(t is not None for t in tensors_of(node)) else "it has effects only"
-
-
-def _place(node: fx.Node) -> tuple[str, str]:
-    """Module path and ``file:line`` behind a node, as far as dynamo has noted them."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = [str(entry[0]) for entry in stack.values()]
-    module = paths[-1].removeprefix("L['self'].").removeprefix("L['fn'].") if paths else ""
-    trace = str(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return module, ""
-    file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
-    return module, f"{file}:{rest.split(',')[0]}"
 
 
 def build_fused(
@@ -283,16 +276,5 @@ def build_fused(
     CaptureError : a size is symbolic, or backward reads an input that forward overwrites.
     """
     for node in gm.graph.nodes:
-        _refuse_symbols(node)
+        refuse_symbols(node)
     return _Builder(gm, n_outputs).build(name, resident, device)
-
-
-def _refuse_symbols(node: fx.Node) -> None:
-    for item in (node.meta.get("val"), *tensors_of(node)):
-        sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
-        if any(isinstance(size, torch.SymInt) for size in sizes):
-            raise CaptureError(
-                f"{node.name} has a symbolic size, {sizes}, and a plan is for one shape: call "
-                'torch.compile(model, backend="remat", dynamic=False), which plans for each shape '
-                "that comes, or torch._dynamo.mark_static(tensor) for the inputs that vary"
-            )

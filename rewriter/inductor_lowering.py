@@ -1,9 +1,9 @@
 """What Inductor's generated code allocates and frees, read off before anything is compiled.
 
-The one module that stands on Inductor's private code. It runs `compile_fx_inner` on copies of
-the two graphs, up to and including `GraphLowering.codegen`, and reads the lines of the wrapper
-that this leaves behind: allocations, frees, reuses, and calls of kernels that are not
-generated. A kind of line that it does not know is an error, not a guess.
+With `inductor_calls`, the one place that stands on Inductor's private code. It runs
+`compile_fx_inner` on copies of the two graphs, up to and including `GraphLowering.codegen`, and
+reads the lines of the wrapper that this leaves behind: allocations, frees, reuses, and calls of
+kernels that are not generated. A kind of line that it does not know is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import compile_fx, ir
 from torch._inductor.codegen import wrapper as lines_of
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.node_facts import tensors_of
+from remat.rewriter.inductor_calls import as_laid_out
 
 EventKind = Literal["allocate", "free", "alias", "rename", "call"]
 
@@ -197,11 +195,11 @@ def _reinterpret(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Ev
 
 
 def _call_out(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    yield Event("call", line.node.get_name(), node=_as_laid_out(line.node))
+    yield Event("call", line.node.get_name(), node=as_laid_out(line.node))
 
 
 def _call(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    node = _as_laid_out(line.node)
+    node = as_laid_out(line.node)
     name = line.node.get_name()
     if type(line.node.layout).__name__ == "MultiOutputLayout":
         if node is None:
@@ -229,49 +227,3 @@ _READERS: dict[str, Callable[[GraphLowering, Any, set[str]], Iterator[Event]]] =
     "MultiOutputLine": _element,
 }
 assert set(_READERS) <= set(dir(lines_of)), "Inductor has renamed lines of its wrapper"
-
-
-def _as_laid_out(kernel: Any) -> fx.Node | None:
-    """The fx node behind a kernel, its tensor arguments with the strides they really have."""
-    origin = _origin(kernel)
-    if origin is None:
-        return None
-    given = pytree.tree_leaves((origin.args, origin.kwargs))
-    tensors = [leaf for leaf in given if isinstance(leaf, fx.Node)]
-    real = list(kernel.inputs)
-    graph = fx.Graph()
-    stand_in: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(tensors):
-        if node not in stand_in:
-            stand_in[node] = graph.placeholder(f"arg{len(stand_in)}_1")
-            layout = real[i].maybe_get_layout() if len(real) == len(tensors) else None
-            stand_in[node].meta["val"] = _laid_out(node.meta.get("val"), layout)
-    args, kwargs = pytree.tree_map(
-        lambda leaf: stand_in[leaf] if isinstance(leaf, fx.Node) else leaf,
-        (tuple(origin.args), dict(origin.kwargs)),
-    )
-    made = graph.create_node("call_function", origin.target, args, kwargs)
-    made.meta["val"] = origin.meta.get("val")
-    return made
-
-
-def _origin(kernel: Any) -> fx.Node | None:
-    """The node that a kernel was made for."""
-    own = kernel.get_origin_node()
-    if own is not None and own.op == "call_function" and own.target == kernel.op_overload:
-        return own
-    same = [node for node in kernel.origins if node.target == kernel.op_overload]
-    if own is None and len(same) != 1:
-        return None
-    return own if own is not None and own.op == "call_function" else same[0]
-
-
-def _laid_out(like: Any, layout: Any) -> Any:
-    """`like` with the strides of `layout`, where its shape is the same."""
-    if not isinstance(like, FakeTensor) or layout is None:
-        return like
-    size, stride = [int(n) for n in layout.size], [int(n) for n in layout.stride]
-    if size != list(like.shape) or stride == list(like.stride()):
-        return like
-    with like.fake_mode:
-        return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import inductor_prims
 
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.node_facts import (
     draws_randomness,
     is_getitem,
@@ -67,3 +70,28 @@ def is_reduction(node: fx.Node) -> bool:
 def is_generated(node: fx.Node) -> bool:
     """Whether the node is computed by code that Inductor generates."""
     return is_inlined(node) or is_reduction(node) or node.target == SEEDS
+
+
+def place_of(node: fx.Node) -> tuple[str, str]:
+    """Module path and ``file:line`` behind a node, as far as dynamo has noted them."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values()]
+    module = paths[-1].removeprefix("L['self'].").removeprefix("L['fn'].") if paths else ""
+    trace = str(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return module, ""
+    file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
+    return module, f"{file}:{rest.split(',')[0]}"
+
+
+def refuse_symbols(node: fx.Node) -> None:
+    """Raise `CaptureError` where a size of what the node returns is symbolic."""
+    for item in (node.meta.get("val"), *tensors_of(node)):
+        sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise CaptureError(
+                f"{node.name} has a symbolic size, {sizes}, and a plan is for one shape: call "
+                'torch.compile(model, backend="remat", dynamic=False), which plans for each shape '
+                "that comes, or torch._dynamo.mark_static(tensor) for the inputs that vary"
+            )

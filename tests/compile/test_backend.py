@@ -204,6 +204,13 @@ def test_options_are_checked() -> None:
     refused({"budget": "60%", "replays": 0}, SolverError, "replays must be 1 or more, not 0")
 
 
+def test_other_devices_are_refused() -> None:
+    model, x = with_dropout()
+    compiled = torch.compile(model.to("meta"), backend="remat", options={"budget": "60%"})
+    with pytest.raises(BackendCompilerFailed, match="this model is on meta"):
+        compiled(x.to("meta"))
+
+
 def test_a_mode_is_refused() -> None:
     model, x = with_dropout()
     compiled = torch.compile(model, backend="remat", mode="reduce-overhead")
