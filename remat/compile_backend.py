@@ -25,7 +25,7 @@ from remat.compile_search import Candidate, PlanSearch
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.rewriter.inductor_partition import FusedStep, Pair, Partitioner, planned
-from remat.shared_budget import SharedBudget, shared_budget
+from remat.shared_budget import SharedBudget, forget_graphs, shared_budget
 
 
 def backend(
@@ -53,6 +53,9 @@ def backend(
     name = _name_of(gm)
     with planned(Partitioner(plan, len(pytree.tree_leaves(outputs)), name)) as patches:
         return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _require_cpu(example_inputs: Sequence[Any]) -> None:

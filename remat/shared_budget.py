@@ -113,3 +113,8 @@ def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
     """
     held = _known.setdefault(id(options), (options, SharedBudget()))
     return held[1]
+
+
+def forget_graphs() -> None:
+    """Forget all graphs, as dynamo does when it is reset: it will number new ones on."""
+    _known.clear()

@@ -15,6 +15,7 @@ from torch._functorch.partitioners import default_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import remat
+from remat import shared_budget
 from remat.compile_report import CompiledPlan
 from remat.compile_search import PlanSearch
 from remat.graph_capture.errors import BudgetError, CaptureError, SolverError
@@ -122,6 +123,7 @@ def test_the_backend_needs_no_import() -> None:
     assert "remat" in torch._dynamo.list_backends()
 
 
+@pytest.mark.slow
 def test_dropout_within_the_budget_beside_stock_torch() -> None:
     everything = kept(with_dropout)
     peaks, overheads = [], []
@@ -135,11 +137,14 @@ def test_dropout_within_the_budget_beside_stock_torch() -> None:
         overheads.append(plan.overhead)
     assert peaks[1] < peaks[0] < everything.peak_bytes
     assert overheads[0] <= overheads[1]
+    assert shared_budget._known, "dynamo's graphs are noted until it is reset"
     torch._dynamo.reset()
+    assert not shared_budget._known
     theirs = stock(with_dropout, 0.3)
     assert error(theirs.gradients, everything.gradients) > 0.1, "torch's dropout is right now"
 
 
+@pytest.mark.slow
 def test_batch_norm_updates_its_statistics_once() -> None:
     everything = kept(with_batch_norm)
     torch._dynamo.reset()
@@ -166,6 +171,7 @@ class Broken(nn.Module):
         return self.third(self.second(y))
 
 
+@pytest.mark.slow
 def test_several_graphs_share_the_budget() -> None:
     def make() -> tuple[nn.Module, Tensor]:
         model = Broken()
