@@ -3,9 +3,11 @@
 Trains the example GPT with dropout and the example ResNet with backend "remat" at falling
 shares of the peak that torch.compile gives them, and prints budget, predicted and measured
 peak, time and gradient error; beside them the same of torch's own activation_memory_budget.
-Errors are against the compiled step that keeps everything. Each row has a process of its own.
+Errors and times are against the compiled step that keeps everything; without dropout, errors
+are against eager in float64. Each row has a process of its own.
 Ends with status 1 if a measured peak exceeds its budget, a prediction is off by more than
-0.5 %, a peak rises as the budget falls, or a gradient is off by more than 1e-5.
+0.5 %, a peak rises as the budget falls, or gradients are further off than they
+may be.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ SIZES = {
     "gpt": {"GPT_WIDTH": "128", "GPT_HEADS": "4", "GPT_SEQ": "128", "GPT_BATCH": "8"},
     "resnet": {"RESNET_BATCH": "64"},
 }
+WITHOUT_DROPOUT = ("resnet",)
+"""Examples whose gradients can be compared with eager's in float64."""
 STEPS = 9
-TOLERANCE = 1e-5
-"""Of gradients: a reduction that is computed again in another kernel rounds differently."""
+TOLERANCE, NOISE = 1e-5, 2.0
+"""Of gradients: where there is dropout, against the step that keeps everything; else, how many
+times further from the truth than that step they may be. Kernels that fuse differently round
+differently, and batch norm makes that larger."""
 
 
 def row(example: str, kind: str, amount: float) -> dict[str, Any]:
@@ -54,24 +60,26 @@ def complaints(example: str, found: list[dict[str, Any]]) -> list[str]:
             said.append(f"{example}: {r['peak_bytes']} measured above {r['budget_bytes']}")
         if abs(r["predicted_bytes"] / r["peak_bytes"] - 1) > 0.005:
             said.append(f"{example}: predicted {r['predicted_bytes']}, measured {r['peak_bytes']}")
-        if r["gradient_error"] > TOLERANCE:
+        noise = NOISE * r["kept_error"] if "kept_error" in r else TOLERANCE
+        if r.get("true_error", r["gradient_error"]) > noise:
             said.append(f"{example}: gradients off by {r['gradient_error']}")
     if any(less["peak_bytes"] > more["peak_bytes"] for more, less in pairwise(rows)):
         said.append(f"{example}: the measured peak rises as the budget falls")
     return said + [f"{example}: {r['error']}" for r in found if "error" in r]
 
 
-def shown(example: str, name: str, found: dict[str, Any], base: dict[str, Any]) -> str:
-    """One line of the table; peaks in MB of 10⁶ bytes, times against torch.compile's."""
+def shown(example: str, name: str, found: dict[str, Any]) -> str:
+    """One line of the table; peaks in MB of 10⁶ bytes."""
     head = f"{example:7}{name:11}"
     if "error" in found:
         return head + found["error"][:90]
     peaks = [found.get("budget_bytes"), found.get("predicted_bytes"), found["peak_bytes"]]
-    slower = 100 * (found["step_s"] / base["step_s"] - 1)
+    slower = 100 * (found["step_s"] / found["kept_step_s"] - 1)
+    off = found.get("true_error", found["gradient_error"])
     return (
         head
         + "".join(f"{peak / 1e6:10.2f}" if peak else f"{'-':>10}" for peak in peaks)
-        + f"{slower:9.1f} %{found['gradient_error']:12.1e}"
+        + f"{slower:9.1f} %{off:12.1e}"
         + (f"{100 * found['overhead']:9.1f} %{found['search_s']:8.0f}" if peaks[0] else "")
     )
 
@@ -81,15 +89,15 @@ def measured(example: str, percents: list[int], shares: list[float]) -> dict[str
     base = row(example, "stock", 1.0)
     if "error" in base:
         raise SystemExit(base["error"])
-    print(shown(example, "stock", base, base), flush=True)
+    print(shown(example, "stock", base), flush=True)
     ours: list[dict[str, Any]] = []
     for percent in percents:
         ours.append(row(example, "ours", percent))
-        print(shown(example, f"ours {percent} %", ours[-1], base), flush=True)
+        print(shown(example, f"ours {percent} %", ours[-1]), flush=True)
     theirs: list[dict[str, Any]] = []
     for share in shares:
         theirs.append(row(example, "stock", share))
-        print(shown(example, f"stock {share}", theirs[-1], base), flush=True)
+        print(shown(example, f"stock {share}", theirs[-1]), flush=True)
     return {"stock": base, "ours": ours, "stock_budgets": theirs}
 
 

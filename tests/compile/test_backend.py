@@ -113,10 +113,18 @@ def stock(make: Any, share: float) -> Ran:
         return run(model, torch.compile(model, options={"fx_graph_cache": False}), x)
 
 
+def in_double(make: Any) -> list[Tensor]:
+    """Gradients of an eager step in float64: kernels that fuse differently round differently."""
+    model, x = make()
+    model.double()(x.double()).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Largest relative difference of two lists of tensors."""
     pairs = zip(found, expected, strict=True)
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+    doubles = ((a.double(), b.double()) for a, b in pairs)
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in doubles)
 
 
 def test_the_backend_needs_no_import() -> None:
@@ -150,7 +158,8 @@ def test_batch_norm_updates_its_statistics_once() -> None:
     torch._dynamo.reset()
     plan, ran = planned(with_batch_norm, budget="80%")
     assert plan.recomputed > 0
-    assert error(ran.gradients, everything.gradients) < 1e-5
+    truth = in_double(with_batch_norm)
+    assert error(ran.gradients, truth) < 2 * error(everything.gradients, truth)
     assert error(ran.buffers, everything.buffers) < 1e-6
     assert ran.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.005)
