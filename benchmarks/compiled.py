@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,21 +85,18 @@ def shown(example: str, name: str, found: dict[str, Any]) -> str:
     )
 
 
-def measured(example: str, percents: list[int], shares: list[float]) -> dict[str, Any]:
-    """All rows of one example, printed as they come."""
-    base = row(example, "stock", 1.0)
-    if "error" in base:
-        raise SystemExit(base["error"])
-    print(shown(example, "stock", base), flush=True)
-    ours: list[dict[str, Any]] = []
+def measured(example: str, percents: list[int], shares: list[float]) -> Iterator[dict[str, Any]]:
+    """All rows of one example, printed as they come; yielded after each, to be kept."""
+    rows: dict[str, Any] = {"stock": row(example, "stock", 1.0), "ours": [], "stock_budgets": []}
+    print(shown(example, "stock", rows["stock"]), flush=True)
     for percent in percents:
-        ours.append(row(example, "ours", percent))
-        print(shown(example, f"ours {percent} %", ours[-1]), flush=True)
-    theirs: list[dict[str, Any]] = []
+        rows["ours"].append({"percent": percent, **row(example, "ours", percent)})
+        print(shown(example, f"ours {percent} %", rows["ours"][-1]), flush=True)
+        yield rows
     for share in shares:
-        theirs.append(row(example, "stock", share))
-        print(shown(example, f"stock {share}", theirs[-1]), flush=True)
-    return {"stock": base, "ours": ours, "stock_budgets": theirs}
+        rows["stock_budgets"].append({"share": share, **row(example, "stock", share)})
+        print(shown(example, f"stock {share}", rows["stock_budgets"][-1]), flush=True)
+        yield rows
 
 
 def main() -> int:
@@ -112,13 +110,16 @@ def main() -> int:
     print(
         "example row            budget predicted  measured     time    gradients    model  search"
     )
-    kept: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "examples": {}}
+    sizes = {k: v for k, v in os.environ.items() if k.startswith(("GPT_", "RESNET_"))}
+    kept: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "sizes": {**SIZES, **sizes}}
+    kept["examples"] = {}
     failures: list[str] = []
     for example in asked.examples:
-        kept["examples"][example] = measured(example, asked.percents, asked.shares)
+        for rows in measured(example, asked.percents, asked.shares):
+            kept["examples"][example] = rows
+            if asked.out:
+                asked.out.write_text(json.dumps(kept, indent=1) + "\n")
         failures += complaints(example, kept["examples"][example]["ours"])
-    if asked.out:
-        asked.out.write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(failures) or "all as promised")
     return bool(failures)
 

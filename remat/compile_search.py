@@ -75,7 +75,7 @@ class PlanSearch:
         target = limit_bytes
         for _ in range(self.options.replays):
             before = len(self.tried)
-            found = self.solved(target)
+            found = self.solved(target) or self.solved(0)
             if found is None:
                 break
             if found.replay.peak_bytes <= limit_bytes:
