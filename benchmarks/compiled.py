@@ -55,7 +55,7 @@ def row(example: str, kind: str, amount: float) -> dict[str, Any]:
 def complaints(example: str, found: list[dict[str, Any]]) -> list[str]:
     """What is not as it should be in the rows of ours, largest budget first."""
     said: list[str] = []
-    rows = [r for r in found if "error" not in r]
+    rows = sorted((r for r in found if "error" not in r), key=lambda r: -r["budget_bytes"])
     for r in rows:
         if r["peak_bytes"] > r["budget_bytes"]:
             said.append(f"{example}: {r['peak_bytes']} measured above {r['budget_bytes']}")

@@ -50,8 +50,7 @@ def backend(
     shared = shared_budget(options)
     plan = functools.partial(_planned, asked, shared)
     outputs = gm.graph.find_nodes(op="output")[0].args
-    name = _name_of(gm)
-    with planned(Partitioner(plan, len(pytree.tree_leaves(outputs)), name)) as patches:
+    with planned(Partitioner(plan, len(pytree.tree_leaves(outputs)))) as patches:
         return compile_fx(gm, list(example_inputs), config_patches=patches)
 
 
@@ -69,14 +68,6 @@ def _require_cpu(example_inputs: Sequence[Any]) -> None:
         )
 
 
-def _name_of(gm: fx.GraphModule) -> str:
-    """The class whose forward was traced, as far as dynamo knows it."""
-    for node in gm.graph.nodes:
-        for _, kind in (node.meta.get("nn_module_stack") or {}).values():
-            return kind if isinstance(kind, str) else kind.__name__
-    return "graph"
-
-
 def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pair:
     """Choose what Inductor compiles, and note it."""
     began_s = time.monotonic()
@@ -90,7 +81,6 @@ def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pa
     shared.require(budget_bytes)
     remember(
         CompiledPlan(
-            name=step.graph.name,
             frame=f"{frame[0]}/{frame[1]}",
             budget_bytes=budget_bytes,
             peak_bytes=held_bytes + found.replay.peak_bytes,
@@ -145,7 +135,7 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
     least = held_bytes + min(c.replay.peak_bytes for c in candidates)
     return (
         f"budget {bytes_text(budget_bytes)} is below {bytes_text(least)}, the lowest peak of "
-        f"{len(candidates)} compiled plans of {search.step.graph.name} that were replayed; "
+        f"{len(candidates)} compiled plans that were replayed; "
         f"{bytes_text(held_bytes)} of it are parameters, buffers, inputs and what earlier graphs "
         f'hold. Give options={{"budget": "{-(-least // 2**20)}MiB"}}, a smaller batch, '
         '"budget": "min", or a larger "replays" to look further'

@@ -20,7 +20,7 @@ class CompiledPlan(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : class of the model. frame : dynamo's number of it, and of its compilation.
+    frame : dynamo's number of the graph, and of its compilation.
     budget_bytes : what it was planned for. peak_bytes : of its code, replayed, and what it is
         held in with: `held_bytes` of parameters, buffers, inputs and earlier graphs.
     baseline_peak_bytes : the same of the code that torch makes without a budget.
@@ -31,7 +31,6 @@ class CompiledPlan(msgspec.Struct, frozen=True):
     seconds : that the search took. schedule : None where torch's own cut fits.
     """
 
-    name: str
     frame: str
     budget_bytes: int
     peak_bytes: int
@@ -47,7 +46,7 @@ class CompiledPlan(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return (
-            f"CompiledPlan({self.name}, frame {self.frame}: peak {bytes_text(self.peak_bytes)} of "
+            f"CompiledPlan(graph {self.frame}: peak {bytes_text(self.peak_bytes)} of "
             f"{bytes_text(self.budget_bytes)}, as torch compiles it "
             f"{bytes_text(self.baseline_peak_bytes)}; {self.recomputed} computed again, overhead "
             f"{100 * self.overhead:.1f} %, {self.replays} replays, {self.seconds:.1f} s)"

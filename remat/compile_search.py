@@ -68,7 +68,8 @@ class PlanSearch:
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
         """The fastest candidate found whose code allocates no more than the limit."""
-        if stock.replay.peak_bytes <= limit_bytes and draws_once(stock.pair):
+        is_pinned = bool(self.options.keep or self.options.recompute)
+        if stock.replay.peak_bytes <= limit_bytes and draws_once(stock.pair) and not is_pinned:
             return stock
         best: Candidate | None = None
         fitting, failing = 0, UNBOUNDED_BYTES

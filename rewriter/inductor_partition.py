@@ -59,13 +59,15 @@ class FusedStep:
 
     def __init__(
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
-        static: Sequence[int], n_visible: int, name: str,
+        static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
         self._gm, self._joint_inputs, self._static = gm, joint_inputs, list(static)
         self._prices = CallPrices(gm)
         self._visible = _visible_outputs(n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-        self.joint: FusedJoint = build_fused(gm, n_outputs, name, Resident(), _device_of(inputs))
+        self.joint: FusedJoint = build_fused(
+            gm, n_outputs, "torch.compile", Resident(), _device_of(inputs)
+        )
         self.joint.graph = price_fused(self.joint, self._prices)
         known: set[int] = set()
         self.static_bytes = _storage_bytes((inputs[i] for i in self._static), known)
@@ -143,8 +145,8 @@ def _visible_outputs(n_visible: int) -> range:
 class Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `plan` and its two graphs to Inductor."""
 
-    def __init__(self, plan: Callable[[FusedStep], Pair], n_visible: int, name: str) -> None:
-        self.plan, self.n_visible, self.name = plan, n_visible, name
+    def __init__(self, plan: Callable[[FusedStep], Pair], n_visible: int) -> None:
+        self.plan, self.n_visible = plan, n_visible
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -152,7 +154,7 @@ class Partitioner(CustomPartitionerFn):
         """Called by Inductor; `plan`'s errors go through to the user."""
         step = FusedStep(
             gm, joint_inputs, kwargs["num_fwd_outputs"],
-            kwargs.get("static_lifetime_input_indices") or (), self.n_visible, self.name,
+            kwargs.get("static_lifetime_input_indices") or (), self.n_visible,
         )  # fmt: skip
         pair = self.plan(step)
         return pair.forward, pair.backward
