@@ -159,9 +159,7 @@ def _backward_run(
         for i, node in enumerate(placeholders)
     ]
     lowered = lower(backward, inputs, is_backward=True, visible=())
-    then = LiveStorages(
-        workspaces, held={"their outputs", *(str(node.target) for node in tangents)}
-    )
+    then = LiveStorages(workspaces, held={"their outputs"})
     then.size_bytes, then.holders = run.size_bytes, [0] * len(run.size_bytes)
     then.bring("their outputs", sorted({n for held in outputs for n in held}))
     for name, storages in zip(lowered.inputs, saved, strict=False):

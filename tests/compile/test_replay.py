@@ -54,8 +54,8 @@ def test_a_call_takes_its_workspace_while_it_runs() -> None:
 
 def test_what_the_caller_holds_is_not_freed() -> None:
     run = carried_out(
-        Event("allocate", "tangents_1", sizes_bytes=(100,)),
-        Event("free", "tangents_1"),
-        held={"tangents_1"},
+        Event("allocate", "primals_1", sizes_bytes=(100,)),
+        Event("free", "primals_1"),
+        held={"primals_1"},
     )
     assert run.live_bytes == 100
