@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
+    from remat.compile_report import CompiledPlan, compiled_plans
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlocksPlan",
     "Check",
+    "CompiledPlan",
     "EveryNth",
     "Front",
     "Plan",
@@ -51,6 +53,7 @@ __all__ = [
     "block_plan",
     "capture",
     "check",
+    "compiled_plans",
     "every_n_layers",
     "least_peak",
     "load",
@@ -81,6 +84,8 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "CompiledPlan": "remat.compile_report",
+    "compiled_plans": "remat.compile_report",
     "least_peak": "remat.solver.memory_price",
     "load": "remat.rewriter.loading",
     "plan_of": "remat.rewriter.loading",

@@ -1,0 +1,137 @@
+"""One row of `benchmarks.compiled`, in a process of its own: example, ours or stock, amount."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._functorch.partitioners import default_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+import remat
+from benchmarks.cell import cpu_name
+from benchmarks.compiled import ROOT, STEPS, WITHOUT_DROPOUT
+from remat.graph_capture.memory_events import measure_peak
+
+
+class KeepAll(CustomPartitionerFn):
+    """Everything that backward reads is kept: what gradients are compared with."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        """As torch cuts a step where it recomputes nothing."""
+        return default_partition(gm, joint_inputs, num_fwd_outputs=kwargs["num_fwd_outputs"])
+
+    def uuid(self) -> None:
+        """Not to be cached."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeepAll:
+        return self
+
+
+class Example:
+    """A model of examples/ with its batch and loss."""
+
+    def __init__(self, name: str) -> None:
+        made = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["factory"]()
+        self.model, self.args = made["model"], made["args"]
+        self.loss_fn, self.target = made.get("loss_fn"), made.get("target")
+
+    def step(self, compiled: Callable[..., Any]) -> None:
+        """One training step."""
+        output = compiled(*self.args)
+        loss = self.loss_fn(output, self.target) if self.loss_fn else output
+        loss.backward()
+
+    def gradients(self, compiled: Callable[..., Any]) -> list[Tensor]:
+        """Of a step from a fixed random state."""
+        self.model.zero_grad()
+        torch.manual_seed(3)
+        self.step(compiled)
+        found = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        return found
+
+    def peak_bytes(self, compiled: Callable[..., Any]) -> int:
+        """Measured, with parameters, buffers and the batch."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *pytree.tree_leaves(self.args)]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values()) + measure_peak(lambda: self.step(compiled))
+
+    def step_times(self, *compiled: Callable[..., Any]) -> list[float]:
+        """Median processor seconds of a step of each, in turn so that drift hits all."""
+        times: list[list[float]] = [[] for _ in compiled]
+        for _ in range(STEPS):
+            for taken, one in zip(times, compiled, strict=True):
+                self.model.zero_grad()
+                start = time.process_time()
+                self.step(one)
+                taken.append(time.process_time() - start)
+        return [statistics.median(taken) for taken in times]
+
+    def in_double(self) -> list[Tensor]:
+        """Gradients of an eager step in float64: the truth, where nothing is random."""
+        double = copy.deepcopy(self)
+        double.model = double.model.double()
+        is_float = torch.is_floating_point
+        double.args = pytree.tree_map(lambda t: t.double() if is_float(t) else t, self.args)
+        return double.gradients(double.model)
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest relative difference of two lists of gradients."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def stock(model: Any, **patches: Any) -> Callable[..., Any]:
+    """As Inductor compiles it; never from a cache, which holds other partitions."""
+    return torch.compile(model, options={"fx_graph_cache": False, **patches})
+
+
+def main() -> int:
+    """Print what was measured as one line of JSON."""
+    name, kind, amount = sys.argv[1], sys.argv[2], float(sys.argv[3])
+    torch.set_num_threads(1)
+    example = Example(name)
+    with functorch_config.patch(enable_autograd_cache=False):
+        kept = stock(example.model, custom_partitioner_fn=KeepAll())
+        expected = example.gradients(kept)
+        facts: dict[str, Any] = {"cpu": cpu_name(), "torch": str(torch.__version__)}
+        if kind == "ours":
+            options = {"budget": f"{amount}%"}
+            compiled = torch.compile(example.model, backend="remat", options=options)
+            gradients = example.gradients(compiled)
+            plan = remat.compiled_plans()[-1]
+            facts |= {
+                "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
+                "overhead": plan.overhead, "gap": plan.gap, "replays": plan.replays,
+                "search_s": plan.seconds, "recomputed": plan.recomputed,
+            }  # fmt: skip
+        else:
+            with functorch_config.patch(activation_memory_budget=amount):
+                compiled = stock(example.model)
+                gradients = example.gradients(compiled)
+    kept_s, step_s = example.step_times(kept, compiled)
+    facts |= {
+        "gradient_error": error(gradients, expected), "peak_bytes": example.peak_bytes(compiled),
+        "step_s": step_s, "kept_step_s": kept_s,
+    }  # fmt: skip
+    if name in WITHOUT_DROPOUT:
+        true = example.in_double()
+        facts |= {"true_error": error(gradients, true), "kept_error": error(expected, true)}
+    print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What ``torch.compile(backend="remat")`` has planned in this process, to be looked at."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import msgspec
+
+from remat.formats import bytes_text
+from remat.schedules.schedule import Schedule
+
+MOST_KEPT = 64
+_LOG = logging.getLogger("remat")
+_plans: deque[CompiledPlan] = deque(maxlen=MOST_KEPT)
+
+
+class CompiledPlan(msgspec.Struct, frozen=True):
+    """One compiled training graph.
+
+    Attributes
+    ----------
+    frame : dynamo's number of the graph, and of its compilation.
+    budget_bytes : what it was planned for. peak_bytes : of its code, replayed, and what it is
+        held in with: `held_bytes` of parameters, buffers, inputs and earlier graphs.
+    baseline_peak_bytes : the same of the code that torch makes without a budget.
+    saved_bytes : what forward leaves for backward.
+    overhead : in the model of kernels, over computing each once; 0 where torch's own cut fits.
+        gap : how far that is proved to be from the best, at the target that was solved for.
+    recomputed : kernels and calls that run again. replays : candidates whose code was replayed.
+    seconds : that the search took. schedule : None where torch's own cut fits.
+    """
+
+    frame: str
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    held_bytes: int
+    saved_bytes: int
+    overhead: float
+    gap: float
+    recomputed: int
+    replays: int
+    seconds: float
+    schedule: Schedule | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"CompiledPlan(graph {self.frame}: peak {bytes_text(self.peak_bytes)} of "
+            f"{bytes_text(self.budget_bytes)}, as torch compiles it "
+            f"{bytes_text(self.baseline_peak_bytes)}; {self.recomputed} computed again, overhead "
+            f"{100 * self.overhead:.1f} %, {self.replays} replays, {self.seconds:.1f} s)"
+        )
+
+
+def remember(plan: CompiledPlan) -> None:
+    """Keep a plan, and log it."""
+    _plans.append(plan)
+    _LOG.info("%r", plan)
+
+
+def compiled_plans() -> tuple[CompiledPlan, ...]:
+    """Plans of graphs that torch.compile has compiled here, the oldest first; 64 are kept."""
+    return tuple(_plans)

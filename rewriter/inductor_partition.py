@@ -1,0 +1,174 @@
+"""The place in torch.compile where a step is cut in two: our partitioner, and what it offers.
+
+Inductor hands over its joint graph, decomposed and after its own joint passes. A `FusedStep`
+is that graph with prices, the means to emit a schedule of it, and to replay its peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch._functorch.config as functorch_config
+from torch import Tensor, fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.node_facts import draws_randomness, is_tangent, storage_key
+from remat.rewriter.inductor_emit import emit_fused
+from remat.rewriter.inductor_graph import FusedJoint, build_fused
+from remat.rewriter.inductor_lowering import copy_of
+from remat.rewriter.inductor_nodes import SEEDS
+from remat.rewriter.inductor_prices import CallPrices, price_fused
+from remat.rewriter.inductor_replay import Replay, replay
+from remat.schedules.schedule import Schedule
+
+CONFIG: dict[str, Any] = {
+    "layout_optimization": False,
+    "allow_buffer_reuse": False,
+    "fx_graph_cache": False,
+}
+"""Inductor's configuration for a planned step.
+
+Channels-last layouts would have forward save copies of parameters, which are not seen in the
+graph; buffers of other sizes that are reused raise the peak; and a cached pair of graphs would
+come past the partitioner.
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two graphs that Inductor compiles."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+class FusedStep:
+    """One joint graph of torch.compile, to be planned.
+
+    Attributes
+    ----------
+    graph : its kernels and calls, priced, with nothing resident.
+    static_bytes, dynamic_bytes : of the inputs: parameters and buffers, and all others.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
+        static: Sequence[int], n_visible: int,
+    ) -> None:  # fmt: skip
+        self._gm, self._joint_inputs, self._static = gm, joint_inputs, list(static)
+        self._prices = CallPrices(gm)
+        self._visible = _visible_outputs(n_visible)
+        inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        self.joint: FusedJoint = build_fused(
+            gm, n_outputs, "torch.compile", Resident(), _device_of(inputs)
+        )
+        self.joint.graph = price_fused(self.joint, self._prices)
+        known: set[int] = set()
+        self.static_bytes = _storage_bytes((inputs[i] for i in self._static), known)
+        self.dynamic_bytes = _storage_bytes(inputs, known)
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The priced graph."""
+        return self.joint.graph
+
+    def emit(self, schedule: Schedule) -> Pair:
+        """The two graphs that carry out `schedule`."""
+        return Pair(*emit_fused(self.joint, schedule))
+
+    def stock(self) -> Pair:
+        """The two graphs that torch makes of the step where nothing is asked of it."""
+        with functorch_config.patch(activation_memory_budget=1.0):
+            return Pair(
+                *min_cut_rematerialization_partition(
+                    copy_of(self._gm), self._joint_inputs, compiler="inductor",
+                    num_fwd_outputs=self.joint.n_outputs,
+                    static_lifetime_input_indices=self._static,
+                )
+            )  # fmt: skip
+
+    def replay(self, pair: Pair) -> Replay:
+        """What Inductor's code for `pair` allocates.
+
+        Raises
+        ------
+        ReplayError : it cannot be read.
+        """
+        return replay(
+            pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible
+        )
+
+    def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
+        return [price.workspace_bytes for price in self._prices.of(calls)]
+
+
+def draws_once(pair: Pair) -> bool:
+    """Whether nothing that draws in forward draws again in backward."""
+    drawn = {node.name for node in pair.forward.graph.nodes if _draws(node)}
+    return not any(_draws(node) and node.name in drawn for node in pair.backward.graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.target == SEEDS or draws_randomness(node)
+
+
+def _device_of(inputs: Iterable[fx.Node]) -> str:
+    tensors = (node.meta.get("val") for node in inputs)
+    return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
+
+
+def _storage_bytes(nodes: Iterable[fx.Node], known: set[int]) -> int:
+    """Bytes of the storages of `nodes` that are not `known` yet."""
+    total = 0
+    for node in nodes:
+        tensor = node.meta.get("val")
+        if isinstance(tensor, Tensor) and storage_key(tensor) not in known:
+            known.add(storage_key(tensor))
+            total += tensor.untyped_storage().nbytes()
+    return total
+
+
+def _visible_outputs(n_visible: int) -> range:
+    """Which of forward's outputs users see: those after what it writes back to inputs."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    first = 0 if metadata is None else metadata.num_mutated_inp_runtime_indices
+    return range(first, first + n_visible)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Hands the joint graph to `plan` and its two graphs to Inductor."""
+
+    def __init__(self, plan: Callable[[FusedStep], Pair], n_visible: int) -> None:
+        self.plan, self.n_visible = plan, n_visible
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Called by Inductor; `plan`'s errors go through to the user."""
+        step = FusedStep(
+            gm, joint_inputs, kwargs["num_fwd_outputs"],
+            kwargs.get("static_lifetime_input_indices") or (), self.n_visible,
+        )  # fmt: skip
+        pair = self.plan(step)
+        return pair.forward, pair.backward
+
+    def uuid(self) -> None:
+        """No key: what is planned depends on more than the graph."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        """Inductor copies its configuration."""
+        return self
+
+
+@contextlib.contextmanager
+def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
+    """The configuration to compile under; yields what to hand Inductor as its patches."""
+    with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+        yield {**CONFIG, "custom_partitioner_fn": partitioner}

@@ -1,0 +1,156 @@
+"""Prices of a compiled step: calls as measured, generated kernels by what they write and draw."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.meter import CpuMeter
+from remat.graph_capture.node_facts import node_inputs, storage_key, tensors_of
+from remat.graph_capture.op_work import moved_bytes
+from remat.graph_capture.price_cache import Price, PriceCache
+from remat.graph_capture.pricing import ESTIMATED_BYTES_PER_US
+from remat.graph_capture.sample_inputs import price_key, sample_arguments
+from remat.rewriter.inductor_graph import FusedJoint
+from remat.rewriter.inductor_nodes import DRAWS, is_generated, is_inlined, is_reduction, is_view
+
+BANDWIDTH_KEY = "remat.bandwidth"
+BANDWIDTH_BYTES = 1 << 25
+DRAW_US_PER_ELEMENT = 6.6e-3
+"""Of Inductor's philox on one CPU thread; 0.3e-3 is what a gelu takes. Measured, torch 2.13."""
+
+
+class CallPrices:
+    """Time and workspace of calls, each distinct one measured once; they are kept on disk.
+
+    Parameters
+    ----------
+    constants : the module whose ``get_attr`` tensors the calls may read.
+    """
+
+    def __init__(self, constants: Any) -> None:
+        self.constants = constants
+        self.cache, self.meter = PriceCache(), CpuMeter()
+
+    def of(self, nodes: Iterable[fx.Node]) -> list[Price]:
+        """Prices of `nodes`, in their order."""
+        asked = list(nodes)
+        keys = [price_key(node) for node in asked]
+        missing = {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.prices}
+        if missing:
+            with _for_real():
+                self.cache.prices.update(self._measured(missing))
+            self.cache.save()
+        return [self.cache.prices[key] for key in keys]
+
+    def bytes_per_us(self) -> float:
+        """What a copy moves in a microsecond here."""
+        if BANDWIDTH_KEY not in self.cache.prices:
+            with _for_real():
+                source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8)
+                self.cache.prices[BANDWIDTH_KEY] = Price(self.meter.median_us(source.clone), 0)
+            self.cache.save()
+        return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
+
+    def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
+        found: dict[str, Price] = {}
+        costs: dict[str, float] = {}
+        for key, node in missing.items():
+            try:
+                run = self._runner(node)
+                run()
+                costs[key] = self.meter.median_us(run)
+            except (RuntimeError, NotImplementedError):
+                moved_us = moved_bytes(node) / ESTIMATED_BYTES_PER_US
+                found[key] = Price(moved_us, 0, is_estimate=True)
+        memory = measure_regions(self._runner(missing[key]) for key in costs)
+        for (key, cost_us), region in zip(costs.items(), memory, strict=True):
+            extra = max(0, region.peak_bytes - _result_bytes(missing[key]))
+            found[key] = Price(cost_us, extra)
+        return found
+
+    def _runner(self, node: fx.Node) -> Callable[[], Any]:
+        args, kwargs = sample_arguments(node, self.constants)
+        target = node.target
+        assert callable(target)
+        return lambda: target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _for_real() -> Generator[None]:
+    """Real tensors and plain kernels, in the middle of a compilation."""
+    with (
+        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(),
+        torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]),
+    ):  # fmt: skip
+        yield
+
+
+def _result_bytes(node: fx.Node) -> int:
+    given = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
+    made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None}
+    return sum(size for key, size in made.items() if key not in given)
+
+
+def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
+    """The joint's graph with costs and workspaces.
+
+    A stored pointwise result costs what it takes to write it, a reduction what it takes to
+    read, and both what they draw; what is inlined costs nothing more.
+    """
+    calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
+    found = dict(zip(calls, prices.of(calls.values()), strict=True))
+    bytes_per_us = prices.bytes_per_us()
+    stored = set(joint.node_of_op.values())
+    ops = tuple(
+        _called(op, found[op.name])
+        if op.name in found
+        else _generated(op, joint.node_of_op.get(op.name), bytes_per_us, stored)
+        for op in joint.graph.ops
+    )
+    return msgspec.structs.replace(joint.graph, ops=ops, prices="mixed")
+
+
+def _called(op: Op, price: Price) -> Op:
+    return msgspec.structs.replace(
+        op,
+        cost_us=price.cost_us,
+        workspace_bytes=price.workspace_bytes,
+        price="estimated" if price.is_estimate else "measured",
+    )
+
+
+def _generated(op: Op, node: fx.Node | None, bytes_per_us: float, stored: set[fx.Node]) -> Op:
+    if node is None:
+        return op
+    tensors = tensors_of(node)
+    if is_reduction(node):
+        tensors = [t for source in node.all_input_nodes for t in tensors_of(source)]
+    moved = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    drawn_us = DRAW_US_PER_ELEMENT * _drawn(node, stored) / torch.get_num_threads()
+    return msgspec.structs.replace(op, cost_us=moved / bytes_per_us + drawn_us, price="modelled")
+
+
+def _drawn(node: fx.Node, stored: set[fx.Node]) -> int:
+    """Random numbers that computing `node` draws, those of what is inlined into it too."""
+    found, stack, total = {node}, [node], 0
+    while stack:
+        at = stack.pop()
+        if at.target in DRAWS:
+            total += sum(t.numel() for t in tensors_of(at) if t is not None)
+        for source in node_inputs(at):
+            is_part = source not in stored and (is_inlined(source) or is_view(source))
+            if is_part and source not in found:
+                found.add(source)
+                stack.append(source)
+    return total
