@@ -31,6 +31,8 @@ NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
 STEP = 0.995
 """How far below a target that did not fit the next one is, at least."""
+LOOSER = (1.02, 1.06, 1.12, 1.2)
+"""Times the lowest peak in the graph: the code of such plans may need less than that one's."""
 UNCERTAIN = 1.1
 """What a peak that could not be replayed is multiplied by."""
 
@@ -90,14 +92,17 @@ class PlanSearch:
             is_least = found.result is not None and found.result.schedule is None
             if failing <= NARROW * fitting or (is_least and len(self.tried) == before):
                 break
+        if best is None:
+            least = self.least()
+            best = least if least and least.replay.peak_bytes <= limit_bytes else None
         return best
 
     def least(self) -> Candidate | None:
-        """The candidate of the lowest replayed peak that is found."""
+        """The candidate of the lowest replayed peak that is found, near the lowest of the graph."""
         first = self.solved(0)
         if first is None:
             return None
-        for factor in (1.02, 1.05, 1.1):
+        for factor in LOOSER:
             if len(self.tried) < self.options.replays:
                 self.solved(int(factor * first.model_peak_bytes))
         return min(self.tried.values(), key=lambda c: (c.replay.peak_bytes, c.time_us))
