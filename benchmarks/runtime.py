@@ -29,7 +29,6 @@ from torch import nn
 import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.price_cache import device_name
-from remat.graph_capture.tracing import price_for, trace
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)
@@ -83,7 +82,7 @@ def rewritten(
 ) -> tuple[remat.TrainingGraph, dict[str, remat.Result], dict[str, Callable[[], None]]]:
     """The graph, the results and the steps of plans by name; ``eager`` beside them."""
     model, args = model_and_batch(sizes, device)
-    graph = price_for(trace(model, args, device=device), device)
+    graph = remat.capture(model, args, device=device)
     results = {"keep all": remat.solve(graph, 2**62, "store_all")}
     for name, budget in budgets.items():
         results[name] = remat.solve(graph, budget, time_limit_s=time_limit_s)
