@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.kept_in_forward import live_after_forward
+from remat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,7 @@ def rows_of_graph(graph: TrainingGraph, schedule: Schedule | None = None) -> lis
     return sorted(rows, key=lambda row: -row.size_bytes)
 
 
-def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> set[str]:
-    """Names of the values that are live right after the last forward op first ran."""
-    left = {op.name for op in graph.ops if op.phase == "forward"}
-    live: set[str] = set()
-    for step in schedule.steps:
-        if isinstance(step, Compute):
-            live.update(graph.ops[graph.op_index[step.op]].outputs)
-            left.discard(step.op)
-            if not left:
-                break
-        elif isinstance(step, Fetch):
-            live.add(step.value)
-        else:
-            live.discard(step.value)
-    return live
-
-
-def _verdict(op: Op, runs: int, kept: set[str]) -> str:
+def _verdict(op: Op, runs: int, kept: frozenset[str]) -> str:
     if op.phase == "backward":
         return "run" if runs == 1 else f"recompute x{runs - 1}"
     if runs > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Free, Offload, Schedule
+from remat.schedules.schedule import Compute, Fetch, Schedule
 
 
 def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[str]:
@@ -16,7 +16,9 @@ def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[st
             left.discard(step.op)
             if not left:
                 break
-        elif isinstance(step, Free | Offload):
+        elif isinstance(step, Fetch):
+            live.add(step.value)
+        else:
             live.discard(step.value)
     return frozenset(live)
 
