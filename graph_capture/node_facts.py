@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,6 +49,15 @@ def storage_bytes(node: fx.Node, tensor: Tensor) -> int:
         if cloned is not None and 0 not in cloned.stride():
             return cloned.untyped_storage().nbytes()
     return tensor.untyped_storage().nbytes()
+
+
+def fresh_storages(node: fx.Node) -> Iterator[int]:
+    """Sizes of the storages that the node's results have and its inputs have not."""
+    seen = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
+    for tensor in tensors_of(node):
+        if tensor is not None and storage_key(tensor) not in seen:
+            seen.add(storage_key(tensor))
+            yield storage_bytes(node, tensor)
 
 
 def is_getitem(node: fx.Node) -> bool:

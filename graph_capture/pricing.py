@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +16,11 @@ from remat.graph_capture.errors import CaptureError, ProfileError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint import SAVE_RNG, Joint
 from remat.graph_capture.meter import Meter, meter_of
-from remat.graph_capture.node_facts import storage_bytes, storage_key, target_name, tensors_of
+from remat.graph_capture.node_facts import (
+    fresh_storages,
+    target_name,
+    tensors_of,
+)
 from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile
@@ -200,7 +204,7 @@ def _measured(
         progress(i + 1, len(missing))
     memory = meter.regions(_runner(joint, missing[key]) for key in costs)
     for (key, cost_us), found in zip(costs.items(), memory, strict=True):
-        traced_bytes = sum(_fresh_storages(missing[key]))
+        traced_bytes = sum(fresh_storages(missing[key]))
         kept_bytes = max(0, found.final_bytes - traced_bytes)
         workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
         workspace_bytes = allocated_on(meter.device)(workspace_bytes)
@@ -246,12 +250,3 @@ def _place(joint: Joint, node: fx.Node) -> str:
     name = next(name for name, other in joint.node_of_op.items() if other is node)
     op = joint.graph.ops[joint.graph.op_index[name]]
     return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)
-
-
-def _fresh_storages(node: fx.Node) -> Iterator[int]:
-    """Sizes of the storages that the node's results have and its inputs have not."""
-    seen = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
-    for tensor in tensors_of(node):
-        if tensor is not None and storage_key(tensor) not in seen:
-            seen.add(storage_key(tensor))
-            yield storage_bytes(node, tensor)

@@ -107,8 +107,10 @@ def _compiled_node(leaf: Any) -> Any:
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
     """Raise `RewriteError` where a checkpoint around the step would write its buffers once less."""
+    if not facts.overwrites:
+        return
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
-    if facts.overwrites and hooks and hooks[0].__module__ == "torch.utils.checkpoint":
+    if hooks and hooks[0].__module__ == "torch.utils.checkpoint":
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
             "torch.utils.checkpoint, whose second forward ends before it does so again, as eager "

@@ -27,7 +27,7 @@ _NAMESPACES: tuple[Any, ...] = (
     _C._special,
     _C._fft,
 )
-_REJECTED = (TypeError, ValueError, RuntimeError, NotImplementedError)
+_REJECTED = (TypeError, ValueError, RuntimeError)
 """What a function raises whose parameters are not those of the op."""
 
 

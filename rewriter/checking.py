@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from remat.graph_capture.allocator import allocated_on
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.meter import Meter, Run, StepMemory, meter_of
+from remat.graph_capture.placement import resolved_device
 from remat.graph_capture.resident import Optimizer, resident_bytes
 from remat.graph_capture.step import LossFunction, apply_loss
 from remat.graph_capture.untouched import untouched
@@ -101,7 +102,7 @@ def check(
     batch = (tuple(args), dict(kwargs or {}), target)
     eager = _eager_run(model, batch, loss_fn)
     plan = _plan_run(module, batch, loss_fn)
-    meter = meter_of(_device_of(model))
+    meter = meter_of(resolved_device(None, model))
     state = StepState(model, batch, meter.device)
     kept = (batch, _constants(module))
     resident = resident_bytes(
@@ -139,10 +140,6 @@ def check(
         baseline_reserved_bytes=reserved[0],
         plan_reserved_bytes=reserved[1],
     )
-
-
-def _device_of(model: nn.Module) -> str:
-    return next((str(p.device) for p in model.parameters() if p.is_cuda), CPU)
 
 
 def _reserved_bytes(peak_bytes: int, memory: StepMemory) -> int | None:

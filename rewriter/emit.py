@@ -10,7 +10,7 @@ from torch import fx
 
 from remat.graph_capture.batch_norm import AGAIN
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.graph import Op
+from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.node_facts import (
     drawn_on,
@@ -21,6 +21,7 @@ from remat.graph_capture.node_facts import (
 )
 from remat.rewriter.fewer_views import leave_out_views
 from remat.rewriter.rng import run_with_rng_state, save_rng_state
+from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 
 RNG_STATE = "rng_state_"
@@ -197,7 +198,7 @@ def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModu
     tensors saved for backward; the backward takes those, then the tangents, and returns
     the gradients.
     """
-    end = _end_of_forward(joint, schedule)
+    end = require_end_of_forward(joint.graph, schedule)
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
     forward = _start_forward(joint, again, repeated)
@@ -216,15 +217,19 @@ def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModu
     return _module(joint, forward.graph), _module(joint, backward.graph)
 
 
-def _end_of_forward(joint: Joint, schedule: Schedule) -> int:
-    """Index after the step that first computes the last forward op."""
-    left = {op.name for op in joint.graph.ops if op.phase == "forward"}
-    for i, step in enumerate(schedule.steps):
-        if isinstance(step, Compute):
-            left.discard(step.op)
-        if not left:
-            return i + 1
-    raise RewriteError(f"the schedule never computes {min(left)}")
+def require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Index after the step that first computes the last forward op.
+
+    Raises
+    ------
+    RewriteError : one is never computed.
+    """
+    end = end_of_forward(graph, schedule)
+    if end is None:
+        runs = schedule.computations()
+        never = min(op.name for op in graph.ops if op.phase == "forward" and not runs[op.name])
+        raise RewriteError(f"the schedule never computes {never}")
+    return end
 
 
 def _start_forward(joint: Joint, again: set[str], repeated: set[str]) -> PhaseEmitter:
@@ -234,7 +239,7 @@ def _start_forward(joint: Joint, again: set[str], repeated: set[str]) -> PhaseEm
     forward = PhaseEmitter(joint, lost, again, repeated)
     for node in joint.module.graph.find_nodes(op="placeholder"):
         if not is_tangent(node):
-            forward.put(node, _placeholder(forward.graph, node.name, node))
+            forward.put(node, placeholder_like(forward.graph, node.name, node))
     return forward
 
 
@@ -250,17 +255,18 @@ def _start_backward(
     def save(value: str, node: fx.Node | None) -> fx.Node:
         saved.append(forward.states[value] if node is None else forward.resolve(node))
         with backward.graph.inserting_before(first_tangent):
-            return _placeholder(backward.graph, value if node is None else node.name, saved[-1])
+            return placeholder_like(backward.graph, value if node is None else node.name, saved[-1])
 
     backward = PhaseEmitter(joint, save, again, repeated)
     tangents = [n for n in joint.module.graph.find_nodes(op="placeholder") if is_tangent(n)]
     for node in tangents:
-        backward.put(node, _placeholder(backward.graph, node.name, node))
+        backward.put(node, placeholder_like(backward.graph, node.name, node))
     first_tangent = next(iter(backward.graph.nodes))
     return backward
 
 
-def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+def placeholder_like(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+    """A new placeholder of that name, with the facts of another node."""
     node = graph.placeholder(name)
     node.meta = dict(like.meta)
     return node

@@ -55,8 +55,8 @@ class Guards:
         """Whether each module was in training mode, by its path."""
         return {"": True, **{path: mode for path, _, mode in self.modes}}
 
-    def require(self, batch: Any) -> list[Tensor]:
-        """Parameters and buffers that the step takes, a tied one once.
+    def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
+        """Parameters and buffers that the step takes, a tied one once; and the batch's leaves.
 
         Parameters
         ----------
@@ -78,7 +78,7 @@ class Guards:
             if getattr(module, attribute, None) is not tensor:
                 raise self._changed(f"attribute {path}", "one tensor", "another one")
         self._require_context()
-        return [state[i] for i in self.taken]
+        return [state[i] for i in self.taken], leaves
 
     def _require_context(self) -> None:
         now = autocast_state()

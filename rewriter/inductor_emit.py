@@ -13,6 +13,7 @@ from torch._inductor import test_operators
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint import TANGENTS
 from remat.graph_capture.node_facts import is_getitem, is_tangent
+from remat.rewriter.emit import placeholder_like, require_end_of_forward
 from remat.rewriter.inductor_graph import FusedJoint
 from remat.rewriter.inductor_nodes import is_generated, is_inlined, is_view
 from remat.schedules.schedule import Compute, Free, Schedule, Step
@@ -128,7 +129,7 @@ def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, f
     ScheduleError : the schedule was made for another graph.
     """
     schedule.check_made_for(joint.graph)
-    end = _end_of_forward(joint, schedule)
+    end = require_end_of_forward(joint.graph, schedule)
     forward = _forward(joint)
     lasting = _lasting(joint, schedule)
     for i, step in enumerate(schedule.steps[:end]):
@@ -168,17 +169,6 @@ def _is_without_version(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-def _end_of_forward(joint: FusedJoint, schedule: Schedule) -> int:
-    """Index after the step that first computes the last forward op."""
-    left = {op.name for op in joint.graph.ops if op.phase == "forward"}
-    for i, step in enumerate(schedule.steps):
-        if not left:
-            return i
-        if isinstance(step, Compute):
-            left.discard(step.op)
-    return len(schedule.steps)
-
-
 def _forward(joint: FusedJoint) -> FusedEmitter:
     def lost(node: fx.Node) -> fx.Node:
         raise RewriteError(f"the schedule reads {node.name} in forward where it is not live")
@@ -186,7 +176,7 @@ def _forward(joint: FusedJoint) -> FusedEmitter:
     forward = FusedEmitter(joint, lost)
     for node in joint.placeholders:
         if not is_tangent(node):
-            forward.put(node, _placeholder(forward.graph, node))
+            forward.put(node, placeholder_like(forward.graph, node.name, node))
     return forward
 
 
@@ -199,13 +189,13 @@ def _backward(
         if node in saved:
             raise RewriteError(f"the schedule reads {node.name} after it was dropped")
         forward.resolve(node)
-        saved[node] = _placeholder(backward.graph, node)
+        saved[node] = placeholder_like(backward.graph, node.name, node)
         return saved[node]
 
     backward = FusedEmitter(joint, save)
     for node in joint.placeholders:
         if is_tangent(node):
-            backward.put(node, _placeholder(backward.graph, node))
+            backward.put(node, placeholder_like(backward.graph, node.name, node))
     return backward
 
 
@@ -219,12 +209,6 @@ def _bring_in(
     tangents = [backward.resolve(node) for node in joint.placeholders if is_tangent(node)]
     for node in reversed([*(saved[n] for n in kept), *tangents]):
         next(iter(backward.graph.nodes)).prepend(node)
-
-
-def _placeholder(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    node = graph.placeholder(like.name)
-    node.meta = dict(like.meta)
-    return node
 
 
 def _module(joint: FusedJoint, graph: fx.Graph) -> fx.GraphModule:

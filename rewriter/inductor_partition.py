@@ -18,7 +18,8 @@ from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
-from remat.graph_capture.node_facts import draws_randomness, is_tangent, storage_key
+from remat.graph_capture.node_facts import draws_randomness, is_tangent
+from remat.graph_capture.resident import storage_bytes
 from remat.rewriter.inductor_emit import emit_fused
 from remat.rewriter.inductor_graph import FusedJoint, build_fused
 from remat.rewriter.inductor_lowering import copy_of
@@ -70,8 +71,8 @@ class FusedStep:
         )
         self.joint.graph = price_fused(self.joint, self._prices)
         known: set[int] = set()
-        self.static_bytes = _storage_bytes((inputs[i] for i in self._static), known)
-        self.dynamic_bytes = _storage_bytes(inputs, known)
+        self.static_bytes = storage_bytes((inputs[i].meta.get("val") for i in self._static), known)
+        self.dynamic_bytes = storage_bytes((node.meta.get("val") for node in inputs), known)
 
     @property
     def graph(self) -> TrainingGraph:
@@ -121,17 +122,6 @@ def _draws(node: fx.Node) -> bool:
 def _device_of(inputs: Iterable[fx.Node]) -> str:
     tensors = (node.meta.get("val") for node in inputs)
     return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
-
-
-def _storage_bytes(nodes: Iterable[fx.Node], known: set[int]) -> int:
-    """Bytes of the storages of `nodes` that are not `known` yet."""
-    total = 0
-    for node in nodes:
-        tensor = node.meta.get("val")
-        if isinstance(tensor, Tensor) and storage_key(tensor) not in known:
-            known.add(storage_key(tensor))
-            total += tensor.untyped_storage().nbytes()
-    return total
 
 
 def _visible_outputs(n_visible: int) -> range:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.meter import CpuMeter
-from remat.graph_capture.node_facts import node_inputs, storage_key, tensors_of
+from remat.graph_capture.node_facts import fresh_storages, node_inputs, tensors_of
 from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.pricing import ESTIMATED_BYTES_PER_US
@@ -70,12 +70,12 @@ class CallPrices:
                 run = self._runner(node)
                 run()
                 costs[key] = self.meter.median_us(run)
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 moved_us = moved_bytes(node) / ESTIMATED_BYTES_PER_US
                 found[key] = Price(moved_us, 0, is_estimate=True)
         memory = measure_regions(self._runner(missing[key]) for key in costs)
         for (key, cost_us), region in zip(costs.items(), memory, strict=True):
-            extra = max(0, region.peak_bytes - _result_bytes(missing[key]))
+            extra = max(0, region.peak_bytes - sum(fresh_storages(missing[key])))
             found[key] = Price(cost_us, extra)
         return found
 
@@ -94,12 +94,6 @@ def _for_real() -> Generator[None]:
         torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]),
     ):  # fmt: skip
         yield
-
-
-def _result_bytes(node: fx.Node) -> int:
-    given = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
-    made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None}
-    return sum(size for key, size in made.items() if key not in given)
 
 
 def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from remat.graph_capture.errors import RewriteError
@@ -64,11 +63,11 @@ class RematModule(SharedState, fx.GraphModule):
 
     def _step(self, batch: Any) -> Any:
         guards, step = self._guards, self._compiled_step
-        state = guards.require(batch)
+        state, leaves = guards.require(batch)
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         output = step.call(*used, *batch)
-        inputs = [*state, *pytree.tree_leaves(batch)]
+        inputs = [*state, *leaves]
         BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
         return output
 

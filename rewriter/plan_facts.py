@@ -20,7 +20,7 @@ from remat.graph_capture.signature import Signature
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.ties import tied_places
 from remat.graph_capture.tracing import Recipe, autocast_state
-from remat.rewriter.guards import named_state
+from remat.rewriter.live_state import named_state
 from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, State, TensorLeaf
 
 _LITERALS = (bool, int, str, type(None))

@@ -41,12 +41,12 @@ class SharedState:
 
     @classmethod
     def _over(cls, model: nn.Module) -> Any:
-        """The same over a copy of the original module."""
+        """The same over a copy of the original module; each kind of module says how."""
         raise NotImplementedError
 
     @classmethod
     def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function, and what it needs to make the same in another process."""
+        """A function, and what it needs to make the same elsewhere; each kind says what."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:

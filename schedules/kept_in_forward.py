@@ -6,16 +6,23 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Schedule
 
 
+def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
+    """Index after the step that first computes the last forward op; None if one never runs."""
+    left = {op.name for op in graph.ops if op.phase == "forward"}
+    for i, step in enumerate(schedule.steps):
+        if not left:
+            return i
+        if isinstance(step, Compute):
+            left.discard(step.op)
+    return None if left else len(schedule.steps)
+
+
 def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[str]:
     """Values that are live right after the last forward op first runs."""
-    left = {op.name for op in graph.ops[: graph.n_forward]}
     live: set[str] = set()
-    for step in schedule.steps:
+    for step in schedule.steps[: end_of_forward(graph, schedule)]:
         if isinstance(step, Compute):
             live.update(graph.ops[graph.op_index[step.op]].outputs)
-            left.discard(step.op)
-            if not left:
-                break
         elif isinstance(step, Fetch):
             live.add(step.value)
         else:
