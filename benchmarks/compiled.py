@@ -28,8 +28,10 @@ PERCENTS = (80, 60, 45, 30)
 SHARES = (0.5, 0.3, 0.15)
 SIZES = {
     "gpt": {"GPT_WIDTH": "128", "GPT_HEADS": "4", "GPT_SEQ": "128", "GPT_BATCH": "8"},
-    "resnet": {"RESNET_BATCH": "32"},
+    "resnet": {"RESNET_BATCH": "256"},
 }
+CHANNELS_LAST = ("resnet",)
+"""Examples laid out as convolutions on a CPU want them: else their backward takes copies."""
 WITHOUT_DROPOUT = ("resnet",)
 """Examples whose gradients can be compared with eager's in float64."""
 STEPS = 9

@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import remat
 from benchmarks.cell import cpu_name
-from benchmarks.compiled import ROOT, STEPS, WITHOUT_DROPOUT
+from benchmarks.compiled import CHANNELS_LAST, ROOT, STEPS, WITHOUT_DROPOUT
 from remat.graph_capture.memory_events import measure_peak
 
 
@@ -45,6 +45,9 @@ class Example:
         made = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["factory"]()
         self.model, self.args = made["model"], made["args"]
         self.loss_fn, self.target = made.get("loss_fn"), made.get("target")
+        if name in CHANNELS_LAST:
+            self.model = self.model.to(memory_format=torch.channels_last)
+            self.args = tuple(a.contiguous(memory_format=torch.channels_last) for a in self.args)
 
     def step(self, compiled: Callable[..., Any]) -> None:
         """One training step."""

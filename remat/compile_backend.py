@@ -50,8 +50,11 @@ def backend(
     shared = shared_budget(options)
     plan = functools.partial(_planned, asked, shared)
     outputs = gm.graph.find_nodes(op="output")[0].args
-    with planned(Partitioner(plan, len(pytree.tree_leaves(outputs)))) as patches:
-        return compile_fx(gm, list(example_inputs), config_patches=patches)
+    partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
+    with planned(partitioner) as patches:
+        return compile_fx(
+            gm, list(example_inputs), partitioner.compile_inner, config_patches=patches
+        )
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]

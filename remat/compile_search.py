@@ -1,8 +1,8 @@
 """The search for a compiled step that fits: solve, generate code, replay its peak, move on.
 
 A schedule's peak in the graph of kernels and the peak of the code that Inductor makes of it
-differ by some per cent either way, and not always alike. So the target of the solver is moved
-until the replayed peak is right below the limit. The replayed peak alone decides what fits.
+can differ by some per cent either way. So the target of the solver is moved until the replayed
+peak is right below the limit. The replayed peak alone decides what fits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
 STEP = 0.995
 """How far below a target that did not fit the next one is, at least."""
-LOOSER = (1.02, 1.06, 1.12, 1.2)
+LOOSER = (1.02, 1.06)
 """Times the lowest peak in the graph: the code of such plans may need less than that one's."""
 UNCERTAIN = 1.1
 """What a peak that could not be replayed is multiplied by."""

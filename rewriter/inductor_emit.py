@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class FusedEmitter:
     """Emits one of the two graphs, each inlined node right before the kernel that reads it.
 
     A copy stands for its node as long as all values that it reads are live: after that, it
-    would keep the dropped one alive inside Inductor. What is kept across calls is read by
+    would keep the dropped one alive inside Inductor. Nor does it outlive the next call: Inductor
+    would store what kernels on both sides of it read. What is kept across calls is read by
     kernels through `realize`, so that Inductor stores it there, and does not keep what it is
     made of to make it again in each reader; a matrix product among them would else be moved
     to where it is added. Calls read stored tensors as they are.
@@ -43,6 +44,7 @@ class FusedEmitter:
         self.demand = demand
         self.copies: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.copied: dict[str, list[fx.Node]] = {}
+        self.inlined: list[fx.Node] = []
         self.bases = {node: name for name, node in joint.base_of_value.items()}
 
     def put(self, node: fx.Node, copy: fx.Node, stored: fx.Node | None = None) -> None:
@@ -58,9 +60,7 @@ class FusedEmitter:
             if op.target != TANGENTS:
                 self._compute(self.joint.node_of_op[op.name], lasts)
         elif isinstance(step, Free):
-            for node in self.copied.pop(step.value, ()):
-                for in_kernel in (False, True):
-                    self.copies.pop((node, in_kernel), None)
+            self._forget(self.copied.pop(step.value, ()))
         else:
             raise RewriteError(
                 f"the schedule moves {step.value} to the host, which cannot be compiled: "
@@ -81,14 +81,21 @@ class FusedEmitter:
             self._put_view(node, in_kernel)
         else:
             self.put(node, self._copy(node, in_kernel=True))
+            self.inlined.append(node)
         return self.copies[node, in_kernel]
 
     def results(self, results: list[Any]) -> list[Any]:
         """Emitted nodes of some of the joint graph's results."""
         return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
 
+    def _forget(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            for in_kernel in (False, True):
+                self.copies.pop((node, in_kernel), None)
+
     def _put_view(self, node: fx.Node, in_kernel: bool) -> None:
         self.copies[node, in_kernel] = self._copy(node, in_kernel)
+        self.inlined.append(node)
         for value in self.joint.values_read[node]:
             self.copied.setdefault(value, []).append(node)
 
@@ -103,6 +110,9 @@ class FusedEmitter:
 
     def _compute(self, node: fx.Node, lasts: bool) -> None:
         copy = self._copy(node, in_kernel=is_generated(node))
+        if not is_generated(node):
+            self._forget(self.inlined)
+            self.inlined.clear()
         if not isinstance(node.meta.get("val"), (tuple, list)):
             self.put(node, copy, self._stored(node, copy) if lasts else None)
             return

@@ -37,6 +37,8 @@ from remat.rewriter.inductor_nodes import (
 
 MOST_READS = 4
 """Inductor stores a pointwise result that reads more, and is read twice."""
+MOST_LARGE_READS = 2
+"""So do we, if more of what it reads is as large as itself: one is held then instead of all."""
 
 
 @dataclass
@@ -217,8 +219,14 @@ class _Builder:
         is_result = any(reader.op == "output" for reader in readers)
         is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
         by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
-        is_heavy = len(readers) > 1 and len(self._read(node)) > MOST_READS
-        return is_result or is_crossing or by_call or is_heavy
+        return is_result or is_crossing or by_call or (len(readers) > 1 and self._is_heavy(node))
+
+    def _is_heavy(self, node: fx.Node) -> bool:
+        """Whether the node reads so much that its readers had better read it instead."""
+        reads = self._read(node)
+        made = sum(t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None)
+        large = sum(self.values[name].size_bytes >= made for name in reads)
+        return len(reads) > MOST_READS or large > MOST_LARGE_READS
 
     def _add_op(self, node: fx.Node) -> None:
         phase: Phase = "forward" if node in self.in_forward else "backward"

@@ -15,11 +15,13 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.node_facts import draws_randomness, is_tangent
 from remat.graph_capture.resident import storage_bytes
+from remat.rewriter.inductor_choices import calls_in_order
 from remat.rewriter.inductor_emit import emit_fused
 from remat.rewriter.inductor_graph import FusedJoint, build_fused
 from remat.rewriter.inductor_lowering import copy_of
@@ -43,10 +45,11 @@ come past the partitioner.
 
 @dataclass(frozen=True)
 class Pair:
-    """The two graphs that Inductor compiles."""
+    """The two graphs that Inductor compiles, and whether it must hold the order of calls."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
+    holds_order: bool = True
 
 
 class FusedStep:
@@ -91,7 +94,8 @@ class FusedStep:
                     copy_of(self._gm), self._joint_inputs, compiler="inductor",
                     num_fwd_outputs=self.joint.n_outputs,
                     static_lifetime_input_indices=self._static,
-                )
+                ),
+                holds_order=False,
             )  # fmt: skip
 
     def replay(self, pair: Pair) -> Replay:
@@ -101,9 +105,10 @@ class FusedStep:
         ------
         ReplayError : it cannot be read.
         """
-        return replay(
-            pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible
-        )
+        with calls_in_order(pair.holds_order):
+            return replay(
+                pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible
+            )
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
         return [price.workspace_bytes for price in self._prices.of(calls)]
@@ -137,6 +142,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(self, plan: Callable[[FusedStep], Pair], n_visible: int) -> None:
         self.plan, self.n_visible = plan, n_visible
+        self.holds_order = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -147,7 +153,13 @@ class Partitioner(CustomPartitionerFn):
             kwargs.get("static_lifetime_input_indices") or (), self.n_visible,
         )  # fmt: skip
         pair = self.plan(step)
+        self.holds_order = pair.holds_order
         return pair.forward, pair.backward
+
+    def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile one of the two graphs; backward's turn comes when it is first run."""
+        with calls_in_order(self.holds_order):
+            return compile_fx_inner(*args, **kwargs)
 
     def uuid(self) -> None:
         """No key: what is planned depends on more than the graph."""

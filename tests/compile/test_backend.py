@@ -165,6 +165,50 @@ def test_batch_norm_updates_its_statistics_once() -> None:
     assert plan.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.005)
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch norm, added to their input, as in a ResNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(y)) + x)
+
+
+def residual() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    blocks = [Residual(16) for _ in range(3)]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.Flatten(), nn.LazyLinear(4))
+    x = torch.randn(16, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    model(x)
+    return model.to(memory_format=torch.channels_last), x
+
+
+@pytest.mark.slow
+def test_code_allocates_what_the_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor must not fuse what is computed again with its first run."""
+    found: list[tuple[int, int]] = []
+    solved = PlanSearch.solved
+
+    def spied(self: PlanSearch, target_bytes: int) -> Any:
+        candidate = solved(self, target_bytes)
+        if candidate is not None:
+            found.append((candidate.model_peak_bytes, candidate.replay.peak_bytes))
+        return candidate
+
+    monkeypatch.setattr(PlanSearch, "solved", spied)
+    plan, ran = planned(residual, budget="50%")
+    assert plan.recomputed > 10
+    assert ran.peak_bytes <= plan.budget_bytes
+    assert plan.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.005)
+    assert min(code for _, code in found) <= 1.01 * min(model for model, _ in found), found
+
+
 class Broken(nn.Module):
     """Two halves with a graph break between them."""
 

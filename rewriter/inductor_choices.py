@@ -1,0 +1,65 @@
+"""What Inductor may put together in a planned step: kernels between the same two calls.
+
+Left alone, it fuses kernels that read the same buffers however far apart they are. One that is
+computed again then runs beside the first, and its result is held until it is read: the schedule
+is undone. For a CPU it also puts all kernels between two calls into one function, and holds
+what any of them reads or writes until that returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Generator
+from weakref import WeakKeyDictionary
+
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.virtualized import V
+
+
+class BetweenCalls(InductorChoices):
+    """Inductor's own choices, but for fusions across a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
+
+    def can_fuse(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        scheduler: Scheduler,
+        node1: BaseSchedulerNode,
+        node2: BaseSchedulerNode,
+        shared_data_score: int,
+    ) -> bool:
+        """Whether two kernels may become one; Inductor asks it of all that it could fuse."""
+        if self._call_between(scheduler, node1, node2):
+            return False
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    def _call_between(
+        self, scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode
+    ) -> bool:
+        """In the order before anything is fused."""
+        if scheduler not in self._calls:
+            self._calls[scheduler] = [n.min_order for n in scheduler.nodes if n.is_extern()]
+        calls = self._calls[scheduler]
+        first = min(node1.min_order, node2.min_order)
+        last = max(node1.max_order, node2.max_order)
+        return bisect_left(calls, first) != bisect_left(calls, last)
+
+
+@contextlib.contextmanager
+def calls_in_order(is_asked: bool) -> Generator[None]:
+    """Lower graphs so that what is between two calls stays there, if that is asked for."""
+    if not is_asked:
+        yield
+        return
+    most = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = 0
+    try:
+        with V.set_choices_handler(BetweenCalls()):
+            yield
+    finally:
+        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = most
