@@ -73,7 +73,19 @@ def rewrite(
         traced = trace if is_usable else _traced_again(model, trace.recipe)
     if compile:
         _warn_above_budget(traced, schedule)
-    step = compile_step(traced, schedule, by_inductor=compile)
+    return module_for(model, schedule, traced, prediction, by_inductor=compile)
+
+
+def module_for(
+    model: nn.Module,
+    schedule: Schedule,
+    traced: Trace,
+    prediction: Prediction | None,
+    *,
+    by_inductor: bool = False,
+) -> RematModule:
+    """The module that carries out `schedule`, over a trace that has not been compiled."""
+    step = compile_step(traced, schedule, by_inductor=by_inductor)
     return make_module(model, schedule, traced.recipe, step, prediction)
 
 
