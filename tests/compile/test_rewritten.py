@@ -184,7 +184,7 @@ def test_a_budget_that_no_code_keeps_to_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_ranks_are_refused() -> None:
     model, x = made()
-    with pytest.raises(RewriteError, match="neither a sharding nor a group.*Leave out compile"):
+    with pytest.raises(RewriteError, match=r"neither a sharding nor a group.*Leave out compile"):
         remat.rematerialize(model, (x,), budget="60%", compile=True, sharding=Sharding("ddp", 2))
 
 
@@ -205,5 +205,5 @@ def test_a_generator_of_its_own_is_refused() -> None:
     graph = remat.capture(model, (x,), loss_fn=squared)
     schedule = remat.solve(graph, "100%").schedule
     assert schedule is not None
-    with pytest.raises(RewriteError, match="generator of its own.*rewrite without compile=True"):
+    with pytest.raises(RewriteError, match=r"generator of its own.*rewrite without compile=True"):
         remat.rewrite(model, schedule, compile=True)
