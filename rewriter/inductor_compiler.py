@@ -32,9 +32,13 @@ from remat.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class _Phase:
-    """One of the two graphs as Inductor gets it, and the devices whose stream it moves."""
+    """One of the two graphs as Inductor gets it, with inputs that AOTAutograd does not know.
+
+    First `constants`, tensors that the trace took in, then the state of the stream of each device.
+    """
 
     graph: fx.GraphModule
+    constants: tuple[Tensor, ...]
     devices: tuple[str, ...]
 
 
@@ -85,6 +89,7 @@ class InductorStep:
 
     def _phase(self, gm: fx.GraphModule) -> _Phase:
         graph = copy_of(gm)
+        constants = _lift_constants(graph)
         devices = make_functional(graph)
         graph = decomposed(graph, self._mode)
         end = graph.graph.output_node()
@@ -93,7 +98,7 @@ class InductorStep:
         end.meta["user_visible_output_idxs"] = [
             i for i, result in enumerate(returned) if isinstance(result, fx.Node)
         ]
-        return _Phase(graph, devices)
+        return _Phase(graph, constants, devices)
 
     def _compiled(self, phase: _Phase, gm: fx.GraphModule, *, is_backward: bool) -> Boxed:
         _require_same_inputs(phase, gm)
@@ -102,7 +107,7 @@ class InductorStep:
             run = compile_fx_inner(
                 copy_of(phase.graph), inputs, is_backward=is_backward, static_input_idxs=()
             )
-        return _moving_streams(run, phase.devices)
+        return _with_own_inputs(run, phase)
 
 
 def code_peak_bytes(joint: Joint, schedule: Schedule) -> int:
@@ -124,7 +129,7 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
     """AOTAutograd may add inputs of its own after it has called the partitioner."""
     given = [node.target for node in gm.graph.find_nodes(op="placeholder")]
     known = [node.target for node in phase.graph.graph.find_nodes(op="placeholder")]
-    if given != known[: len(known) - len(phase.devices)]:
+    if given != known[: len(known) - len(phase.constants) - len(phase.devices)]:
         raise RewriteError(
             "AOTAutograd has changed the inputs of the step, which cannot be compiled then: "
             "rewrite without compile=True. Please report this model"
@@ -142,16 +147,36 @@ def _workspaces(prices: CallPrices, calls: Sequence[fx.Node]) -> list[int]:
     return [price.workspace_bytes for price in prices.of(map(underlying, calls))]
 
 
-def _moving_streams(run: Any, devices: tuple[str, ...]) -> Boxed:
-    """`run` with the states of the streams as last inputs, put where they are as last outputs."""
+def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
+    """Make inputs of tensors that the graph holds, in place, after its other inputs.
 
-    def moving(args: list[Any]) -> Any:
-        args.extend(save_rng_state(device) for device in devices)
+    Inductor would take the numbers of small ones into its code, where changes are not seen.
+    """
+    constants: dict[str, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in constants:
+            last = gm.graph.find_nodes(op="placeholder")[-1]
+            with gm.graph.inserting_after(last):
+                constants[name] = gm.graph.placeholder(f"constant_{len(constants)}")
+            constants[name].meta["val"] = getattr(gm, name)
+        node.replace_all_uses_with(constants[name])
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return tuple(node.meta["val"] for node in constants.values())
+
+
+def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
+    """`run` with the inputs that AOTAutograd does not know; streams are put where they are then."""
+
+    def called(args: list[Any]) -> Any:
+        args.extend(phase.constants)
+        args.extend(save_rng_state(device) for device in phase.devices)
         results: list[Any] = list(run(args))
-        for device in reversed(devices):
+        for device in reversed(phase.devices):
             state: Tensor = results.pop()
             set_rng_state(state, device)
         return results
 
-    moving._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-    return moving
+    called._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return called

@@ -188,6 +188,28 @@ def test_ranks_are_refused() -> None:
         remat.rematerialize(model, (x,), budget="60%", compile=True, sharding=Sharding("ddp", 2))
 
 
+class Scaled(nn.Module):
+    """Multiplies by a plain tensor of few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.full((8,), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_tensor_that_is_no_parameter_may_change_in_place() -> None:
+    model, x = Scaled(), torch.randn(4, 8)
+    graph = remat.capture(model, (x,), loss_fn=squared)
+    schedule = remat.solve(graph, "100%").schedule
+    assert schedule is not None
+    module = remat.rewrite(model, schedule, compile=True)
+    for _ in range(2):
+        torch.testing.assert_close(module(x), squared(model(x)))
+        model.scale.mul_(3)
+
+
 class Own(nn.Module):
     """Draws from a generator of its own."""
 
