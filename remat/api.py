@@ -134,6 +134,7 @@ def rematerialize(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
@@ -150,6 +151,9 @@ def rematerialize(
         returning. Left at None, that is done where the unmodified step fits into the
         memory that is free, and left out with a warning where it does not. With a sharding,
         whose buffers are not there yet, peaks are not compared with the budget.
+    compile : Inductor makes the code, of a plan whose code is seen to keep to the budget. Random
+        numbers are eager's; the rest is not to the bit, and is checked to a tolerance. Prices are
+        those of eager's ops: `torch.compile(model, backend="remat")` plans with Inductor's.
 
     Raises
     ------
@@ -171,27 +175,41 @@ def rematerialize(
             f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
             "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
         )
+    if compile and (sharding.kind != "none" or group is not None):
+        raise RewriteError(
+            "compile=True takes neither a sharding nor a group: Inductor's code is looked at for "
+            "one rank, without what a wrapper holds. Leave out compile=True, or train on one rank"
+        )
     traced = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target,
         optimizer=optimizer, accumulate=accumulate, sharding=sharding,
     )  # fmt: skip
 
-    def make() -> Result:
+    asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
+
+    def solved(target: str | SupportsIndex) -> Result:
         graph = on_one_rank(price(traced, profile=known), sharding)
-        asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
-        result = solve(graph, budget, solver, time_limit_s, **asked)
+        return solve(graph, target, solver, time_limit_s, **asked)
+
+    def make() -> Result:
+        result = solved(budget)
         if result.schedule is None:
             raise BudgetError(infeasible_text(result))
         return result
 
     result = agreed(make, Result, traced.graph.hash, group)
-    assert result.schedule is not None
-    schedule = before_sharding(result.schedule, traced.graph)
-    module = rewrite(model, schedule, trace=traced, prediction=predicted(result, "measured"))
+    if compile:
+        from remat.plans_for_code import compiled_within
+
+        module, is_bound = compiled_within(model, traced, solved, result, budget)
+    else:
+        assert result.schedule is not None
+        schedule = before_sharding(result.schedule, traced.graph)
+        module = rewrite(model, schedule, trace=traced, prediction=predicted(result, "measured"))
+        is_bound = sharding.kind == "none"
     if is_checked(traced.graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-        limit_bytes = result.budget_bytes if sharding.kind == "none" else None
-        require_equal(model, module, batch, limit_bytes)
+        require_equal(model, module, batch, result.budget_bytes if is_bound else None)
     return module
 
 

@@ -24,8 +24,9 @@ from remat.compile_report import CompiledPlan, remember
 from remat.compile_search import Candidate, PlanSearch
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
+from remat.one_shape import of_one_shape
 from remat.rewriter.inductor_partition import FusedStep, Pair, Partitioner, planned
-from remat.shared_budget import SharedBudget, forget_graphs, shared_budget
+from remat.shared_budget import SharedBudget, forget_graphs, shared_budget, watched
 
 
 def backend(
@@ -43,18 +44,18 @@ def backend(
         that no plan fits.
     SolverError : an unknown option or solver.
     DeviceError : the model is not on a CPU.
-    CaptureError : a shape is symbolic.
+    CaptureError : shapes were asked to be symbolic, or depend on data.
     """
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
     shared = shared_budget(options)
     plan = functools.partial(_planned, asked, shared)
+    inputs = of_one_shape(gm, example_inputs)
     outputs = gm.graph.find_nodes(op="output")[0].args
     partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
     with planned(partitioner) as patches:
-        return compile_fx(
-            gm, list(example_inputs), partitioner.compile_inner, config_patches=patches
-        )
+        call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
+    return watched(call, shared, _frame()) if _frame() in shared.noted else call
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
@@ -74,14 +75,14 @@ def _require_cpu(example_inputs: Sequence[Any]) -> None:
 def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pair:
     """Choose what Inductor compiles, and note it."""
     began_s = time.monotonic()
+    step.calls = asked.calls
     search = PlanSearch(step, asked)
     stock = search.stock()
     frame = _frame()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
     base_bytes = shared.base_bytes(frame, held_bytes + stock.replay.peak_bytes)
     budget_bytes, found = _within(asked, search, stock, held_bytes, base_bytes)
-    shared.note(frame, step, found.replay, stock.replay)
-    shared.require(budget_bytes)
+    shared.note(frame, step, found.replay, stock.replay, budget_bytes)
     remember(
         CompiledPlan(
             frame=f"{frame[0]}/{frame[1]}",

@@ -26,6 +26,8 @@ class CompileOptions:
     solver : a name of `remat.solver`'s table.
     time_limit_s : of each solve, of which there is one a replay.
     replays : most candidates whose code is generated and replayed.
+    calls : forwards of each graph that run before the first backward, where a model is called
+        more than once for a loss. Each leaves what backward needs.
     keep, recompute : globs over module paths, as `remat.solve` takes them.
     """
 
@@ -33,6 +35,7 @@ class CompileOptions:
     solver: str = "auto"
     time_limit_s: float = 10.0
     replays: int = 8
+    calls: int = 1
     keep: Globs = ()
     recompute: Globs = ()
 
@@ -78,5 +81,7 @@ def _check(options: CompileOptions) -> None:
     parse_budget(options.budget)
     solver_class(options.solver)
     check_number("time_limit_s", options.time_limit_s)
-    if isinstance(options.replays, bool) or int(options.replays) < 1:
-        raise SolverError(f"replays must be 1 or more, not {options.replays!r}")
+    for name in ("replays", "calls"):
+        count: Any = getattr(options, name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise SolverError(f"{name} must be 1 or more, not {count!r}")

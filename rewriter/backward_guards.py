@@ -36,7 +36,7 @@ class BackwardGuards:
 
     def watch(self, output: Any) -> None:
         """Hook the node behind `output`, which a forward has just returned."""
-        node = next(filter(None, map(_compiled_node, pytree.tree_leaves(output))), None)
+        node = next(filter(None, map(compiled_node, pytree.tree_leaves(output))), None)
         if node is not None:
             node.register_prehook(self._before)
             node.register_hook(self._after)
@@ -97,7 +97,7 @@ def _has_hook(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def _compiled_node(leaf: Any) -> Any:
+def compiled_node(leaf: Any) -> Any:
     """The autograd node of the compiled step behind a result; views of results have their own."""
     node = leaf.grad_fn if isinstance(leaf, Tensor) else None
     while node is not None and node.name() != _NODE:

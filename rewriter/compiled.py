@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
-from remat.graph_capture.joint import build_joint
+from remat.graph_capture.joint import Joint, build_joint
 from remat.graph_capture.tracing import Trace
 from remat.rewriter.boxed import compile_boxed
 from remat.rewriter.emit import emit
@@ -20,25 +21,32 @@ from remat.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A callable step, the two GraphModules that it runs, and facts of its gradients."""
+    """A callable step, the two GraphModules that it carries out, and facts of its gradients.
+
+    `by_inductor` says whose code it runs: Inductor's, or our own.
+    """
 
     call: Callable[..., Any]
     forward: fx.GraphModule
     backward: fx.GraphModule
     gradients: GradientFacts
+    by_inductor: bool = False
 
 
-def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
+def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False) -> CompiledStep:
     """Carry out `schedule` on a fresh trace; a trace can be compiled once.
 
     Raises
     ------
     ScheduleError : the schedule was made for another graph.
+    RewriteError : Inductor is asked for and cannot compile the step exactly.
     """
     schedule.check_made_for(trace.graph)
     trace.compiled = True
     emitted: list[fx.GraphModule] = []
     facts = gradient_facts(trace.joint)
+    make_compilers = _inductor if by_inductor else _boxed
+    compilers: list[Any] = []
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -47,15 +55,32 @@ def compile_step(trace: Trace, schedule: Schedule) -> CompiledStep:
         joint = build_joint(gm, num_fwd_outputs, recipe.name, recipe.resident, **recipe.facts())
         schedule.check_made_for(joint.graph)
         emitted.extend(emit(joint, schedule))
+        compilers.extend(make_compilers(joint, *emitted))
         return emitted[0], emitted[1]
 
     # Donated buffers serve Inductor; with them AOTAutograd refuses retain_graph=True.
-    trace.descriptors._aot_state.fw_metadata.bw_donated_idxs = []
+    state = trace.descriptors._aot_state
+    state.fw_metadata.bw_donated_idxs = []
+    # A backward compiled later would be so in the middle of the first training step.
+    state.aot_config = dataclasses.replace(
+        state.aot_config, force_non_lazy_backward_lowering=by_inductor
+    )
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
             trace.descriptors,
             partition_fn=partition,
-            fw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
-            bw_compiler=compile_boxed,  # pyright: ignore[reportArgumentType]
+            fw_compiler=lambda gm, example_inputs: compilers[0](gm, example_inputs),
+            bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
         )
-    return CompiledStep(call, emitted[0], emitted[1], facts)
+    return CompiledStep(call, emitted[0], emitted[1], facts, by_inductor)
+
+
+def _boxed(*_: Any) -> tuple[Any, Any]:
+    return compile_boxed, compile_boxed
+
+
+def _inductor(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:
+    from remat.rewriter.inductor_compiler import InductorStep
+
+    step = InductorStep(joint, forward, backward)
+    return step.compile_forward, step.compile_backward

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Generator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch._inductor.choices import InductorChoices
@@ -56,10 +57,10 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
     if not is_asked:
         yield
         return
-    most = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
-    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = 0
+    backend: Any = CppScheduling
+    most, backend.MAX_FUSED_KERNEL_ARGS_NUM = backend.MAX_FUSED_KERNEL_ARGS_NUM, 0
     try:
         with V.set_choices_handler(BetweenCalls()):
             yield
     finally:
-        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = most
+        backend.MAX_FUSED_KERNEL_ARGS_NUM = most

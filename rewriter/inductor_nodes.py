@@ -89,9 +89,14 @@ def refuse_symbols(node: fx.Node) -> None:
     """Raise `CaptureError` where a size of what the node returns is symbolic."""
     for item in (node.meta.get("val"), *tensors_of(node)):
         sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
-        if any(isinstance(size, torch.SymInt) for size in sizes):
+        if any(map(_is_symbol, sizes)):
             raise CaptureError(
                 f"{node.name} has a symbolic size, {sizes}, and a plan is for one shape: call "
                 'torch.compile(model, backend="remat", dynamic=False), which plans for each shape '
                 "that comes, or torch._dynamo.mark_static(tensor) for the inputs that vary"
             )
+
+
+def _is_symbol(size: Any) -> bool:
+    """Whether a size is not known; a symbol may stand for a number that a guard has fixed."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None

@@ -7,6 +7,7 @@ is that graph with prices, the means to emit a schedule of it, and to replay its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,11 @@ class FusedStep:
     ----------
     graph : its kernels and calls, priced, with nothing resident.
     static_bytes, dynamic_bytes : of the inputs: parameters and buffers, and all others.
+    calls : forwards that run before the first backward; all but one leave what they have saved,
+        and their inputs, beside what is replayed.
     """
+
+    calls = 1
 
     def __init__(
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
@@ -106,9 +111,19 @@ class FusedStep:
         ReplayError : it cannot be read.
         """
         with calls_in_order(pair.holds_order):
-            return replay(
+            found = replay(
                 pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible
             )
+        extra_bytes = self.left_by_others_bytes(found)
+        return dataclasses.replace(
+            found,
+            forward_peak_bytes=found.forward_peak_bytes + extra_bytes,
+            backward_peak_bytes=found.backward_peak_bytes + extra_bytes,
+        )
+
+    def left_by_others_bytes(self, found: Replay) -> int:
+        """What the other calls have left when the last one runs."""
+        return (self.calls - 1) * (found.saved_bytes + self.dynamic_bytes)
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
         return [price.workspace_bytes for price in self._prices.of(calls)]

@@ -21,13 +21,12 @@ from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.pricing import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
+from remat.rewriter.draw_price import draw_us_per_element
 from remat.rewriter.inductor_graph import FusedJoint
 from remat.rewriter.inductor_nodes import DRAWS, is_generated, is_inlined, is_reduction, is_view
 
 BANDWIDTH_KEY = "remat.bandwidth"
 BANDWIDTH_BYTES = 1 << 25
-DRAW_US_PER_ELEMENT = 6.6e-3
-"""Of Inductor's philox on one CPU thread; 0.3e-3 is what a gelu takes. Measured, torch 2.13."""
 
 
 class CallPrices:
@@ -61,6 +60,10 @@ class CallPrices:
                 self.cache.prices[BANDWIDTH_KEY] = Price(self.meter.median_us(source.clone), 0)
             self.cache.save()
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
+
+    def draw_us_per_element(self) -> float:
+        """What a random number costs here in a kernel that Inductor generates."""
+        return draw_us_per_element(self.cache)
 
     def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
         found: dict[str, Price] = {}
@@ -104,12 +107,12 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
     """
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, prices.of(calls.values()), strict=True))
-    bytes_per_us = prices.bytes_per_us()
+    bytes_per_us, draw_us = prices.bytes_per_us(), prices.draw_us_per_element()
     stored = set(joint.node_of_op.values())
     ops = tuple(
         _called(op, found[op.name])
         if op.name in found
-        else _generated(op, joint.node_of_op.get(op.name), bytes_per_us, stored)
+        else _generated(op, joint.node_of_op.get(op.name), bytes_per_us, draw_us, stored)
         for op in joint.graph.ops
     )
     return msgspec.structs.replace(joint.graph, ops=ops, prices="mixed")
@@ -124,14 +127,16 @@ def _called(op: Op, price: Price) -> Op:
     )
 
 
-def _generated(op: Op, node: fx.Node | None, bytes_per_us: float, stored: set[fx.Node]) -> Op:
+def _generated(
+    op: Op, node: fx.Node | None, bytes_per_us: float, draw_us: float, stored: set[fx.Node]
+) -> Op:
     if node is None:
         return op
     tensors = tensors_of(node)
     if is_reduction(node):
         tensors = [t for source in node.all_input_nodes for t in tensors_of(source)]
     moved = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-    drawn_us = DRAW_US_PER_ELEMENT * _drawn(node, stored) / torch.get_num_threads()
+    drawn_us = draw_us * _drawn(node, stored)
     return msgspec.structs.replace(op, cost_us=moved / bytes_per_us + drawn_us, price="modelled")
 
 

@@ -164,7 +164,10 @@ def _backward_run(
     then.bring("their outputs", sorted({n for held in outputs for n in held}))
     for name, storages in zip(lowered.inputs, saved, strict=False):
         then.bring(name, storages)
-    _bring_tangents(then, lowered.inputs[len(saved) :], tangents)
+    rest = lowered.inputs[len(saved) :]
+    _bring_tangents(then, rest[: len(tangents)], tangents)
+    for name in rest[len(tangents) :]:
+        then.bring(name, [then.storage(0)])
     then.carry_out(lowered)
     return then
 

@@ -83,6 +83,7 @@ def load(
     *,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    compile: bool = False,
 ) -> RematModule:
     """Rewrite `model` to a kept plan; nothing is measured and nothing is solved.
 
@@ -93,6 +94,7 @@ def load(
     args, kwargs, target : where given, a batch to compare with the plan's now. Without it the
         first step compares.
     loss_fn : the function of the name in the plan, where it was made with one.
+    compile : as in `rewrite`.
 
     Raises
     ------
@@ -109,4 +111,4 @@ def load(
     with under_autocast(kept.autocast):
         traced = trace_recipe(model, recipe_from(kept, loss_fn, resolved_device(None, model)))
     kept.schedule.check_made_for(traced.graph)
-    return rewrite(model, kept.schedule, trace=traced, prediction=kept.prediction)
+    return rewrite(model, kept.schedule, trace=traced, prediction=kept.prediction, compile=compile)

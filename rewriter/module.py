@@ -83,7 +83,10 @@ class RematModule(SharedState, fx.GraphModule):
     @classmethod
     def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._guards
-        made_of = (cls.schedule, guards.recipe, guards.captured_modes, cls._prediction)
+        by_inductor = cls._compiled_step.by_inductor
+        made_of = (
+            cls.schedule, guards.recipe, guards.captured_modes, cls._prediction, by_inductor
+        )  # fmt: skip
         return restored, (cls.original_module, *made_of)
 
     @property
@@ -155,6 +158,7 @@ def restored(
     recipe: Recipe,
     modes: dict[str, bool],
     prediction: Prediction | None,
+    by_inductor: bool = False,
 ) -> RematModule:
     """The module of a plan over a copy of the model that it was made for; traced anew.
 
@@ -168,7 +172,7 @@ def restored(
     ScheduleError : what is traced is not what the plan was made for, as with another torch.
     """
     with _in_modes(model, modes):
-        step = compile_step(trace_recipe(model, recipe), schedule)
+        step = compile_step(trace_recipe(model, recipe), schedule, by_inductor=by_inductor)
         return make_module(model, schedule, recipe, step, prediction)
 
 

@@ -15,6 +15,17 @@ TIMES = 10.0
 not repeat itself. Both are draws of one rounding error; a wrong gradient is off by far more."""
 
 
+TOLERANCE = 0.01
+"""Of compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that fuse
+otherwise round otherwise, which batch norm makes as large as 1e-3; a wrong gradient, as by another
+dropout mask, is off by its own size."""
+LEAST_PART = 1e-3
+"""Of the norm of all results of a kind: those below are made of rounding errors, as the gradient
+of a bias before a batch norm is, and count as this large."""
+ROUNDINGS = 16
+"""How many units in the last place of its type a result of few bits may be off in any case."""
+
+
 def compared(
     expected: Outcome, again: Outcome, found: Outcome
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -34,6 +45,49 @@ def compared(
         if name not in unsteady or not _as_near(expected[name], again[name], found[name])
     )
     return wrong, unsteady
+
+
+def compared_nearly(
+    expected: Outcome, found: Outcome, tolerance: float
+) -> tuple[tuple[str, ...], float]:
+    """Names of what is further off than `tolerance`, and the largest error, both relative.
+
+    What is no tensor of floating point numbers, as a random stream, has to be equal.
+    """
+    errors: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, like in expected.items():
+        if not _has_error(like, found[name]):
+            wrong += [] if same(like, found[name]) else [name]
+            continue
+        size = max(_norm(like), LEAST_PART * _norm_of_kind(expected, name))
+        errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
+        least = ROUNDINGS * torch.finfo(like.dtype).eps if tolerance else 0.0
+        if not errors[name] <= max(tolerance, least):
+            wrong.append(name)
+    return tuple(wrong), max(errors.values(), default=0.0)
+
+
+def _has_error(expected: Any, found: Any) -> bool:
+    """Whether the two can be further or nearer; equal ones, infinities among them, are not off."""
+    return (
+        isinstance(expected, Tensor)
+        and isinstance(found, Tensor)
+        and expected.is_floating_point()
+        and (expected.dtype, expected.shape) == (found.dtype, found.shape)
+        and not same(expected, found)
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())
+
+
+def _norm_of_kind(outcome: Outcome, name: str) -> float:
+    """Norm of all gradients together, or of all outputs, or of all buffers."""
+    kind = name.split()[0]
+    alike = [t for other, t in outcome.items() if other.split()[0] == kind]
+    return sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
 
 
 def same(expected: Any, found: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ def rewrite(
     target: Any = None,
     trace: Trace | None = None,
     prediction: Prediction | None = None,
+    compile: bool = False,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -42,6 +44,15 @@ def rewrite(
         captured `model`; in another one they are what the model is traced on.
     trace : a trace of `model` at hand, to save tracing again.
     prediction : what is known of the schedule, to be kept in the module's plan.
+    compile : whether Inductor makes the code. The random stream then is eager's still, to the
+        bit, and so is every random number; what is computed from them is not: fused kernels round
+        otherwise. Gradients are those of the same module with everything kept, compiled, as far
+        as its kernels are the same ones. Peaks of the code can differ from the schedule's;
+        `rematerialize` looks for one whose code keeps to the budget.
+
+    Warns
+    -----
+    UserWarning : the peak of Inductor's code is above the budget that the schedule was made for.
 
     Raises
     ------
@@ -60,8 +71,43 @@ def rewrite(
     else:
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         traced = trace if is_usable else _traced_again(model, trace.recipe)
-    step = compile_step(traced, schedule)
+    if compile:
+        _warn_above_budget(traced, schedule)
+    return module_for(model, schedule, traced, prediction, by_inductor=compile)
+
+
+def module_for(
+    model: nn.Module,
+    schedule: Schedule,
+    traced: Trace,
+    prediction: Prediction | None,
+    *,
+    by_inductor: bool = False,
+) -> RematModule:
+    """The module that carries out `schedule`, over a trace that has not been compiled."""
+    step = compile_step(traced, schedule, by_inductor=by_inductor)
     return make_module(model, schedule, traced.recipe, step, prediction)
+
+
+def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
+    """Say by how much the code that Inductor makes of a schedule exceeds its budget."""
+    from remat.rewriter.inductor_compiler import code_peak_bytes
+    from remat.rewriter.inductor_lowering import ReplayError
+
+    if not schedule.budget_bytes:
+        return
+    try:
+        peak_bytes = code_peak_bytes(traced.joint, schedule)
+    except ReplayError as error:
+        warnings.warn(f"{error}: the peak of this compiled step is not known", stacklevel=3)
+        return
+    if peak_bytes > schedule.budget_bytes:
+        warnings.warn(
+            f"compiled, this plan has a peak of {peak_bytes} bytes, above its budget of "
+            f"{schedule.budget_bytes}: Inductor's kernels hold what the plan's ops do not. Use "
+            "remat.rematerialize(..., compile=True), which looks for a plan whose code fits",
+            stacklevel=3,
+        )
 
 
 def refuse_rewritten(model: nn.Module) -> None:

@@ -261,6 +261,7 @@ def test_options_are_checked() -> None:
     refused({"budget": "60"}, BudgetError, "has no unit")
     refused({"budget": "60%", "solver": "aut"}, SolverError, "did you mean auto")
     refused({"budget": "60%", "replays": 0}, SolverError, "replays must be 1 or more, not 0")
+    refused({"budget": "60%", "calls": 1.5}, SolverError, "calls must be 1 or more, not 1.5")
 
 
 def test_other_devices_are_refused() -> None:

@@ -6,42 +6,92 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.inductor_replay import Replay
 from remat.shared_budget import SharedBudget, forget_graphs, shared_budget
 
 
-def noted(shared: SharedBudget, frame: tuple[int, int], static: int, saved: int, peak: int) -> None:
-    step: Any = SimpleNamespace(static_bytes=static, dynamic_bytes=10)
+def noted(
+    shared: SharedBudget, frame: tuple[int, int], static: int, saved: int, peak: int,
+    budget: int = 1000,
+) -> None:  # fmt: skip
+    step: Any = SimpleNamespace(
+        static_bytes=static, dynamic_bytes=10, left_by_others_bytes=lambda found: 0
+    )
     replay = Replay(peak, peak, saved, 0)
-    shared.note(frame, step, replay, replay)
+    shared.note(frame, step, replay, replay, budget)
 
 
-def test_a_later_graph_has_what_the_earlier_ones_leave() -> None:
+class CompiledFunction(torch.autograd.Function):
+    """Stands for a compiled graph, whose autograd node is known by this name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return gradient
+
+
+def ran(shared: SharedBudget, frame: tuple[int, int]) -> Tensor:
+    """The result of a forward of `frame`, whose backward is still to come."""
+    output = CompiledFunction.apply(torch.ones(2, requires_grad=True))
+    assert isinstance(output, Tensor)
+    shared.forwards.watch(frame, [output.view(2)])
+    return output
+
+
+def test_a_later_graph_has_what_the_open_forwards_leave() -> None:
     shared = SharedBudget()
     assert shared.held_bytes((0, 0), 100, 10) == 110
     noted(shared, (0, 0), static=100, saved=50, peak=70)
+    assert shared.held_bytes((1, 0), 200, 10) == 210, "no forward is open"
+    first = ran(shared, (0, 0))
     assert shared.held_bytes((1, 0), 200, 10) == 210 + 160
     assert shared.base_bytes((1, 0), 370 + 5) == 375
+    second = ran(shared, (0, 0))
+    assert shared.held_bytes((1, 0), 200, 10) == 210 + 160 + 60, "its parameters count once"
+    first.sum().backward()
+    assert shared.held_bytes((1, 0), 200, 10) == 210 + 160
+    del second
+    assert shared.held_bytes((1, 0), 200, 10) == 210, "nothing can reach it any more"
 
 
-def test_of_several_compilations_of_a_frame_the_largest_counts() -> None:
+def test_compilations_of_a_frame_share_their_parameters() -> None:
     shared = SharedBudget()
     noted(shared, (0, 0), static=100, saved=50, peak=70)
+    first = ran(shared, (0, 0))
     noted(shared, (0, 1), static=100, saved=20, peak=70)
-    assert shared.held_bytes((1, 0), 0, 0) == 160
-    assert shared.held_bytes((0, 2), 100, 10) == 110
+    second = ran(shared, (0, 1))
+    assert shared.held_bytes((1, 0), 0, 0) == 100 + 60 + 30
+    assert shared.held_bytes((0, 2), 100, 10) == 100 + 60 + 30 + 10
+    del first, second
 
 
 def test_parameters_of_later_graphs_are_there_while_earlier_ones_run() -> None:
     shared = SharedBudget()
-    noted(shared, (0, 0), static=100, saved=50, peak=70)
-    shared.require(180)
-    noted(shared, (1, 0), static=200, saved=0, peak=1)
-    shared.require(380)
+    noted(shared, (0, 0), static=100, saved=50, peak=70, budget=180)
+    first = ran(shared, (0, 0))
+    noted(shared, (1, 0), static=200, saved=0, peak=1, budget=380)
     with pytest.raises(BudgetError, match="breaks into 2 graphs, and graph 0 needs"):
-        shared.require(379)
+        noted(shared, (1, 0), static=200, saved=0, peak=1, budget=379)
+    del first
+
+
+def test_a_forward_beside_more_open_ones_than_planned_is_refused() -> None:
+    shared = SharedBudget()
+    noted(shared, (0, 0), static=100, saved=50, peak=70, budget=239)
+    shared.require_room((0, 0))
+    first = ran(shared, (0, 0))
+    with pytest.raises(BudgetError, match=r"1 forwards open.*1 of them its own.*\{\"calls\": 2"):
+        shared.require_room((0, 0))
+    noted(shared, (0, 0), static=100, saved=50, peak=70, budget=240)
+    shared.require_room((0, 0))
+    del first
 
 
 def test_graphs_are_told_apart_by_their_options_until_dynamo_is_reset() -> None:

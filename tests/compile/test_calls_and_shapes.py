@@ -1,0 +1,139 @@
+"""Models that are called several times a step, on several shapes, or beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import remat
+from remat.graph_capture.errors import BudgetError, SolverError
+from remat.graph_capture.memory_events import measure_peak
+
+FEW = {"replays": 4, "time_limit_s": 3.0}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Two parts of linear layers and activations, by name."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = part(width), part(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def part(width: int) -> nn.Sequential:
+    layers = [m for _ in range(3) for m in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
+def peak_of(model: nn.Module, batch: Tensor, step: object) -> int:
+    model.zero_grad()
+    held = [*model.parameters(), batch]
+    resident_bytes = sum(t.untyped_storage().nbytes() for t in held)
+    return resident_bytes + measure_peak(step)  # pyright: ignore
+
+
+def test_each_shape_has_a_plan_of_its_own() -> None:
+    model = Net()
+    compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
+    before = len(remat.compiled_plans())
+    for size in (4096, 2048):
+        x = torch.randn(size, 32)
+        model.zero_grad()
+        compiled(x).backward()
+        plan = remat.compiled_plans()[-1]
+        assert len(remat.compiled_plans()) == before + 1
+        before += 1
+        assert plan.budget_bytes == int(0.7 * plan.baseline_peak_bytes)
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert peak_of(model, x, lambda x=x: compiled(x).backward()) <= plan.budget_bytes
+        model.zero_grad()
+        model(x).backward()
+        for gradient, p in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, p.grad)
+    larger, smaller = remat.compiled_plans()[-2:]
+    assert smaller.budget_bytes < 0.6 * larger.budget_bytes
+    compiled(torch.randn(4096, 32)).backward()
+    assert len(remat.compiled_plans()) == before, "both plans are at hand"
+
+
+def test_symbols_that_were_asked_for_are_refused() -> None:
+    compiled = torch.compile(Net(), backend="remat", dynamic=True, options={**FEW, "budget": "70%"})
+    with pytest.raises(BackendCompilerFailed, match=r"symbolic, \[s\d+, .*leave out dynamic=True"):
+        compiled(torch.randn(64, 32))
+
+
+def test_two_forwards_before_backward_need_room_for_both() -> None:
+    model, x = Net(), torch.randn(4096, 32)
+
+    def step() -> None:
+        (compiled(x) + compiled(x)).backward()
+
+    compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "60%"})
+    compiled(x).backward()
+    compiled(x).backward()
+    one = remat.compiled_plans()[-1]
+    with pytest.raises(BudgetError, match=r"its own.*Call backward before.*\"calls\": 2"):
+        step()
+    with torch.no_grad():
+        held = [compiled(x) for _ in range(2)]
+    compiled(x).backward()
+    assert len(held) == 2, "what needs no backward leaves nothing"
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "60%", "calls": 2})
+    model.zero_grad()
+    step()
+    plan = remat.compiled_plans()[-1]
+    assert plan.baseline_peak_bytes > 1.3 * one.baseline_peak_bytes
+    assert peak_of(model, x, step) <= plan.budget_bytes
+    with pytest.raises(BudgetError, match=r"2 forwards open.*\"calls\": 3"):
+        (compiled(x) + compiled(x) + compiled(x)).backward()
+
+
+def test_two_models_may_share_their_options() -> None:
+    options = {**FEW, "budget": "70%"}
+    for width in (32, 48):
+        model, x = Net(width), torch.randn(2048, width)
+        compiled = torch.compile(model, backend="remat", options=options)
+        for _ in range(2):
+            compiled(x).backward()
+        own_bytes = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), x))
+        assert remat.compiled_plans()[-1].held_bytes == own_bytes, "nothing of the other model"
+
+
+def planned(**options: object) -> set[str]:
+    """What a plan computes again."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Net(), backend="remat", options={**FEW, "budget": "90%", **options})
+    compiled(torch.randn(2048, 32)).backward()
+    schedule = remat.compiled_plans()[-1].schedule
+    assert schedule is not None
+    return {op for op, count in schedule.computations().items() if count > 1}
+
+
+def test_globs_pin_modules() -> None:
+    first, second = planned(recompute="first"), planned(recompute="second", keep="first")
+    assert first
+    assert second
+    assert not first & second
+
+
+def test_a_glob_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"thrid.*matches no") as caught:
+        planned(keep="thrid")
+    assert isinstance(caught.value.inner_exception, SolverError)
