@@ -13,6 +13,8 @@ from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
 
 LIBRARY = "vendor/echarts.common.min.js"
+SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
+"""In an order in which each finds what it uses."""
 
 
 class Figure(NamedTuple):
@@ -43,7 +45,7 @@ def render(facts: Facts) -> str:
         tables=tables(facts, page.summary),
         data=script_safe(page),
         style=_file("page.css"),
-        script=_file("page.js"),
+        script="\n".join(_file(f"scripts/{name}.js") for name in SCRIPTS),
         library=_file(LIBRARY),
     )
 
