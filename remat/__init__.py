@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.profiling import profile
     from remat.graph_capture.tracing import capture
     from remat.layer_checkpoints import EveryNth, every_n_layers
+    from remat.report_page import report
     from remat.rewriter.checking import Check, check
     from remat.rewriter.loading import load, plan_of
     from remat.rewriter.plan_archive import read_plan, save_plan
@@ -65,6 +66,7 @@ __all__ = [
     "read_plan",
     "rematerialize",
     "rematerialize_blocks",
+    "report",
     "rewrite",
     "save_plan",
     "simulate",
@@ -98,6 +100,7 @@ _LAZY = {
     "profile": "remat.graph_capture.profiling",
     "read_plan": "remat.rewriter.plan_archive",
     "rematerialize": "remat.api",
+    "report": "remat.report_page",
     "Result": "remat.solver.result",
     "rewrite": "remat.rewriter.rewriting",
     "save_plan": "remat.rewriter.plan_archive",

@@ -10,6 +10,7 @@ from remat.api import unmodified
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.report.data import page_data
 from remat.schedules.report.facts import Alternative, Facts, MeasuredStep
 from remat.schedules.report.page import render
 from remat.schedules.simulate import simulate
@@ -19,6 +20,9 @@ from remat.solver.result import Result, at_least_budget
 
 RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
 """Rules that people follow by hand, quick to solve; the page has them beside the plan."""
+
+RULE_S = 1.0
+"""Seconds for each rule: on thousands of ops, one that has a knob does not try each setting."""
 
 
 def report(
@@ -41,7 +45,8 @@ def report(
     ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
     OSError : the file cannot be written.
     """
-    page = render(facts_of(graph, result, fronts, measured))
+    facts = facts_of(graph, result, fronts, measured)
+    page = render(facts, page_data(facts))
     if path is not None:
         Path(path).write_text(page, encoding="utf-8")
     return page
@@ -81,7 +86,7 @@ def rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]
     """Schedules of the simple rules at a budget, or of their least peak where none fits."""
     found: list[Alternative] = []
     for name in RULES:
-        result = solvers.solve(graph, budget_bytes, name)
+        result = solvers.solve(graph, budget_bytes, name, time_limit_s=RULE_S)
         if result.schedule is None:
             result = at_least_budget(graph, result)
         if result is not None:

@@ -19,6 +19,9 @@ from remat.schedules.timeline import timeline
 BASE = 0x7F00_0000_0000
 """Where the addresses begin; any number does."""
 
+VIEWER_PROTOCOL = 4
+"""The newest version of pickles that the viewer in the browser reads."""
+
 Frame = dict[str, Any]
 Event = dict[str, Any]
 
@@ -71,12 +74,8 @@ class _Recording:
 
     def _tell(self, action: str, name: str, time_us: int) -> None:
         address, size, frames = self.blocks[name]
-        self.events.append(
-            {
-                "action": action, "addr": address, "size": size, "stream": 0,
-                "frames": frames, "time_us": time_us,
-            }  # fmt: skip
-        )
+        event = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us}
+        self.events.append(event | {"frames": frames})
 
 
 def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
 
 def snapshot_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
     """The snapshot, pickled as torch's viewers read it: dictionaries, lists, texts and numbers."""
-    return pickle.dumps(memory_snapshot(graph, schedule))
+    return pickle.dumps(memory_snapshot(graph, schedule), protocol=VIEWER_PROTOCOL)
 
 
 def _run_op(recording: _Recording, graph: TrainingGraph, op: Op, now_us: int) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.graph_capture.graph import Op, Value
+from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.module_groups import place_of
 from remat.schedules.report.data import Summary
 from remat.schedules.report.facts import Alternative, Facts
 from remat.schedules.simulate import simulate
 
-MOST_ROWS = 40
-NOTHING = "–"
+MOST_ROWS, MOST_VALUES = 40, 15
+NOTHING = "-"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class Table:
 
 def tables(facts: Facts, summary: Summary) -> list[Table]:
     """The tables, in the order of the page; those without rows are left out."""
-    made = (at_peak(facts), kept(facts), computed_again(facts), alternatives(facts, summary))
+    made = (
+        at_peak(facts), at_peak_by_place(facts), kept(facts), computed_again(facts),
+        alternatives(facts, summary),
+    )  # fmt: skip
     return [table for table in made if table.rows]
 
 
@@ -42,16 +45,19 @@ def steps(summary: Summary) -> Table:
         ("this plan, measured", summary.measured_peak_bytes, summary.measured_time_us, None),
     ]
     texts = tuple(
-        (name, bytes_text(peak), *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)))
+        (
+            name,
+            bytes_text(peak),
+            *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)),
+        )
         for name, peak, time_us, more in rows
         if peak is not None
     )
     return Table("steps", "The step", ("", "peak", "time", "overhead"), texts, (1, 2, 3))
 
 
-def _or_nothing(figure: float | None, text: object) -> str:
-    assert callable(text)
-    return NOTHING if figure is None else str(text(figure))
+def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
+    return NOTHING if figure is None else text(figure)
 
 
 def at_peak(facts: Facts) -> Table:
@@ -60,14 +66,16 @@ def at_peak(facts: Facts) -> Table:
     found = simulate(graph, facts.schedule)
     values = [graph.value_by_name[name] for name in found.held_at_peak]
     maker = {op.name: op for op in graph.ops}
-    rows = tuple(_value_row(value, maker[value.producer]) for value in values[:MOST_ROWS])
-    rest = sum(value.size_bytes for value in values[MOST_ROWS:])
+    rows = tuple(_value_row(value, maker[value.producer]) for value in values[:MOST_VALUES])
+    rest = sum(value.size_bytes for value in values[MOST_VALUES:])
     caption = (
         f"Live at the peak: {len(values)} values beside {bytes_text(graph.resident.total_bytes)} "
         f"resident and {bytes_text(found.workspace_at_peak_bytes)} of workspace"
     )
     if rest:
-        caption += f"; not shown: {len(values) - MOST_ROWS} smaller ones, {bytes_text(rest)} in all"
+        caption += (
+            f"; not shown: {len(values) - MOST_VALUES} smaller ones, {bytes_text(rest)} in all"
+        )
     headers = ("value", "size", "kind", "shape", "op", "module", "line")
     return Table("peak", caption, headers, rows, (1,))
 
@@ -78,23 +86,36 @@ def _value_row(value: Value, op: Op) -> tuple[str, ...]:
     return value.name, size, value.kind, shape, op.target, op.module or NOTHING, op.source
 
 
+def at_peak_by_place(facts: Facts) -> Table:
+    """What is live at the peak, equal places of all layers together."""
+    found = simulate(facts.graph, facts.schedule).held_at_peak
+    rows = _by_place(facts.graph, found)
+    headers = ("module", "op", "values", "size")
+    return Table("places", "Live at the peak, by place in a layer", headers, rows, (2, 3))
+
+
 def kept(facts: Facts) -> Table:
     """What forward keeps for backward, equal places of all layers together."""
     graph = facts.graph
     live = live_after_forward(graph, facts.schedule)
+    total = bytes_text(sum(graph.value_by_name[name].size_bytes for name in live))
+    caption = f"Live when forward ends: {len(live)} values, {total}"
+    headers = ("module", "op", "values", "size")
+    return Table("kept", caption, headers, _by_place(graph, live), (2, 3))
+
+
+def _by_place(graph: TrainingGraph, names: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Values by the place of the op that makes them, most bytes first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for value in graph.values:
-        if value.name in live and value.producer:
+        if value.name in names and value.producer:
             op = graph.ops[graph.op_index[value.producer]]
             groups.setdefault((place_of(op.module), op.target), []).append(value.size_bytes)
     ranked = sorted(groups.items(), key=lambda group: -sum(group[1]))
-    rows = [
+    return tuple(
         (place, target, str(len(sizes)), bytes_text(sum(sizes)))
         for (place, target), sizes in ranked[:MOST_ROWS]
-    ]
-    total = bytes_text(sum(sum(sizes) for sizes in groups.values()))
-    caption = f"Live when forward ends: {len(live)} values, {total}"
-    return Table("kept", caption, ("module", "op", "values", "size"), tuple(rows), (2, 3))
+    )
 
 
 def computed_again(facts: Facts) -> Table:

@@ -17,6 +17,16 @@ const spans = (name, label, shade, height) => ({
   itemStyle: { opacity: shade[1] },
   lineStyle: { width: Math.max(rowHeight() * height, 1.5), cap: "butt", opacity: shade[1] },
 });
+// What runs again is little where memory is ample: marks stay visible however narrow their run.
+const recomputed = () => {
+  const flat = page.ribbon.spans.recompute;
+  const marks = flat.filter((_, k) => k % 3 === 0).map((row, k) => [flat[3 * k + 1], row]);
+  return {
+    name: "recompute", type: "scatter", data: marks, symbol: "rect", silent: true,
+    symbolSize: [2.5, Math.max(rowHeight() * 0.6, 2)], symbolOffset: [1, 0], animation: false,
+    color: page.colours.recompute, tooltip: { show: false },
+  };
+};
 const ribbonOption = () => ({
   aria: { enabled: true }, animation: false,
   grid: { ...frame(narrow.matches ? 84 : 150) },
@@ -41,6 +51,7 @@ const ribbonOption = () => ({
     spans("forward", "forward", ["forward", 1], 0.6),
     spans("backward", "backward", ["backward", 1], 0.6),
     spans("recompute", "recompute", ["recompute", 1], 0.6),
+    recomputed(),
   ],
   graphic: rowTitles(),
 });

@@ -13,7 +13,7 @@ const byteAxis = (largest, ticks, least = 0) => {
   const unit = largest >= 2 ** 30 ? 2 ** 30 : largest >= 2 ** 20 ? 2 ** 20 : 2 ** 10;
   const rough = (largest - least) / unit / ticks;
   const power = 10 ** Math.floor(Math.log10(rough || 1));
-  const interval = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough) * unit;
+  const interval = [1, 2, 2.5, 3, 4, 5, 10].map((k) => k * power).find((k) => k >= rough) * unit;
   const name = unit === 2 ** 30 ? "GiB" : unit === 2 ** 20 ? "MiB" : "KiB";
   const formatter = (value) => `${Number((value / unit).toFixed(3))} ${name}`;
   return {
