@@ -21,7 +21,7 @@ from remat.solver.result import Result, at_least_budget
 RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
 """Rules that people follow by hand, quick to solve; the page has them beside the plan."""
 
-RULE_S = 1.0
+RULE_S = 0.5
 """Seconds for each rule: on thousands of ops, one that has a knob does not try each setting."""
 
 

@@ -157,19 +157,10 @@ def _growth(recording: _Recording) -> Event:
 def _segment(recording: _Recording) -> dict[str, Any]:
     """What is allocated when the step ends, and the holes between."""
     live = [
-        {
-            "address": address, "size": size, "requested_size": size,
-            "state": "active_allocated", "frames": frames,
-        }
+        _block(address, size, "active_allocated", frames)
         for address, size, frames in recording.blocks.values()
-    ]  # fmt: skip
-    gaps = [
-        {
-            "address": begin, "size": end - begin, "requested_size": 0,
-            "state": "inactive", "frames": [],
-        }
-        for begin, end in recording.arena.holes
-    ]  # fmt: skip
+    ]
+    gaps = [_block(begin, end - begin, "inactive", []) for begin, end in recording.arena.holes]
     allocated = sum(size for _, size, _ in recording.blocks.values())
     return {
         "device": 0,
@@ -184,4 +175,14 @@ def _segment(recording: _Recording) -> dict[str, Any]:
         "is_expandable": False,
         "frames": [],
         "blocks": sorted([*live, *gaps], key=lambda block: block["address"]),
+    }
+
+
+def _block(address: int, size: int, state: str, frames: list[Frame]) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": size,
+        "state": state,
+        "frames": frames,
     }
