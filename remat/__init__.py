@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
     from remat.graph_capture.tracing import capture
+    from remat.inspecting import Inspection, inspect
     from remat.layer_checkpoints import EveryNth, every_n_layers
     from remat.report_page import report
     from remat.rewriter.checking import Check, check
@@ -41,6 +42,7 @@ __all__ = [
     "CompiledPlan",
     "EveryNth",
     "Front",
+    "Inspection",
     "Plan",
     "PlanCache",
     "Price",
@@ -56,6 +58,7 @@ __all__ = [
     "check",
     "compiled_plans",
     "every_n_layers",
+    "inspect",
     "least_peak",
     "load",
     "plan_cache",
@@ -86,6 +89,8 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "Inspection": "remat.inspecting",
+    "inspect": "remat.inspecting",
     "CompiledPlan": "remat.compile_report",
     "compiled_plans": "remat.compile_report",
     "least_peak": "remat.solver.memory_price",

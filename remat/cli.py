@@ -10,7 +10,8 @@ import os
 import typer
 
 from remat.cli_doctor import doctor
-from remat.cli_plan import capture, inspect, rewrite, solve
+from remat.cli_inspect import inspect
+from remat.cli_plan import capture, rewrite, solve
 from remat.cli_profile import profile
 from remat.cli_report import export, report
 from remat.cli_run import check, run
