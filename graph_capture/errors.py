@@ -61,7 +61,3 @@ class GlobError(RematError):
 
 class AgreementError(RematError):
     """Ranks that are to follow one plan do not have the same step."""
-
-
-class OutputError(RematError):
-    """The file that was asked for cannot be written, or its name does not say what it is to be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +11,11 @@ import typer
 
 from remat import cli_options as options
 from remat.api import infeasible_text
-from remat.cli_plan import Anything
 from remat.cli_run import asked, conclude
 from remat.cli_session import INFEASIBLE, Session
 from remat.graph_capture.device_table import CPU
-from remat.graph_capture.errors import OutputError
+from remat.graph_capture.errors import FileError
+from remat.graph_capture.sharding import Sharding
 from remat.opened import NO_BUDGET, Opened, open_plan
 from remat.pipeline import Request
 from remat.schedules.exports.chrome_trace import trace_file
@@ -43,17 +42,14 @@ As = Annotated[
     Format | None,
     typer.Option("--as", help="by default the suffix says it: .pickle, .trace.json or .dot"),
 ]
-PlanBudget = Annotated[
-    str, typer.Option("--budget", help="solve for it, in place of a plan: 8GiB, 60%, auto, min")
-]
 
 
 def report(
-    source: Anything,
+    source: options.Anything,
     output: Into,
     plan: options.PlanOption = None,
     front: FrontFile = None,
-    budget: PlanBudget = NO_BUDGET,
+    budget: options.BudgetOrNone = NO_BUDGET,
     solver: options.Solver = "auto",
     order: options.Order = options.OrderName.fixed,
     time_limit: options.TimeLimit = 60.0,
@@ -62,6 +58,9 @@ def report(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -73,10 +72,10 @@ def report(
         from remat.schedules.report.data import page_data
         from remat.schedules.report.page import render
 
-        require_writable(output)
+        session.require_folder(output)
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile,
+            profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
         known = Front.from_json(front.read_bytes()) if front else None
         opened = _opened(session, source, plan, request)
@@ -89,11 +88,11 @@ def report(
 
 
 def export(
-    source: Anything,
+    source: options.Anything,
     output: Into,
     form: As = None,
     plan: options.PlanOption = None,
-    budget: PlanBudget = NO_BUDGET,
+    budget: options.BudgetOrNone = NO_BUDGET,
     solver: options.Solver = "auto",
     order: options.Order = options.OrderName.fixed,
     time_limit: options.TimeLimit = 60.0,
@@ -102,6 +101,9 @@ def export(
     optimizer: options.Optimizer = options.OptimizerName.none,
     accumulate: options.Accumulate = False,
     device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -110,10 +112,10 @@ def export(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         chosen = form or format_of(output)
-        require_writable(output)
+        session.require_folder(output)
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile,
+            profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
         opened = _opened(session, source, plan, request)
         _write(session, output, exported(opened, chosen), chosen.value)
@@ -141,30 +143,14 @@ def format_of(path: Path) -> Format:
 
     Raises
     ------
-    OutputError : none is known for it.
+    FileError : none is known for it.
     """
     if path.suffix not in SUFFIXES:
-        raise OutputError(
+        raise FileError(
             f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace) or "
             f".dot (Graphviz) says what to write; or say it: --as {'|'.join(Format)}"
         )
     return SUFFIXES[path.suffix]
-
-
-def require_writable(path: Path) -> None:
-    """Refuse before anything is captured what could not be written afterwards.
-
-    Raises
-    ------
-    OutputError : there is no such folder, or it is not writable, or the file is a folder.
-    """
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"{path}: there is no folder {folder}. Make it, or name another file")
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder: name a file in it")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise OutputError(f"{path} cannot be written: name a file in a folder of yours")
 
 
 def _opened(session: Session, source: str, plan: Path | None, request: Request) -> Opened:

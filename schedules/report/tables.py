@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.schedules.kept_in_forward import live_after_forward
-from remat.schedules.module_groups import place_of
+from remat.schedules.folding import FoldedRow, folded
+from remat.schedules.module_groups import OUTSIDE, place_of
 from remat.schedules.report.data import Summary
 from remat.schedules.report.facts import Alternative, Facts
 from remat.schedules.simulate import simulate
+from remat.schedules.verdicts import ValueRow, value_rows
 
-MOST_ROWS, MOST_VALUES = 40, 15
+MOST_ROWS = 30
 NOTHING = "-"
 
 
@@ -30,9 +30,9 @@ class Table:
 
 def tables(facts: Facts, summary: Summary) -> list[Table]:
     """The tables, in the order of the page; those without rows are left out."""
+    rows = value_rows(facts.graph, facts.schedule)
     made = (
-        at_peak(facts), at_peak_by_place(facts), kept(facts), computed_again(facts),
-        alternatives(facts, summary),
+        at_peak(facts, rows), kept(rows), computed_again(facts), alternatives(facts, summary)
     )  # fmt: skip
     return [table for table in made if table.rows]
 
@@ -60,61 +60,48 @@ def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
     return NOTHING if figure is None else text(figure)
 
 
-def at_peak(facts: Facts) -> Table:
-    """The largest values live at the peak."""
+def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
+    """What is live at the peak, identical layers folded."""
     graph = facts.graph
     found = simulate(graph, facts.schedule)
-    values = [graph.value_by_name[name] for name in found.held_at_peak]
-    maker = {op.name: op for op in graph.ops}
-    rows = tuple(_value_row(value, maker[value.producer]) for value in values[:MOST_VALUES])
-    rest = sum(value.size_bytes for value in values[MOST_VALUES:])
     caption = (
-        f"Live at the peak: {len(values)} values beside {bytes_text(graph.resident.total_bytes)} "
-        f"resident and {bytes_text(found.workspace_at_peak_bytes)} of workspace"
+        f"Live at the peak: {len(found.held_at_peak)} values beside "
+        f"{bytes_text(graph.resident.total_bytes)} resident and "
+        f"{bytes_text(found.workspace_at_peak_bytes)} of workspace"
     )
+    return _of_values("peak", caption, [row for row in rows if row.at_peak])
+
+
+def kept(rows: Sequence[ValueRow]) -> Table:
+    """What forward keeps for backward, identical layers folded."""
+    chosen = [row for row in rows if row.verdict == "keep"]
+    size_bytes = sum(row.size_bytes for row in chosen)
+    caption = f"Kept from forward for backward: {len(chosen)} values, {bytes_text(size_bytes)}"
+    return _of_values("kept", caption, chosen)
+
+
+def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
+    """One row for all layers that have the same, most bytes first."""
+    found = sorted(folded(rows), key=lambda row: -row.size_bytes)
+    rest = found[MOST_ROWS:]
     if rest:
-        caption += (
-            f"; not shown: {len(values) - MOST_VALUES} smaller ones, {bytes_text(rest)} in all"
-        )
-    headers = ("value", "size", "kind", "shape", "op", "module", "line")
-    return Table("peak", caption, headers, rows, (1,))
+        rest_bytes = sum(row.size_bytes for row in rest)
+        caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
+    headers = ("module", "values", "size", "together", "kind", "shape", "op", "line")
+    return Table(name, caption, headers, tuple(map(_value_row, found[:MOST_ROWS])), (1, 2, 3))
 
 
-def _value_row(value: Value, op: Op) -> tuple[str, ...]:
-    shape = f"{value.dtype}{list(value.shape)}"
-    size = bytes_text(value.size_bytes)
-    return value.name, size, value.kind, shape, op.target, op.module or NOTHING, op.source
-
-
-def at_peak_by_place(facts: Facts) -> Table:
-    """What is live at the peak, equal places of all layers together."""
-    found = simulate(facts.graph, facts.schedule).held_at_peak
-    rows = _by_place(facts.graph, found)
-    headers = ("module", "op", "values", "size")
-    return Table("places", "Live at the peak, by place in a layer", headers, rows, (2, 3))
-
-
-def kept(facts: Facts) -> Table:
-    """What forward keeps for backward, equal places of all layers together."""
-    graph = facts.graph
-    live = live_after_forward(graph, facts.schedule)
-    total = bytes_text(sum(graph.value_by_name[name].size_bytes for name in live))
-    caption = f"Live when forward ends: {len(live)} values, {total}"
-    headers = ("module", "op", "values", "size")
-    return Table("kept", caption, headers, _by_place(graph, live), (2, 3))
-
-
-def _by_place(graph: TrainingGraph, names: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Values by the place of the op that makes them, most bytes first."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for value in graph.values:
-        if value.name in names and value.producer:
-            op = graph.ops[graph.op_index[value.producer]]
-            groups.setdefault((place_of(op.module), op.target), []).append(value.size_bytes)
-    ranked = sorted(groups.items(), key=lambda group: -sum(group[1]))
-    return tuple(
-        (place, target, str(len(sizes)), bytes_text(sum(sizes)))
-        for (place, target), sizes in ranked[:MOST_ROWS]
+def _value_row(row: FoldedRow) -> tuple[str, ...]:
+    first = row.first
+    return (
+        row.module or OUTSIDE,
+        str(row.count),
+        bytes_text(first.size_bytes),
+        bytes_text(row.size_bytes),
+        first.kind,
+        f"{first.dtype}{list(first.shape)}",
+        first.target,
+        first.source,
     )
 
 
