@@ -2,6 +2,8 @@
 
 const most = Math.max(
   summary.peak_bytes, summary.unmodified_peak_bytes, summary.measured_peak_bytes ?? 0);
+// Only the plan's own line is pointed at: else a moment of another curve could be the nearest.
+const beside = { silent: true, tooltip: { show: false } };
 const curve = (edges, bytes) =>
   [...bytes.map((value, i) => [edges[i], value]), [edges[bytes.length], bytes.at(-1)]];
 const stepped = (name, data, more) => ({
@@ -16,7 +18,7 @@ const sums = (changes) => {
 const bandSeries = (band) =>
   stepped(band.name, curve(runs.edges, sums(band.changes)), {
     stack: "live", color: band.colour, lineStyle: { width: 0 },
-    areaStyle: { opacity: 0.75 }, silent: true,
+    areaStyle: { opacity: 0.75 }, ...beside,
   });
 const markBudget = () => (summary.budget_bytes && summary.budget_bytes <= 1.06 * most ? {
   silent: true, symbol: "none", animation: false,
@@ -35,11 +37,11 @@ const markPeak = () => ({
 const memory = () => {
   const bands = bandsBy().map(bandSeries);
   const others = [stepped("unmodified", curve(page.unmodified.edges, page.unmodified.live_bytes), {
-    color: page.colours.unmodified, lineStyle: { width: 1.5 }, silent: true,
+    color: page.colours.unmodified, lineStyle: { width: 1.5 }, ...beside,
   })];
   if (page.measured) {
     others.push(stepped("measured", curve(page.measured.edges, page.measured.live_bytes), {
-      color: page.colours.measured, lineStyle: { width: 1.5 }, silent: true,
+      color: page.colours.measured, lineStyle: { width: 1.5 }, ...beside,
     }));
   }
   const live = stepped("this plan", curve(runs.edges, runs.live_bytes), {
