@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
+    from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
     from remat.explaining import Explanation, explain
     from remat.fronts import sweep
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlocksPlan",
     "Check",
+    "Comparison",
     "CompiledPlan",
     "EveryNth",
     "Explanation",
@@ -57,6 +59,7 @@ __all__ = [
     "block_plan",
     "capture",
     "check",
+    "compare",
     "compiled_plans",
     "every_n_layers",
     "explain",
@@ -90,6 +93,8 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "Comparison": "remat.comparing",
+    "compare": "remat.comparing",
     "Explanation": "remat.explaining",
     "explain": "remat.explaining",
     "Inspection": "remat.inspecting",

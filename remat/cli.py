@@ -9,6 +9,7 @@ import os
 
 import typer
 
+from remat.cli_compare import compare
 from remat.cli_doctor import doctor
 from remat.cli_explain import explain
 from remat.cli_inspect import inspect
@@ -23,7 +24,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (run, capture, solve, sweep, inspect, explain, rewrite, check, profile, doctor):
+PLANNING = (run, capture, solve, sweep)
+READING = (inspect, explain, compare)
+USING = (rewrite, check, profile, doctor)
+for verb in (*PLANNING, *READING, *USING):
     app.command()(verb)
 
 
