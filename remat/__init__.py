@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
+    from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
+    from remat.explaining import Explanation, explain
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BlocksPlan",
     "Check",
+    "Comparison",
     "CompiledPlan",
     "EveryNth",
+    "Explanation",
     "Front",
     "Inspection",
     "Plan",
@@ -57,8 +61,10 @@ __all__ = [
     "block_plan",
     "capture",
     "check",
+    "compare",
     "compiled_plans",
     "every_n_layers",
+    "explain",
     "inspect",
     "least_peak",
     "load",
@@ -91,6 +97,10 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "Comparison": "remat.comparing",
+    "compare": "remat.comparing",
+    "Explanation": "remat.explaining",
+    "explain": "remat.explaining",
     "Inspection": "remat.inspecting",
     "inspect": "remat.inspecting",
     "CompiledPlan": "remat.compile_report",

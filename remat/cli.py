@@ -9,7 +9,9 @@ import os
 
 import typer
 
+from remat.cli_compare import compare
 from remat.cli_doctor import doctor
+from remat.cli_explain import explain
 from remat.cli_inspect import inspect
 from remat.cli_plan import capture, rewrite, solve
 from remat.cli_profile import profile
@@ -23,7 +25,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (run, capture, solve, sweep, inspect, report, export, rewrite, check, profile, doctor):
+PLANNING = (run, capture, solve, sweep)
+READING = (inspect, explain, compare, report, export)
+USING = (rewrite, check, profile, doctor)
+for verb in (*PLANNING, *READING, *USING):
     app.command()(verb)
 
 
