@@ -12,6 +12,7 @@ import typer
 from remat.cli_compare import compare
 from remat.cli_doctor import doctor
 from remat.cli_explain import explain
+from remat.cli_fit import fit
 from remat.cli_inspect import inspect
 from remat.cli_plan import capture, rewrite, solve
 from remat.cli_profile import profile
@@ -26,9 +27,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PLANNING = (run, capture, solve, sweep)
-READING = (inspect, explain, compare, report, export)
+READING = (inspect, explain, compare, fit)
+SHOWING = (report, export)
 USING = (rewrite, check, profile, doctor)
-for verb in (*PLANNING, *READING, *USING):
+for verb in (*PLANNING, *READING, *SHOWING, *USING):
     app.command()(verb)
 
 
