@@ -19,14 +19,20 @@ if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
+    from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
+    from remat.explaining import Explanation, explain
+    from remat.fitting import Fit, fit
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
     from remat.graph_capture.tracing import capture
+    from remat.inspecting import Inspection, inspect
     from remat.layer_checkpoints import EveryNth, every_n_layers
+    from remat.report_page import report
     from remat.rewriter.checking import Check, check
     from remat.rewriter.loading import load, plan_of
+    from remat.rewriter.measured_step import measured_step
     from remat.rewriter.plan_archive import read_plan, save_plan
     from remat.rewriter.rewriting import rewrite
     from remat.several_shapes import PlanCache, plan_cache, plans_of
@@ -37,9 +43,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BlocksPlan",
     "Check",
+    "Comparison",
     "CompiledPlan",
     "EveryNth",
+    "Explanation",
+    "Fit",
     "Front",
+    "Inspection",
     "Plan",
     "PlanCache",
     "Price",
@@ -53,10 +63,15 @@ __all__ = [
     "block_plan",
     "capture",
     "check",
+    "compare",
     "compiled_plans",
     "every_n_layers",
+    "explain",
+    "fit",
+    "inspect",
     "least_peak",
     "load",
+    "measured_step",
     "plan_cache",
     "plan_of",
     "plans_of",
@@ -65,6 +80,7 @@ __all__ = [
     "read_plan",
     "rematerialize",
     "rematerialize_blocks",
+    "report",
     "rewrite",
     "save_plan",
     "simulate",
@@ -83,11 +99,20 @@ _LAZY = {
     "check": "remat.rewriter.checking",
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
+    "Fit": "remat.fitting",
+    "fit": "remat.fitting",
     "Front": "remat.solver.front",
+    "Comparison": "remat.comparing",
+    "compare": "remat.comparing",
+    "Explanation": "remat.explaining",
+    "explain": "remat.explaining",
+    "Inspection": "remat.inspecting",
+    "inspect": "remat.inspecting",
     "CompiledPlan": "remat.compile_report",
     "compiled_plans": "remat.compile_report",
     "least_peak": "remat.solver.memory_price",
     "load": "remat.rewriter.loading",
+    "measured_step": "remat.rewriter.measured_step",
     "plan_of": "remat.rewriter.loading",
     "Price": "remat.solver.front",
     "Profile": "remat.graph_capture.profile_file",
@@ -98,6 +123,7 @@ _LAZY = {
     "profile": "remat.graph_capture.profiling",
     "read_plan": "remat.rewriter.plan_archive",
     "rematerialize": "remat.api",
+    "report": "remat.report_page",
     "Result": "remat.solver.result",
     "rewrite": "remat.rewriter.rewriting",
     "save_plan": "remat.rewriter.plan_archive",

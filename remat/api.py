@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+import msgspec
+
 import remat.solver as solvers
 from remat.advice import advice_of
 from remat.agreement import agreed
@@ -19,6 +21,7 @@ from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.schedules.plan import Prediction
+from remat.schedules.schedule import Schedule
 from remat.solver.memory_price import least_peak
 from remat.solver.pin_globs import Globs, as_globs
 from remat.solver.result import Result
@@ -187,30 +190,52 @@ def rematerialize(
 
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
 
-    def solved(target: str | SupportsIndex) -> Result:
+    def at(target: str | SupportsIndex) -> Solved:
         graph = on_one_rank(price(traced, profile=known), sharding)
-        return solve(graph, target, solver, time_limit_s, **asked)
+        return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
 
-    def make() -> Result:
-        result = solved(budget)
-        if result.schedule is None:
-            raise BudgetError(infeasible_text(result))
-        return result
+    def make() -> Solved:
+        found = at(budget)
+        if found.result.schedule is None:
+            raise BudgetError(infeasible_text(found.result))
+        return found
 
-    result = agreed(make, Result, traced.graph.hash, group)
+    found = agreed(make, Solved, traced.graph.hash, group)
+    result = found.result
     if compile:
         from remat.plans_for_code import compiled_within
 
-        module, is_bound = compiled_within(model, traced, solved, result, budget)
+        module, is_bound = compiled_within(model, traced, at, found, budget)
     else:
         assert result.schedule is not None
         schedule = before_sharding(result.schedule, traced.graph)
-        module = rewrite(model, schedule, trace=traced, prediction=predicted(result, "measured"))
+        module = rewrite(model, schedule, trace=traced, **facts_of(found))
         is_bound = sharding.kind == "none"
     if is_checked(traced.graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         require_equal(model, module, batch, result.budget_bytes if is_bound else None)
     return module
+
+
+class Solved(msgspec.Struct, frozen=True):
+    """A graph and what was solved on it."""
+
+    graph: TrainingGraph
+    result: Result
+
+
+def facts_of(found: Solved) -> dict[str, Any]:
+    """What `rewrite` keeps of a solve in the module's plan."""
+    assert found.result.schedule is not None
+    return {
+        "prediction": predicted(found.result, found.graph.prices),
+        "priced": graph_behind(found.graph, found.result.schedule),
+    }
+
+
+def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
+    """`graph`, if the schedule was made for it; None where that is one before it was sharded."""
+    return graph if graph.hash == schedule.graph_hash else None
 
 
 def predicted(result: Result, prices: str) -> Prediction:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 from torch import nn
 
@@ -21,7 +21,9 @@ from remat.rewriter.inductor_compiler import code_peak_bytes
 from remat.rewriter.inductor_lowering import ReplayError
 from remat.rewriter.module import RematModule
 from remat.rewriter.rewriting import module_for, rewrite
-from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.api import Solved
 
 _LOG = logging.getLogger("remat")
 TRIES = 6
@@ -33,8 +35,8 @@ STEP = 0.998
 def compiled_within(
     model: nn.Module,
     traced: Trace,
-    solve: Callable[[int], Result],
-    first: Result,
+    solve: Callable[[int], Solved],
+    first: Solved,
     budget: str | SupportsIndex,
 ) -> tuple[RematModule, bool]:
     """The model by Inductor's code, and whether that is bound by the budget.
@@ -44,24 +46,24 @@ def compiled_within(
 
     Parameters
     ----------
-    solve : for a target in bytes. first : the result for `budget`, feasible.
+    solve : for a target in bytes. first : what was solved for `budget`, feasible.
 
     Raises
     ------
     BudgetError : the code of no plan that was tried keeps to the budget.
     """
-    from remat.api import predicted
+    from remat.api import facts_of
 
     is_bound = parse_budget(budget).kind != "min"
-    result = plan_for_code(traced, solve, first) if is_bound else first
-    assert result.schedule is not None
-    prediction = predicted(result, "measured")
+    found = plan_for_code(traced, solve, first) if is_bound else first
+    schedule, facts = found.result.schedule, facts_of(found)
+    assert schedule is not None
     if is_bound:
-        return module_for(model, result.schedule, traced, prediction, by_inductor=True), True
-    return rewrite(model, result.schedule, trace=traced, prediction=prediction, compile=True), False
+        return module_for(model, schedule, traced, **facts, by_inductor=True), True
+    return rewrite(model, schedule, trace=traced, **facts, compile=True), False
 
 
-def plan_for_code(traced: Trace, solve: Callable[[int], Result], first: Result) -> Result:
+def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) -> Solved:
     """The first result found whose code keeps to the budget of `first`.
 
     Parameters
@@ -72,20 +74,20 @@ def plan_for_code(traced: Trace, solve: Callable[[int], Result], first: Result) 
     ------
     BudgetError : the code of none that was tried does.
     """
-    limit_bytes, result = first.budget_bytes, first
+    limit_bytes, found = first.result.budget_bytes, first
     peaks: list[int] = []
-    while result.schedule is not None and len(peaks) < TRIES:
+    while (result := found.result).schedule is not None and len(peaks) < TRIES:
         try:
             peaks.append(code_peak_bytes(traced.joint, result.schedule))
         except ReplayError as error:
             warnings.warn(f"{error}: the compiled peak is not known", stacklevel=3)
-            return result
+            return found
         _LOG.debug("schedule of %d bytes: %d in code", result.peak_bytes, peaks[-1])
         if peaks[-1] <= limit_bytes:
-            return result
+            return found
         excess_bytes = peaks[-1] - limit_bytes
         target = min(result.peak_bytes - excess_bytes, int(STEP * result.peak_bytes))
-        result = solve(max(1, target))
+        found = solve(max(1, target))
     least_mib = -(-min(peaks) // 2**20)
     raise BudgetError(
         f"compiled, no plan was found that keeps to {bytes_text(limit_bytes)}: the lowest peak of "

@@ -12,6 +12,7 @@ from torch import nn
 from remat.graph_capture import tracing
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import Recipe, Trace, recipe_for, trace_recipe
 from remat.graph_capture.without_storage import has_storage
@@ -31,6 +32,7 @@ def rewrite(
     target: Any = None,
     trace: Trace | None = None,
     prediction: Prediction | None = None,
+    priced: TrainingGraph | None = None,
     compile: bool = False,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
@@ -43,7 +45,8 @@ def rewrite(
     args, kwargs, loss_fn, target : as given to `capture`. Not needed in the process that
         captured `model`; in another one they are what the model is traced on.
     trace : a trace of `model` at hand, to save tracing again.
-    prediction : what is known of the schedule, to be kept in the module's plan.
+    prediction, priced : what is known of the schedule, and the graph behind it, to be kept in the
+        module's plan.
     compile : whether Inductor makes the code. The random stream then is eager's still, to the
         bit, and so is every random number; what is computed from them is not: fused kernels round
         otherwise. Gradients are those of the same module with everything kept, compiled, as far
@@ -73,7 +76,7 @@ def rewrite(
         traced = trace if is_usable else _traced_again(model, trace.recipe)
     if compile:
         _warn_above_budget(traced, schedule)
-    return module_for(model, schedule, traced, prediction, by_inductor=compile)
+    return module_for(model, schedule, traced, prediction, priced, by_inductor=compile)
 
 
 def module_for(
@@ -81,12 +84,13 @@ def module_for(
     schedule: Schedule,
     traced: Trace,
     prediction: Prediction | None,
+    priced: TrainingGraph | None,
     *,
     by_inductor: bool = False,
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
     step = compile_step(traced, schedule, by_inductor=by_inductor)
-    return make_module(model, schedule, traced.recipe, step, prediction)
+    return make_module(model, schedule, traced.recipe, step, prediction, priced)
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
