@@ -90,7 +90,7 @@ def least_text(found: Explanation) -> str:
     least = found.least
     if not least.least_bytes:
         return "no least budget is known for this solver and these pins"
-    text = f"{bytes_text(least.least_bytes)} is the least peak known"
+    text = f"{bytes_text(least.least_bytes)} is the least peak that {found.solver} knows"
     if least.at_peak is not None:
         held = least.at_peak
         text += f"; {short_target(held.target)} of {_place(held)} sets it, in {held.phase}"
