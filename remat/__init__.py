@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
+    from remat.budget_slider import BudgetSlider
     from remat.compile_report import CompiledPlan, compiled_plans
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlocksPlan",
+    "BudgetSlider",
     "Check",
     "CompiledPlan",
     "EveryNth",
@@ -78,6 +80,7 @@ _LAZY = {
     "BlocksPlan": "remat.block_planning",
     "block_plan": "remat.blocks",
     "rematerialize_blocks": "remat.blocks",
+    "BudgetSlider": "remat.budget_slider",
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",
