@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+import msgspec
+
 import remat.solver as solvers
 from remat.advice import advice_of
 from remat.agreement import agreed
@@ -19,6 +21,7 @@ from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.schedules.plan import Prediction
+from remat.schedules.schedule import Schedule
 from remat.solver.memory_price import least_peak
 from remat.solver.pin_globs import Globs, as_globs
 from remat.solver.result import Result
@@ -176,23 +179,40 @@ def rematerialize(
         optimizer=optimizer, accumulate=accumulate, sharding=sharding,
     )  # fmt: skip
 
-    def make() -> Result:
+    def make() -> Solved:
         graph = on_one_rank(price(traced, profile=known), sharding)
         asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
         result = solve(graph, budget, solver, time_limit_s, **asked)
         if result.schedule is None:
             raise BudgetError(infeasible_text(result))
-        return result
+        return Solved(graph, result)
 
-    result = agreed(make, Result, traced.graph.hash, group)
+    solved = agreed(make, Solved, traced.graph.hash, group)
+    result = solved.result
     assert result.schedule is not None
     schedule = before_sharding(result.schedule, traced.graph)
-    module = rewrite(model, schedule, trace=traced, prediction=predicted(result, "measured"))
+    prices: dict[str, Any] = {
+        "prediction": predicted(result, solved.graph.prices),
+        "priced": graph_behind(solved.graph, schedule),
+    }
+    module = rewrite(model, schedule, trace=traced, **prices)
     if is_checked(traced.graph, check):
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         limit_bytes = result.budget_bytes if sharding.kind == "none" else None
         require_equal(model, module, batch, limit_bytes)
     return module
+
+
+class Solved(msgspec.Struct, frozen=True):
+    """A graph and what was solved on it."""
+
+    graph: TrainingGraph
+    result: Result
+
+
+def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
+    """`graph`, if the schedule was made for it; None where that is one before it was sharded."""
+    return graph if graph.hash == schedule.graph_hash else None
 
 
 def predicted(result: Result, prices: str) -> Prediction:

@@ -15,20 +15,19 @@ from remat.api import infeasible_text
 from remat.cli_run import (
     asked,
     conclude,
-    load_shown,
+    keep_plan,
     priced,
-    read_profile,
     said_price,
     show_price,
 )
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
-from remat.graph_capture.device_table import CPU, check_device
-from remat.graph_capture.errors import DeviceError, ProfileError
+from remat.graph_capture.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.sharding import NO_SHARDING, Sharding
-from remat.kept_plans import PLAN_FILES, fitting_schedule, holds_plan, read_kept, schedule_of
-from remat.op_table import OpRow, rows_of_graph, rows_of_plan
+from remat.graph_capture.sharding import Sharding
+from remat.kept_plans import fitting_schedule, plan_of_result, read_kept
+from remat.op_table import rows_of_graph
+from remat.opened import NO_BUDGET, Captured, captured, captured_model, load_shown, open_plan
 from remat.screen import plain_table, show_ops, show_result
 from remat.solver.result import Result
 
@@ -56,10 +55,12 @@ def capture(
     """Trace one training step of MODEL, and measure what each op costs."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        sharding = Sharding(shard.value, world_size, shard_blocks)
-        graph = graph_of_model(
-            model, session, optimizer.value, accumulate, device, profile, sharding
-        )
+        request = asked(
+            NO_BUDGET, "auto", options.OrderName.fixed, 0.0, optimizer, accumulate, device=device,
+            profile=profile, sharding=Sharding(shard.value, world_size, shard_blocks),
+        )  # fmt: skip
+        loaded = load_shown(model, session.stages, device)
+        graph = captured_model(loaded, request, session.stages).graph
         session.save(output, graph.to_json(), "graph")
         if as_json:
             session.emit(msgspec.to_builtins(graph))
@@ -91,13 +92,13 @@ def solve(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         request = asked(
-            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device
-        )
-        sharding = Sharding(shard.value, world_size, shard_blocks)
-        graph = graph_of(source, session, optimizer.value, accumulate, device, profile, sharding)
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
+            profile, Sharding(shard.value, world_size, shard_blocks),
+        )  # fmt: skip
+        source_of = captured(source, request, session.stages)
+        graph = source_of.graph
         result = pipeline.solve_request(graph, request, session.stages)
-        if result.schedule:
-            session.save(output, result.schedule.to_json(), "plan")
+        _keep(session, output, source_of, result)
         worth = priced(session, graph, result, request) if price else None
         if as_json:
             session.emit(_result_json(graph, result) | said_price(worth))
@@ -105,6 +106,16 @@ def solve(
             show_result(session.out, graph, result)
             show_price(session, worth)
         conclude(session, INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
+
+
+def _keep(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+    """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
+    if path is None or result.schedule is None:
+        return
+    if of.loaded is not None and of.recipe is not None:
+        keep_plan(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
+    else:
+        session.save(path, result.schedule.to_json(), "plan")
 
 
 def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
@@ -128,7 +139,12 @@ def inspect(
     """Show the ops: sizes, prices, places, and how often a plan runs each."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        rows = _rows_of(source, plan, session, optimizer.value, accumulate, device, profile)
+        request = asked(
+            NO_BUDGET, "auto", options.OrderName.fixed, 0.0, optimizer, accumulate, device=device,
+            profile=profile,
+        )  # fmt: skip
+        opened = open_plan(source, request, session.stages, plan)
+        rows = rows_of_graph(opened.graph, opened.schedule)
         if as_json:
             session.emit({"ops": [asdict(row) for row in rows]})
         else:
@@ -149,7 +165,7 @@ def rewrite(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         kept = read_kept(plan)
-        loaded = load_shown(model, session, device)
+        loaded = load_shown(model, session.stages, device)
         schedule = fitting_schedule(kept, loaded)
         with session.stages.stage("rewrite", "rewriting"):
             from remat.rewriter.rewriting import rewrite as rewritten
@@ -162,51 +178,6 @@ def rewrite(
             session.emit({"code": text})
         elif output is None:
             session.out.print(text, markup=False, soft_wrap=True)
-
-
-def _rows_of(source: str, plan: Path | None, session: Session, *how: Any) -> list[OpRow]:
-    if source.endswith(PLAN_FILES) and holds_plan(Path(source)):
-        return rows_of_plan(schedule_of(read_kept(Path(source))))
-    schedule = schedule_of(read_kept(plan)) if plan else None
-    return rows_of_graph(graph_of(source, session, *how), schedule)
-
-
-def graph_of(
-    source: str,
-    session: Session,
-    optimizer: Any,
-    accumulate: bool,
-    device: str = CPU,
-    profile: Path | None = None,
-    sharding: Sharding = NO_SHARDING,
-) -> TrainingGraph:
-    """The graph in a file that `capture -o` kept, or of a model for a device."""
-    if not source.endswith(".json"):
-        return graph_of_model(source, session, optimizer, accumulate, device, profile, sharding)
-    check_device(device)
-    if profile is not None:
-        raise ProfileError(f"{source} has its prices: --profile goes with a model")
-    if sharding != NO_SHARDING:
-        raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
-    return TrainingGraph.from_json(Path(source).read_bytes())
-
-
-def graph_of_model(
-    model: str,
-    session: Session,
-    optimizer: Any,
-    accumulate: bool,
-    device: str,
-    profile: Path | None,
-    sharding: Sharding,
-) -> TrainingGraph:
-    """The graph of a model for a device; what is unknown is refused before it is loaded."""
-    check_device(device)
-    known = read_profile(profile)
-    loaded = load_shown(model, session, device)
-    return pipeline.capture_loaded(
-        loaded, session.stages, optimizer, accumulate, device, known, sharding
-    )
 
 
 def _show_graph(session: Session, graph: TrainingGraph) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from remat import cli_options as options
 from remat import pipeline
-from remat.cli_run import load_shown
 from remat.cli_session import Session
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.device_table import CPU, check_measured
+from remat.opened import load_shown
 from remat.screen import plain_table
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def profile(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         check_measured(device)
-        loaded = load_shown(model, session, device)
+        loaded = load_shown(model, session.stages, device)
         measured = pipeline.measure_loaded(loaded, session.stages, device)
         session.save(output, measured.to_json(), "profile")
         if as_json:

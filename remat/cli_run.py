@@ -11,12 +11,14 @@ from remat import json_report, pipeline
 from remat.api import infeasible_text
 from remat.budget import parse_budget
 from remat.cli_session import CHECK_FAILED, INFEASIBLE, Session
-from remat.factory import Loaded, load
+from remat.factory import Loaded
 from remat.fronts import price_json, price_text
 from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
-from remat.kept_plans import fitting_schedule, keep_plan, read_kept
+from remat.kept_plans import fitting_schedule, plan_of_result, read_kept, write_plan
+from remat.opened import NO_BUDGET, load_shown
+from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
 from remat.solver import make_solver
@@ -55,13 +57,25 @@ def run(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
-        loaded = load_shown(model, session, device)
+        loaded = load_shown(model, session.stages, device)
         report = pipeline.run(loaded, request, session.stages)
-        keep_plan(session, output, loaded, report)
+        _keep(session, output, loaded, report)
         worth = priced(session, report.graph, report.result, request) if price else None
         if as_json:
             session.emit(json_report.report_json(report) | said_price(worth))
         _conclude_run(session, report, worth)
+
+
+def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
+    if path is not None and report.recipe is not None:
+        keep_plan(session, path, plan_of_result(loaded, report.recipe, report.graph, report.result))
+
+
+def keep_plan(session: Session, path: Path, plan: Plan | None) -> None:
+    """Write a plan and say so; nothing where nothing fits."""
+    if plan is not None:
+        write_plan(plan, path)
+        session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
 def _conclude_run(session: Session, report: pipeline.Report, price: Price | None) -> None:
@@ -87,7 +101,7 @@ def check(
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
         kept = read_kept(plan)
-        loaded = load_shown(model, session, device)
+        loaded = load_shown(model, session.stages, device)
         schedule = fitting_schedule(kept, loaded)
         with session.stages.stage("capture", "tracing the training step"):
             traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate, device)
@@ -129,12 +143,6 @@ def conclude(session: Session, code: int, complaints: list[str]) -> None:
         raise SystemExit(code)
 
 
-def load_shown(model: str, session: Session, device: str = CPU) -> Loaded:
-    """Load the model onto a device, showing that it takes its time."""
-    with session.stages.stage("load", f"loading {model}"):
-        return load(model).on(device)
-
-
 def asked(
     budget: str,
     solver: str,
@@ -148,8 +156,12 @@ def asked(
     profile: Path | None = None,
     sharding: Sharding = NO_SHARDING,
 ) -> pipeline.Request:
-    """The request, refused before anything runs if a part of it is unknown."""
-    parse_budget(budget)
+    """The request, refused before anything runs if a part of it is unknown.
+
+    `NO_BUDGET` stands for none.
+    """
+    if budget != NO_BUDGET:
+        parse_budget(budget)
     check_device(device)
     known = read_profile(profile)
     make_solver(solver, order=order.value)

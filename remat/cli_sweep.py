@@ -12,8 +12,8 @@ from rich.table import Table
 from remat import cli_options as options
 from remat import pipeline
 from remat.budget import parse_budget
-from remat.cli_plan import GraphOrModel, graph_of
-from remat.cli_run import conclude
+from remat.cli_plan import GraphOrModel
+from remat.cli_run import asked, conclude
 from remat.cli_session import INFEASIBLE, Session
 from remat.formats import bytes_text, percent_text, time_text
 from remat.fronts import Budgets
@@ -22,6 +22,7 @@ from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import Sharding
+from remat.opened import NO_BUDGET, captured
 from remat.screen import plain_table
 from remat.solver import TABLE, make_solver
 from remat.solver.front import Front
@@ -62,13 +63,17 @@ def sweep(
     """Show the time of the step against the budget, with the bound at each."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        asked = asked_budgets(budgets)
+        wanted = asked_budgets(budgets)
         _refuse_unknown(solver, order.value, jobs)
         sharding = Sharding(shard.value, world_size, shard_blocks)
-        graph = graph_of(source, session, optimizer.value, accumulate, device, profile, sharding)
+        request = asked(
+            NO_BUDGET, solver[0], order, time_limit, optimizer, accumulate, device=device,
+            profile=profile, sharding=sharding,
+        )  # fmt: skip
+        graph = captured(source, request, session.stages).graph
         with session.stages.stage("sweep", "solving at several budgets") as progress:
             fronts = sweep_graph(
-                graph, asked, solvers=solver, time_limit_s=time_limit, jobs=jobs,
+                graph, wanted, solvers=solver, time_limit_s=time_limit, jobs=jobs,
                 tell=_telling(progress), keep=keep, recompute=recompute, order=order.value,
             )  # fmt: skip
         session.save(output, _kept(fronts), "front")

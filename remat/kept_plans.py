@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from remat.api import predicted
-from remat.cli_session import Session
+from remat.api import graph_behind, predicted
 from remat.factory import Loaded
-from remat.pipeline import Report
+from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import Plan, is_plan
 from remat.schedules.schedule import Schedule
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing import Recipe
 
 PLAN_FILES = ".json", ".pt2"
 
 
-def keep_plan(session: Session, path: Path | None, loaded: Loaded, report: Report) -> None:
-    """Write the plan of a run and say so; nothing where no path is given or nothing fits."""
-    result, recipe = report.result, report.recipe
-    if path is None or result.schedule is None or recipe is None:
-        return
+def plan_of_result(
+    loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
+) -> Plan | None:
+    """The plan of a solve, with its graph; None where nothing fits."""
+    if result.schedule is None:
+        return None
     from remat.rewriter.loading import make_plan
+
+    prediction = predicted(result, graph.prices)
+    priced = graph_behind(graph, result.schedule)
+    return make_plan(loaded.model, recipe, result.schedule, prediction, priced)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Keep a plan as JSON, or in an archive where the name ends so."""
     from remat.rewriter.plan_archive import save_plan
 
-    predictions = predicted(result, report.graph.prices)
-    save_plan(make_plan(loaded.model, recipe, result.schedule, predictions), path)
-    session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
+    save_plan(plan, path)
 
 
 def read_kept(path: Path) -> Plan | Schedule:

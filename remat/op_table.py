@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from remat.graph_capture.graph import Op, TrainingGraph
@@ -70,26 +69,4 @@ def _row(graph: TrainingGraph, op: Op, verdict: str, runs: int) -> OpRow:
         shape=largest.shape if largest else (),
         module=op.module,
         source=op.source,
-    )
-
-
-def rows_of_plan(schedule: Schedule) -> list[OpRow]:
-    """Rows read from a plan alone, which knows no prices and no places."""
-    runs = schedule.computations()
-    rows = [_row_of_signature(line, runs) for line in schedule.signatures]
-    return sorted(rows, key=lambda row: -row.size_bytes)
-
-
-def _row_of_signature(line: str, runs: dict[str, int]) -> OpRow:
-    head, _, results = line.partition(" -> ")
-    phase, rest = head.split(" ", 1)
-    name, _, call = rest.removeprefix("pinned ").partition(" = ")
-    count = runs.get(name, 0)
-    return OpRow(
-        op=name,
-        target=call.partition("(")[0],
-        phase=phase,
-        verdict="once" if count == 1 else f"recompute x{count - 1}",
-        runs=count,
-        size_bytes=sum(int(size) for size in re.findall(r"\[(\d+) B\]", results)),
     )

@@ -170,21 +170,6 @@ def price_trace(
     return on_one_rank(graph, sharding)
 
 
-def capture_loaded(
-    loaded: Loaded,
-    stages: Stages,
-    optimizer: Optimizer = "none",
-    accumulate: bool = False,
-    device: str = CPU,
-    profile: Profile | None = None,
-    sharding: Sharding = NO_SHARDING,
-) -> TrainingGraph:
-    """Trace and price what a factory made."""
-    with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, optimizer, accumulate, device, sharding)
-    return price_trace(traced, stages, profile, sharding)
-
-
 def measure_loaded(loaded: Loaded, stages: Stages, device: str = CPU) -> Profile:
     """The measured ops of what a factory made."""
     from remat.graph_capture.profiling import measure

@@ -11,6 +11,7 @@ from torch import nn
 
 from remat import __version__
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.placement import resolved_device
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.step import LossFunction
@@ -49,13 +50,18 @@ def plan_of(module: nn.Module) -> Plan:
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
             "remat.rewrite, remat.load or remat.plan_cache returned"
         )
-    return make_plan(kind.original_module, kind._guards.recipe, kind.schedule, kind._prediction)
+    known = (kind._prediction, kind._priced)
+    return make_plan(kind.original_module, kind._guards.recipe, kind.schedule, *known)
 
 
 def make_plan(
-    model: nn.Module, recipe: Recipe, schedule: Schedule, prediction: Prediction | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    schedule: Schedule,
+    prediction: Prediction | None = None,
+    priced: TrainingGraph | None = None,
 ) -> Plan:
-    """The plan of a schedule for a model as it was traced."""
+    """The plan of a schedule for a model as it was traced, with the graph it was made for."""
     flags = recipe.flags or (False, False)
     return Plan(
         model=recipe.name,
@@ -72,6 +78,7 @@ def make_plan(
         versions=Versions(torch=str(torch.__version__), remat=__version__),
         schedule=schedule,
         prediction=prediction,
+        graph=priced,
     )
 
 
@@ -109,4 +116,5 @@ def load(
     with under_autocast(kept.autocast):
         traced = trace_recipe(model, recipe_from(kept, loss_fn, resolved_device(None, model)))
     kept.schedule.check_made_for(traced.graph)
-    return rewrite(model, kept.schedule, trace=traced, prediction=kept.prediction)
+    known: dict[str, Any] = {"prediction": kept.prediction, "priced": kept.graph}
+    return rewrite(model, kept.schedule, trace=traced, **known)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing import Recipe, trace_recipe
 from remat.rewriter.backward_guards import BackwardGuards, refuse_checkpoint
 from remat.rewriter.compiled import CompiledStep, compile_step
@@ -39,6 +40,7 @@ class RematModule(SharedState, fx.GraphModule):
     _compiled_step: ClassVar[CompiledStep]
     _guards: ClassVar[Guards]
     _prediction: ClassVar[Prediction | None]
+    _priced: ClassVar[TrainingGraph | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance; `GraphModule.__new__` would make another class for it."""
@@ -77,14 +79,15 @@ class RematModule(SharedState, fx.GraphModule):
         if cls._guards.constants:
             make, (_, *given) = cls._recipe_to_pickle()
             return make(model, *given)
-        recipe, prediction = cls._guards.recipe, cls._prediction
-        return make_module(model, cls.schedule, recipe, cls._compiled_step, prediction)
+        recipe, known = cls._guards.recipe, (cls._prediction, cls._priced)
+        return make_module(model, cls.schedule, recipe, cls._compiled_step, *known)
 
     @classmethod
     def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._guards
-        made_of = (cls.schedule, guards.recipe, guards.captured_modes, cls._prediction)
-        return restored, (cls.original_module, *made_of)
+        made_of = (cls.schedule, guards.recipe, guards.captured_modes)
+        known = (cls._prediction, cls._priced)
+        return restored, (cls.original_module, *made_of, *known)
 
     @property
     def graph(self) -> fx.Graph:
@@ -131,6 +134,7 @@ def make_module(
     recipe: Recipe,
     step: CompiledStep,
     prediction: Prediction | None = None,
+    priced: TrainingGraph | None = None,
 ) -> RematModule:
     """A `RematModule` over `model`; also an instance of the model's own class."""
     kind = class_of_user(
@@ -144,6 +148,7 @@ def make_module(
         _compiled_step=step,
         _guards=Guards(model, recipe, step.forward, step.backward),
         _prediction=prediction,
+        _priced=priced,
         _loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
@@ -155,6 +160,7 @@ def restored(
     recipe: Recipe,
     modes: dict[str, bool],
     prediction: Prediction | None,
+    priced: TrainingGraph | None,
 ) -> RematModule:
     """The module of a plan over a copy of the model that it was made for; traced anew.
 
@@ -169,7 +175,7 @@ def restored(
     """
     with _in_modes(model, modes):
         step = compile_step(trace_recipe(model, recipe), schedule)
-        return make_module(model, schedule, recipe, step, prediction)
+        return make_module(model, schedule, recipe, step, prediction, priced)
 
 
 @contextlib.contextmanager

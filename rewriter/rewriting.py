@@ -11,6 +11,7 @@ from torch import nn
 from remat.graph_capture import tracing
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.step import LossFunction
 from remat.graph_capture.tracing import Recipe, Trace, recipe_for, trace_recipe
 from remat.graph_capture.without_storage import has_storage
@@ -30,6 +31,7 @@ def rewrite(
     target: Any = None,
     trace: Trace | None = None,
     prediction: Prediction | None = None,
+    priced: TrainingGraph | None = None,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -41,7 +43,8 @@ def rewrite(
     args, kwargs, loss_fn, target : as given to `capture`. Not needed in the process that
         captured `model`; in another one they are what the model is traced on.
     trace : a trace of `model` at hand, to save tracing again.
-    prediction : what is known of the schedule, to be kept in the module's plan.
+    prediction, priced : what is known of the schedule, and the graph behind it, to be kept in the
+        module's plan.
 
     Raises
     ------
@@ -61,7 +64,7 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         traced = trace if is_usable else _traced_again(model, trace.recipe)
     step = compile_step(traced, schedule)
-    return make_module(model, schedule, traced.recipe, step, prediction)
+    return make_module(model, schedule, traced.recipe, step, prediction, priced)
 
 
 def refuse_rewritten(model: nn.Module) -> None:

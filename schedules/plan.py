@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from remat.graph_capture.errors import PlanError
-from remat.graph_capture.graph import Resident
+from remat.graph_capture.errors import GraphError, PlanError, ScheduleError
+from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.schedules.schedule import Schedule
 
 SCHEMA_VERSION = 1
@@ -105,6 +105,8 @@ class Plan(msgspec.Struct, frozen=True):
     told_compiling, told_exporting : what the model's code was told while it was traced.
     device, title : what the plan is for, such as ``cpu``, and the very machine.
     prediction : None where the schedule was rewritten without its graph's prices.
+    graph : with the prices behind the prediction, so that the plan can be read without the model;
+        rewriting does not look at it. None where it was not at hand.
     """
 
     model: str
@@ -121,6 +123,7 @@ class Plan(msgspec.Struct, frozen=True):
     versions: Versions
     schedule: Schedule
     prediction: Prediction | None = None
+    graph: TrainingGraph | None = None
     kind: str = KIND
     schema_version: int = SCHEMA_VERSION
 
@@ -144,7 +147,7 @@ class Plan(msgspec.Struct, frozen=True):
         _check_header(data, name)
         try:
             return msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, GraphError, ScheduleError) as error:
             raise PlanError(f"{name} is no plan of this release ({error}). {AGAIN}") from error
 
     def __repr__(self) -> str:

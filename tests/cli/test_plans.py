@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +102,83 @@ def test_whole_layers_are_told_of_where_they_would_do(remat: Remat) -> None:
     shown = " ".join(remat(*words, "full", columns=200).stdout.split())
     assert "simpler checkpointing every" in shown
     assert "comes within 1 % of this plan" in shown
+
+
+def test_a_plan_of_solve_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert remat("solve", remat.gpt, *QUICK, "-o", str(path)).exit_code == 0
+    plan = Plan.from_json(path.read_bytes())
+    assert plan.graph is not None
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes == api.simulate(plan.graph, plan.schedule).peak_bytes
+    assert remat("check", remat.gpt, str(path)).exit_code == 0
+
+
+def test_a_plan_is_read_without_torch(plan: str) -> None:
+    code = (
+        "import sys; from remat.cli import app; "
+        "app(['inspect', sys.argv[1], '--json'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, plan], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ops"]
+
+
+def edited(text: dict[str, Any], change: str) -> dict[str, Any]:
+    """A plan as someone might edit it by hand."""
+    schedule, figures = dict(text["schedule"]), dict(text["prediction"])
+    steps = list(schedule["steps"])
+    if change == "a step is gone":
+        del steps[0]
+    elif change == "a step is twice":
+        steps.insert(1, steps[0])
+    elif change == "another peak":
+        figures["peak_bytes"] -= 1
+    elif change == "another overhead":
+        figures["overhead"] /= 2
+    elif change == "another gap":
+        figures["gap"] += 0.1
+    elif change == "another budget":
+        schedule["budget_bytes"] = figures["peak_bytes"] - 1
+    elif change == "no graph":
+        return text | {"graph": None}
+    elif change == "another op":
+        graph = json.loads(json.dumps(text["graph"]))
+        graph["ops"][3]["target"] = "aten.other.default"
+        return text | {"graph": graph}
+    elif change == "no such value":
+        graph = json.loads(json.dumps(text["graph"]))
+        graph["ops"][3]["inputs"] = ["nothing"]
+        return text | {"graph": graph}
+    return text | {"schedule": schedule | {"steps": steps}, "prediction": figures}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("a step is gone", "was edited, or is stale: invalid schedule at step"),
+        ("a step is twice", "must not run twice|makes nothing that is not live"),
+        ("another peak", r"was edited, or is stale: it says peak_bytes \d+, and simulating"),
+        ("another overhead", "it says overhead "),
+        ("another gap", "it says gap "),
+        ("another budget", r"is \d+ bytes on this graph, above its budget of"),
+        ("no graph", r"keeps no graph with prices.*MODEL --plan"),
+        ("another op", "was edited, or is stale: this plan was made for another graph: op 3"),
+        ("no such value", "is no plan of this release.*nothing"),
+    ],
+)
+def test_an_edited_plan_is_refused_with_the_reason(
+    remat: Remat, plan: str, change: str, says: str
+) -> None:
+    text = edited(json.loads(Path(plan).read_text()), change)
+    Path(plan).write_text(json.dumps(text))
+    refused = remat("inspect", plan)
+    assert refused.exit_code == 2, refused.stdout
+    assert re.search(says, refused.stderr), refused.stderr
+
+
+def test_a_plan_and_a_budget_are_one_too_many(remat: Remat, plan: str) -> None:
+    twice = remat("inspect", plan, "--plan", plan)
+    assert twice.exit_code == 2
+    assert "are both plans: name one" in twice.stderr

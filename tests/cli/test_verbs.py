@@ -103,7 +103,9 @@ def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: 
     ops = json.loads(remat("inspect", graph, "--plan", plan, "--json").stdout)["ops"]
     assert any(op["verdict"].startswith("recompute") for op in ops)
     assert "blocks.0.attn" in remat("inspect", graph, "--top", "100", columns=200).stdout
-    assert "recompute" in remat("inspect", plan, "--top", "500").stdout
+    alone = remat("inspect", plan)
+    assert alone.exit_code == 2
+    assert "is a schedule alone, without sizes and prices: name its graph or model" in alone.stderr
 
 
 def test_a_stale_plan_is_refused_with_the_first_difference(
@@ -115,7 +117,10 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
     for verb in ("check", "rewrite"):
         refused = remat(verb, remat.gpt, plan)
         assert refused.exit_code == 2
-        assert "this plan was made for another graph" in refused.stderr
+        assert "the plan does not fit: the batch was" in refused.stderr
+    shown = remat("inspect", remat.gpt, "--plan", plan)
+    assert shown.exit_code == 2
+    assert "this plan was made for another graph: input 0 was" in shown.stderr
 
 
 def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:

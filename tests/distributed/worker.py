@@ -88,7 +88,7 @@ def whole(kind: Any, wrap: Callable[[nn.Module], nn.Module]) -> Found:
             model, args, budget="75%", solver="cut", check=False,
             sharding=sharding(kind), group=dist.group.WORLD,
         )  # fmt: skip
-    plan = results[0]
+    plan = results[0].result
     found = compared(eager, wrap(fast), args)
     said = {"predicted_bytes": plan.peak_bytes, "plan": fast.schedule.to_json().decode()}
     return {**found, **said, "overhead": plan.overhead}

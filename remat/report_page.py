@@ -1,0 +1,102 @@
+"""The report of a plan: one page of HTML, from a graph and a result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import remat.solver as solvers
+from remat.api import UNBOUNDED_BYTES, unmodified
+from remat.graph_capture.eager import as_eager
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.report.facts import Alternative, Facts, MeasuredStep
+from remat.schedules.report.page import render
+from remat.schedules.simulate import simulate
+from remat.screen import prices_text
+from remat.solver.front import Front
+from remat.solver.result import Result
+
+RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
+"""Rules that take no budget and are quick; the page has them beside the plan."""
+
+
+def report(
+    graph: TrainingGraph,
+    result: Result,
+    path: str | Path | None = None,
+    *,
+    fronts: Mapping[str, Front] | Front | None = None,
+    measured: MeasuredStep | None = None,
+) -> str:
+    """The page of a result, as HTML; written to `path` if one is given.
+
+    Parameters
+    ----------
+    graph : that was solved. fronts : of `remat.sweep`, to draw beside the plan.
+    measured : a real step, to draw over the predicted one.
+
+    Raises
+    ------
+    ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
+    OSError : the file cannot be written.
+    """
+    page = render(facts_of(graph, result, fronts, measured))
+    if path is not None:
+        Path(path).write_text(page, encoding="utf-8")
+    return page
+
+
+def facts_of(
+    graph: TrainingGraph,
+    result: Result,
+    fronts: Mapping[str, Front] | Front | None = None,
+    measured: MeasuredStep | None = None,
+) -> Facts:
+    """What the page tells of a result."""
+    if result.schedule is None:
+        raise ScheduleError(
+            f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
+        )
+    everything = unmodified(graph)
+    assert everything.schedule is not None
+    curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    return Facts(
+        graph=graph,
+        schedule=result.schedule,
+        unmodified_graph=as_eager(graph),
+        unmodified_schedule=everything.schedule,
+        budget_bytes=result.budget_bytes,
+        lower_bound_us=result.lower_bound_us,
+        status=result.status,
+        solver=result.solver,
+        rules=(_alternative("unmodified", everything), *rules_of(graph)),
+        fronts=tuple((name, points_of(graph, front)) for name, front in curves.items()),
+        measured=measured,
+        prices=prices_text(graph),
+    )
+
+
+def rules_of(graph: TrainingGraph) -> tuple[Alternative, ...]:
+    """Schedules of the simple rules, where they know how to cut this graph."""
+    found = [(name, solvers.solve(graph, UNBOUNDED_BYTES, name)) for name in RULES]
+    return tuple(_alternative(name, result) for name, result in found if result.schedule)
+
+
+def points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
+    """The schedules of a front, judged anew."""
+    points: list[Alternative] = []
+    for budget_bytes, result in front.points:
+        if result.schedule is not None:
+            found = simulate(graph, result.schedule)
+            points.append(
+                Alternative(
+                    front.solver, found.peak_bytes, found.time_us, found.overhead,
+                    budget_bytes, result.lower_bound_us,
+                )
+            )  # fmt: skip
+    return tuple(points)
+
+
+def _alternative(name: str, result: Result) -> Alternative:
+    return Alternative(name, result.peak_bytes, result.time_us, result.overhead)

@@ -1,0 +1,1 @@
+"""Schedules for tools that people have open already."""

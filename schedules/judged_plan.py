@@ -1,0 +1,51 @@
+"""Whether a kept plan still is what the simulator says of it."""
+
+from __future__ import annotations
+
+from remat.graph_capture.errors import PlanError, ScheduleError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plan import AGAIN, Plan, Prediction
+from remat.schedules.simulate import Simulation, simulate
+
+AGREEMENT = 1e-9
+"""Relative difference of two times that come from the same sum."""
+
+
+def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
+    """The graph that a plan keeps, and what `simulate` says of its schedule now.
+
+    Raises
+    ------
+    PlanError : the plan keeps no graph, its schedule breaks a rule of it, or what the plan says of
+        itself is not what the simulator says: it was edited, or is stale.
+    """
+    if plan.graph is None:
+        raise PlanError(
+            f"{name} keeps no graph with prices, as a plan that was rewritten by hand or made by "
+            f"an older release: name its model too (MODEL --plan {name}), or make it again with "
+            "remat run MODEL --budget BUDGET -o FILE"
+        )
+    try:
+        simulation = simulate(plan.graph, plan.schedule)
+    except ScheduleError as error:
+        raise PlanError(f"{name} was edited, or is stale: {error}. {AGAIN}") from error
+    if plan.prediction is not None:
+        _require_same(plan.prediction, simulation, name)
+    return plan.graph, simulation
+
+
+def _require_same(said: Prediction, found: Simulation, name: str) -> None:
+    bound_us = said.lower_bound_us
+    pairs = (
+        ("peak_bytes", said.peak_bytes, found.peak_bytes),
+        ("time_us", said.time_us, found.time_us),
+        ("overhead", said.overhead, found.overhead),
+        ("lower_bound_us", bound_us, min(bound_us, found.time_us)),
+        ("gap", said.gap, found.time_us / bound_us - 1 if bound_us > 0 else 0.0),
+    )
+    for figure, planned, real in pairs:
+        if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
+            raise PlanError(
+                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "
+                f"its schedule on its graph gives {real:.10g}. {AGAIN}"
+            )

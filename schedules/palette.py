@@ -1,0 +1,49 @@
+"""The colours of every picture: one role, one colour, in plots, report and exports.
+
+The palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008), whose colours are
+told apart with the common kinds of colour blindness too.
+"""
+
+from __future__ import annotations
+
+BLACK = "#000000"
+GREY = "#999999"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+VERMILLION = "#D55E00"
+PURPLE = "#CC79A7"
+
+ROLES: dict[str, str] = {
+    "plan": BLUE,
+    "unmodified": GREY,
+    "measured": PURPLE,
+    "budget": VERMILLION,
+    "bound": GREEN,
+    "forward": BLUE,
+    "backward": SKY,
+    "recompute": ORANGE,
+    "kept": GREEN,
+}
+"""Colours of what is drawn in more than one picture."""
+
+KINDS: dict[str, str] = {
+    "resident": GREY,
+    "activation": BLUE,
+    "gradient": GREEN,
+    "tangent": YELLOW,
+    "output": SKY,
+    "rng_state": PURPLE,
+    "workspace": ORANGE,
+}
+"""Colours of what bytes are for."""
+
+CYCLE = (BLUE, ORANGE, PURPLE, SKY, YELLOW, GREEN, VERMILLION)
+"""For what has no role: solvers, modules. What comes after these is `GREY`."""
+
+
+def cycled(names: list[str]) -> dict[str, str]:
+    """A colour for each name, in order; `GREY` once the cycle is used up."""
+    return {name: CYCLE[i] if i < len(CYCLE) else GREY for i, name in enumerate(names)}

@@ -1,0 +1,55 @@
+"""The schedule ribbon: what runs when and what is kept when, a row a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.palette import ROLES
+from remat.schedules.ribbon import Span, ribbon
+from remat.schedules.schedule import Schedule
+from remat.schedules.timeline import timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_LABELS = 24
+FAINT, STRONG = 0.25, 0.55
+
+
+def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
+    """Draw Checkmate's R and S, folded by layer, over the runs of ops.
+
+    Bars are runs; behind them a row is shaded while a forward value of its layer is live, darker
+    while that is at least half of the most that the layer ever holds.
+
+    Raises
+    ------
+    ScheduleError : the schedule was not made for the graph, or is invalid.
+    """
+    line = timeline(graph, schedule)
+    picture = ribbon(line)
+    _draw(ax, picture.holds, ROLES["kept"], FAINT, 0.9, "")
+    _draw(ax, picture.holds_most, ROLES["kept"], STRONG, 0.9, "kept")
+    for name in ("forward", "backward", "recompute"):
+        _draw(ax, getattr(picture, name), ROLES[name], 1.0, 0.6, name)
+    every = -(-len(picture.titles) // MOST_LABELS)
+    ax.set_yticks(range(0, len(picture.titles), every), picture.titles[::every], fontsize="small")
+    ax.set(xlabel="runs of ops", xlim=(0, len(line)), ylim=(len(picture.titles) - 0.5, -0.5))
+    ax.axvline(line.forward_runs, color=ROLES["unmodified"], lw=0.8, ls=":")
+    ax.set_title(graph.name)
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return ax
+
+
+def _draw(
+    ax: Axes, spans: tuple[Span, ...], colour: str, alpha: float, height: float, label: str
+) -> None:
+    if not spans:
+        return
+    ax.barh(
+        [span.row for span in spans],
+        [span.end - span.begin for span in spans],
+        left=[span.begin for span in spans],
+        height=height, color=colour, alpha=alpha, linewidth=0, label=label or "_none",
+    )  # fmt: skip

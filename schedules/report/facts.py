@@ -1,0 +1,73 @@
+"""What a report tells: plain facts about a plan, from `simulate` or from a measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.timeline import Floats, Ints
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """Another schedule of the same step, as `simulate` judges it.
+
+    Attributes
+    ----------
+    name : the rule or the solver that made it. budget_bytes : that it was asked to keep to, 0 for
+        a rule that takes none. lower_bound_us : no schedule at that budget takes less; 0 where
+        nothing is known.
+    """
+
+    name: str
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    budget_bytes: int = 0
+    lower_bound_us: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredStep:
+    """A real step of the rewritten module.
+
+    Attributes
+    ----------
+    moments : from 0 to the end of the step, in any unit, [n]. live_bytes : live then, resident
+        ones included, [n]. peak_bytes, time_us : of the step; `time_us` is None where its time was
+        not taken.
+    """
+
+    moments: Floats
+    live_bytes: Ints
+    peak_bytes: int
+    time_us: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """A plan, and what it is compared with.
+
+    Attributes
+    ----------
+    graph, schedule : the step and its plan. unmodified_graph, unmodified_schedule : the step as
+        eager runs it. budget_bytes : 0 where there was none.
+    lower_bound_us : proven; 0 where nothing is known. status, solver : how it was solved.
+    rules : schedules of simple rules. fronts : by solver, the best at several budgets.
+    measured : where the step was run. prices : what is behind the predicted figures, in words.
+    """
+
+    graph: TrainingGraph
+    schedule: Schedule
+    unmodified_graph: TrainingGraph
+    unmodified_schedule: Schedule
+    budget_bytes: int
+    lower_bound_us: float
+    status: str
+    solver: str
+    rules: tuple[Alternative, ...] = ()
+    fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()
+    measured: MeasuredStep | None = None
+    prices: str = ""

@@ -1,0 +1,82 @@
+"""One page that holds all it needs: style, script, plotting library, data. No network."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import NamedTuple
+
+import msgspec
+
+from remat.formats import bytes_text, percent_text, time_text
+from remat.schedules.report.data import Page, Summary, page_data
+from remat.schedules.report.facts import Facts
+from remat.schedules.report.tables import steps, tables
+
+LIBRARY = "vendor/echarts.common.min.js"
+
+
+class Figure(NamedTuple):
+    """One large figure at the head of the page."""
+
+    name: str
+    text: str
+    note: str
+
+
+def render(facts: Facts) -> str:
+    """The page of a plan, as HTML.
+
+    Raises
+    ------
+    ScheduleError : a schedule was not made for its graph, or is invalid.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    page = page_data(facts)
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["bytes"] = bytes_text
+    return environment.from_string(_file("page.html")).render(
+        facts=facts,
+        page=page,
+        figures=figures(facts, page.summary),
+        steps=steps(page.summary),
+        tables=tables(facts, page.summary),
+        data=script_safe(page),
+        style=_file("page.css"),
+        script=_file("page.js"),
+        library=_file(LIBRARY),
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def script_safe(page: Page) -> str:
+    """JSON that ends no script element and begins no comment in it."""
+    return msgspec.json.encode(page).decode().replace("<", "\\u003c")
+
+
+def figures(facts: Facts, summary: Summary) -> list[Figure]:
+    """What a reader wants to know first."""
+    base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
+    of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
+    bound = "no bound is known"
+    if summary.lower_bound_us and facts.graph.time_us:
+        least = percent_text(max(summary.lower_bound_us / facts.graph.time_us - 1, 0.0))
+        bound = f"no schedule at this budget has less than {least}"
+    budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
+    return [
+        Figure("budget", budget, f"{facts.status}, by {facts.solver}"),
+        Figure("peak", bytes_text(peak), of_base),
+        Figure("time of a step", time_text(summary.time_us), _more(summary)),
+        Figure("overhead", percent_text(summary.overhead), f"{bound}; {_gap(summary)}"),
+    ]
+
+
+def _more(summary: Summary) -> str:
+    return f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops"
+
+
+def _gap(summary: Summary) -> str:
+    return f"gap {percent_text(summary.gap)}" if summary.lower_bound_us else "gap unknown"
