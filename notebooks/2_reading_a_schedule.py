@@ -19,10 +19,12 @@
 # %%
 from collections import Counter
 
+import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
 import remat
+from remat.schedules.plots import draw_live_bytes, draw_peak_values, draw_ribbon
 
 with torch.device("meta"):
     layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True, norm_first=True)
@@ -63,19 +65,22 @@ print(simulation)
 print(remat.simulate(graph, everything.schedule))
 
 # %% [markdown]
+# What is live while the plan runs, beside the step that keeps everything. The budget bounds the
+# highest point of the plan, and nothing else.
+
+# %%
+_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+draw_live_bytes(ax, graph, result.schedule, unmodified=(graph, everything.schedule))
+# %% [markdown]
 # ## What holds the memory at the peak
 
 # %%
 mib = 2**20
-at_peak = steps[simulation.peak_step]
-print("while it runs:", at_peak)
+print("while it runs:", steps[simulation.peak_step])
 print(f"resident {graph.resident.total_bytes / mib:.2f} MiB")
 print(f"workspace of the op {simulation.workspace_at_peak_bytes / mib:.2f} MiB")
-for name in simulation.held_at_peak[:6]:
-    value = graph.value_by_name[name]
-    module = graph.ops[graph.op_index[value.producer]].module
-    print(f"{name:22} {value.size_bytes / mib:.2f} MiB {value.shape!s:20} {module}")
-
+_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+draw_peak_values(ax, graph, result.schedule, top=12)
 # %% [markdown]
 # ## What is computed again, and where
 
@@ -85,6 +90,12 @@ again = [op for op in graph.ops if counts[op.name] > 1]
 print(Counter(op.target for op in again).most_common(5))
 Counter(op.module for op in again).most_common(5)
 
+# %% [markdown]
+# A row a layer, a column a run: first runs, runs again, and behind them what is kept.
+
+# %%
+_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+draw_ribbon(ax, graph, result.schedule)
 # %% [markdown]
 # ## A schedule of your own
 # Anything that lists steps is a schedule. Here the first op runs twice in a row, which

@@ -16,10 +16,12 @@
 # planned for a device of the table, an L4, so the figures are the same on every machine.
 
 # %%
+import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
 import remat
+from remat.schedules.plots import draw_front
 
 with torch.device("meta"):
     layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True, norm_first=True)
@@ -53,14 +55,8 @@ remat.price_of_gib(graph, result, time_limit_s=5)
 # %%
 names = ["auto", "cut", "dtr", "every_n_layers", "full", "chen_sqrt"]
 fronts = remat.sweep(graph, ["50%", "65%", "80%"], solvers=names, time_limit_s=6)
-print(f"{'solver':16}" + "".join(f"{share:>10}" for share in ("50 %", "65 %", "80 %")))
-for name, found in fronts.items():
-    overheads = [
-        f"{100 * point.result.overhead:8.1f} %" if point.result.schedule else "         -"
-        for point in found
-    ]
-    print(f"{name:16}" + "".join(overheads))
-
+_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+draw_front(ax, fronts, budget_bytes=result.budget_bytes)
 # %% [markdown]
 # ## A slider
 # In a notebook that runs, each move solves again. Below it, the same without a front end.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from remat.api import resolve_budget, unmodified
 from remat.api import solve as solve_budget
 from remat.formats import bytes_text, percent_text
+from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plots import draw_live_bytes
 from remat.solver.kept import kinds_of, kinds_text
 from remat.solver.result import Result
 
@@ -68,8 +72,27 @@ class BudgetSlider:
             ]
         )
 
+    def picture(self, percent: int) -> str:
+        """What is live through the step there, beside the unmodified one, as SVG.
+
+        Empty where nothing fits, and without matplotlib.
+        """
+        result, before = self.at(percent), self._unmodified
+        if result.schedule is None or before.schedule is None or not find_spec("matplotlib"):
+            return ""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        draw_live_bytes(
+            figure.add_subplot(), self.graph, result.schedule,
+            unmodified=(as_eager(self.graph), before.schedule),
+        )  # fmt: skip
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg")
+        return drawn.getvalue()
+
     def widget(self, percent: int = 60) -> ipywidgets.VBox:
-        """The slider, at `percent` first, with the text below it.
+        """The slider, at `percent` first, with text and picture below it.
 
         Raises
         ------
@@ -83,7 +106,8 @@ class BudgetSlider:
         said = widgets.HTML()
 
         def show(change: dict[str, Any]) -> None:
-            said.value = f"<pre>{self.text(change['new'])}</pre>"
+            percent = change["new"]
+            said.value = f"<pre>{self.text(percent)}</pre>{self.picture(percent)}"
 
         slider.observe(show, names="value")
         show({"new": slider.value})
