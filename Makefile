@@ -43,6 +43,7 @@ build/notebooks/.ran: notebooks/*.py
 	$(MAKE) notebooks
 
 docs: .venv/.docs build/notebooks/.ran
+	$(BIN)/python -m pytest tests/docs_site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
