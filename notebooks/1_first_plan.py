@@ -23,7 +23,7 @@ import remat
 torch.manual_seed(0)
 layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(12)]
 model = torch.nn.Sequential(*layers)
-x, y = torch.randn(1024, 256), torch.randn(1024, 256)
+x, y = torch.randn(512, 256), torch.randn(512, 256)
 loss_fn = torch.nn.functional.mse_loss
 
 # %% [markdown]
@@ -56,7 +56,7 @@ again
 
 # %%
 fast = remat.rewrite(model, result.schedule)
-found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y)
+found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y, steps=2)
 assert found.equal
 found
 

@@ -69,8 +69,8 @@ print(remat.simulate(graph, everything.schedule))
 # highest point of the plan, and nothing else.
 
 # %%
-_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
-draw_live_bytes(ax, graph, result.schedule, unmodified=(graph, everything.schedule))
+figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+_ = draw_live_bytes(ax, graph, result.schedule, unmodified=(graph, everything.schedule))
 # %% [markdown]
 # ## What holds the memory at the peak
 
@@ -79,8 +79,8 @@ mib = 2**20
 print("while it runs:", steps[simulation.peak_step])
 print(f"resident {graph.resident.total_bytes / mib:.2f} MiB")
 print(f"workspace of the op {simulation.workspace_at_peak_bytes / mib:.2f} MiB")
-_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
-draw_peak_values(ax, graph, result.schedule, top=12)
+figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+_ = draw_peak_values(ax, graph, result.schedule, top=12)
 # %% [markdown]
 # ## What is computed again, and where
 
@@ -94,8 +94,8 @@ Counter(op.module for op in again).most_common(5)
 # A row a layer, a column a run: first runs, runs again, and behind them what is kept.
 
 # %%
-_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
-draw_ribbon(ax, graph, result.schedule)
+figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+_ = draw_ribbon(ax, graph, result.schedule)
 # %% [markdown]
 # ## A schedule of your own
 # Anything that lists steps is a schedule. Here the first op runs twice in a row, which

@@ -55,8 +55,8 @@ remat.price_of_gib(graph, result, time_limit_s=5)
 # %%
 names = ["auto", "cut", "dtr", "every_n_layers", "full", "chen_sqrt"]
 fronts = remat.sweep(graph, ["50%", "65%", "80%"], solvers=names, time_limit_s=6)
-_, ax = plt.subplots(figsize=(9, 4), layout="constrained")
-draw_front(ax, fronts, budget_bytes=result.budget_bytes)
+figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+_ = draw_front(ax, fronts, budget_bytes=result.budget_bytes)
 # %% [markdown]
 # ## A slider
 # In a notebook that runs, each move solves again. Below it, the same without a front end.

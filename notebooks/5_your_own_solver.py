@@ -119,7 +119,7 @@ for point in fronts["dearest_bytes"]:
 # %%
 mine = remat.solve(graph, "80%", solver="dearest_bytes")
 fast = remat.rewrite(model, mine.schedule)
-found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y)
+found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y, steps=2)
 assert found.equal
 found
 

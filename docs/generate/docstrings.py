@@ -14,6 +14,8 @@ from typing import Any
 import griffe
 
 _SECTION = re.compile(r"^(?P<title>[A-Z][A-Za-z ]+)\n-{3,}\n", re.MULTILINE)
+_NEXT = re.compile(r"(?<=\.)\s+(\*{0,2}[a-zA-Z]\w*(?:, \*{0,2}\w+)*) : ")
+"""Another entry on the line of one before it."""
 _ENTRY = re.compile(r"^(?P<names>\S.*?)(?: : |:\s*$)(?P<text>.*)$")
 
 
@@ -51,4 +53,4 @@ def _listed(section: str) -> str:
             lines.append(f"  {line.strip()}")
         else:
             lines.append(line)
-    return "\n".join(lines)
+    return _NEXT.sub(lambda found: f"\n- `{found[1]}`: ", "\n".join(lines))

@@ -47,7 +47,7 @@ def solver_page(name: str) -> str:
             f"# {name}",
             f"**{title.strip()}**",
             labelled(header.strip()),
-            f"Source: [`{path}`](../../{path}).",
+            f"The file: [`{path}`](../../{path}).",
             f"```sh\nremat run MODEL --budget 60% --solver {name}\n```",
             f'```python\nresult = remat.solve(graph, "60%", solver="{name}")\n```',
             "[Which solver when, and how they compare](../solvers.md)",

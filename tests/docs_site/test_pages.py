@@ -56,7 +56,8 @@ def test_sections_of_docstrings_become_lists() -> None:
     ----------
     keep, recompute : globs over
         module paths.
-    graph : TrainingGraph
+    graph : TrainingGraph. solver : a name of
+        the table. target, loss_fn : as they come.
 
     Raises
     ------
@@ -64,7 +65,8 @@ def test_sections_of_docstrings_become_lists() -> None:
     """
     assert docstrings.as_markdown(text) == (
         "Solve.\n\n**Parameters**\n\n- `keep, recompute`: globs over\n  module paths.\n"
-        "- `graph`: TrainingGraph\n\n**Raises**\n\n- `SolverError`: no such solver."
+        "- `graph`: TrainingGraph.\n- `solver`: a name of\n  the table.\n"
+        "- `target, loss_fn`: as they come.\n\n**Raises**\n\n- `SolverError`: no such solver."
     )
 
 
