@@ -51,5 +51,13 @@ class SignatureError(RewriteError):
     """A rewritten module is called with another batch than it was planned for."""
 
 
+class FileError(RematError):
+    """A file cannot be written where it is asked for."""
+
+
+class GlobError(RematError):
+    """A glob matches nothing of what it is to choose from."""
+
+
 class AgreementError(RematError):
     """Ranks that are to follow one plan do not have the same step."""

@@ -209,6 +209,22 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         except msgspec.DecodeError as error:
             raise GraphError(f"not a JSON graph file: {error}") from error
 
+    def _repr_html_(self) -> str:
+        from remat.formats import bytes_text, time_text
+        from remat.schedules.html_figures import figures_html
+
+        backward = len(self.ops) - self.n_forward
+        made_bytes = sum(value.size_bytes for value in self.values if value.producer)
+        figures = [
+            ("ops", f"{self.n_forward} forward, {backward} backward"),
+            ("time of each op once", time_text(self.time_us) if self.time_us else ""),
+            ("resident", bytes_text(self.resident.total_bytes)),
+            ("values", f"{len(self.values)}; those that ops make {bytes_text(made_bytes)} in all"),
+            ("prices", f"{self.prices}, for {self.device}"),
+            ("hash", self.hash[:12]),
+        ]
+        return figures_html(f"TrainingGraph: {self.name}", figures)
+
     def __repr__(self) -> str:
         backward = len(self.ops) - self.n_forward
         return (

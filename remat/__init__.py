@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
     from remat.graph_capture.tracing import capture
+    from remat.inspecting import Inspection, inspect
     from remat.layer_checkpoints import EveryNth, every_n_layers
+    from remat.report_page import report
     from remat.rewriter.checking import Check, check
     from remat.rewriter.loading import load, plan_of
     from remat.rewriter.plan_archive import read_plan, save_plan
@@ -42,6 +44,7 @@ __all__ = [
     "CompiledPlan",
     "EveryNth",
     "Front",
+    "Inspection",
     "Plan",
     "PlanCache",
     "Price",
@@ -57,6 +60,7 @@ __all__ = [
     "check",
     "compiled_plans",
     "every_n_layers",
+    "inspect",
     "least_peak",
     "load",
     "plan_cache",
@@ -67,6 +71,7 @@ __all__ = [
     "read_plan",
     "rematerialize",
     "rematerialize_blocks",
+    "report",
     "rewrite",
     "save_plan",
     "simulate",
@@ -87,6 +92,8 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "Inspection": "remat.inspecting",
+    "inspect": "remat.inspecting",
     "CompiledPlan": "remat.compile_report",
     "compiled_plans": "remat.compile_report",
     "least_peak": "remat.solver.memory_price",
@@ -101,6 +108,7 @@ _LAZY = {
     "profile": "remat.graph_capture.profiling",
     "read_plan": "remat.rewriter.plan_archive",
     "rematerialize": "remat.api",
+    "report": "remat.report_page",
     "Result": "remat.solver.result",
     "rewrite": "remat.rewriter.rewriting",
     "save_plan": "remat.rewriter.plan_archive",

@@ -10,8 +10,10 @@ import os
 import typer
 
 from remat.cli_doctor import doctor
-from remat.cli_plan import capture, inspect, rewrite, solve
+from remat.cli_inspect import inspect
+from remat.cli_plan import capture, rewrite, solve
 from remat.cli_profile import profile
+from remat.cli_report import export, report
 from remat.cli_run import check, run
 from remat.cli_sweep import sweep
 
@@ -21,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (run, capture, solve, sweep, inspect, rewrite, check, profile, doctor):
+for verb in (run, capture, solve, sweep, inspect, report, export, rewrite, check, profile, doctor):
     app.command()(verb)
 
 

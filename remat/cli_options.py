@@ -93,5 +93,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on s
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run or solve -o")]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run or solve -o")]
-Top = Annotated[int, typer.Option(min=1, help="how many ops to show")]
+Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
+Anything = Annotated[
+    str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help="a model, or a kept graph or plan")
+]
+BudgetOrNone = Annotated[
+    str, typer.Option("--budget", help="solve a model or graph for it: 8GiB, 60%, auto, min")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]

@@ -1,8 +1,7 @@
-"""The verbs that plan: `capture`, `solve`, `inspect` and `rewrite`."""
+"""The verbs that plan: `capture`, `solve` and `rewrite`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,16 +25,12 @@ from remat.graph_capture.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import Sharding
 from remat.kept_plans import fitting_schedule, plan_of_result, read_kept
-from remat.op_table import rows_of_graph
-from remat.opened import NO_BUDGET, Captured, captured, captured_model, load_shown, open_plan
-from remat.screen import plain_table, show_ops, show_result
+from remat.opened import NO_BUDGET, Captured, captured, captured_model, load_shown
+from remat.screen import plain_table, show_result
 from remat.solver.result import Result
 
 GraphOrModel = Annotated[
     str, typer.Argument(metavar="MODEL|GRAPH", help="a model, or a graph kept by capture -o")
-]
-Anything = Annotated[
-    str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help="a model, or a kept graph or plan")
 ]
 
 
@@ -55,6 +50,7 @@ def capture(
     """Trace one training step of MODEL, and measure what each op costs."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        session.require_folder(output)
         request = asked(
             NO_BUDGET, "auto", options.OrderName.fixed, 0.0, optimizer, accumulate, device=device,
             profile=profile, sharding=Sharding(shard.value, world_size, shard_blocks),
@@ -91,6 +87,7 @@ def solve(
     """Find the fastest schedule that fits the budget."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        session.require_folder(output)
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),
@@ -125,32 +122,6 @@ def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
     return said if result.schedule else said | json_report.infeasible_json(result)
 
 
-def inspect(
-    source: Anything,
-    plan: options.PlanOption = None,
-    top: options.Top = 20,
-    optimizer: options.Optimizer = options.OptimizerName.none,
-    accumulate: options.Accumulate = False,
-    device: options.Device = CPU,
-    profile: options.ProfileFile = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
-) -> None:
-    """Show the ops: sizes, prices, places, and how often a plan runs each."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        request = asked(
-            NO_BUDGET, "auto", options.OrderName.fixed, 0.0, optimizer, accumulate, device=device,
-            profile=profile,
-        )  # fmt: skip
-        opened = open_plan(source, request, session.stages, plan)
-        rows = rows_of_graph(opened.graph, opened.schedule)
-        if as_json:
-            session.emit({"ops": [asdict(row) for row in rows]})
-        else:
-            show_ops(session.out, rows, top)
-
-
 def rewrite(
     model: options.Model,
     plan: options.Plan,
@@ -164,6 +135,7 @@ def rewrite(
     """Print the forward and backward graphs of MODEL rewritten to a kept plan."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        session.require_folder(output)
         kept = read_kept(plan)
         loaded = load_shown(model, session.stages, device)
         schedule = fitting_schedule(kept, loaded)

@@ -28,6 +28,7 @@ def profile(
     """Measure each distinct op of MODEL, and keep the prices for use elsewhere."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        session.require_folder(output)
         check_measured(device)
         loaded = load_shown(model, session.stages, device)
         measured = pipeline.measure_loaded(loaded, session.stages, device)

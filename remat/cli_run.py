@@ -53,6 +53,7 @@ def run(
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        session.require_folder(output)
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import FileError, RematError
 from remat.pipeline import Progress as Report
 from remat.pipeline import Stages
 
@@ -115,6 +115,23 @@ class Session:
             if self.debug or error.filename is None:
                 raise
             self.fail(REFUSED, type(error).__name__, f"{error.filename}: {error.strerror}")
+
+    def require_folder(self, path: Path | None) -> None:
+        """Refuse a file that cannot be written, before work is done for it.
+
+        Raises
+        ------
+        FileError : its folder is not there, or is not writable; or it is a folder itself.
+        """
+        if path is None:
+            return
+        folder = path.parent
+        if not folder.is_dir():
+            raise FileError(f"{folder}: No such folder, so {path.name} cannot be written there")
+        if path.is_dir():
+            raise FileError(f"{path} is a folder: name a file in it")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise FileError(f"{path} cannot be written: {folder} is not writable for you")
 
     def save(self, path: Path | None, data: bytes, what: str) -> None:
         """Write a file and say so, unless there is no path."""

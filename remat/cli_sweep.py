@@ -63,6 +63,7 @@ def sweep(
     """Show the time of the step against the budget, with the bound at each."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
+        session.require_folder(output)
         wanted = asked_budgets(budgets)
         _refuse_unknown(solver, order.value, jobs)
         sharding = Sharding(shard.value, world_size, shard_blocks)

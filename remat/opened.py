@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from remat import pipeline
 from remat.factory import Loaded, load
 from remat.graph_capture.device_table import check_device
-from remat.graph_capture.errors import BudgetError, DeviceError, PlanError, ProfileError
+from remat.graph_capture.errors import BudgetError, DeviceError, GraphError, PlanError, ProfileError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import NO_SHARDING
 from remat.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_of
@@ -99,21 +99,24 @@ def open_plan(
     if source.endswith(PLAN_FILES) and holds_plan(Path(source)):
         if plan is not None:
             raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
-        opened = _opened_plan(read_kept(Path(source)), source, None, request)
-    elif plan is not None:
+        _refuse_budget(request)
+        return _opened_plan(read_kept(Path(source)), source, None, request)
+    if plan is not None:
+        _refuse_budget(request)
         kept = read_kept(plan)
-        opened = _opened_plan(kept, str(plan), captured(source, request, stages).graph, request)
-    else:
-        graph = captured(source, request, stages).graph
-        is_asked = request.budget != NO_BUDGET
-        result = pipeline.solve_request(graph, request, stages) if is_asked else None
-        return Opened(graph, result, request)
+        return _opened_plan(kept, str(plan), captured(source, request, stages).graph, request)
+    graph = captured(source, request, stages).graph
+    is_asked = request.budget != NO_BUDGET
+    result = pipeline.solve_request(graph, request, stages) if is_asked else None
+    return Opened(graph, result, request)
+
+
+def _refuse_budget(request: pipeline.Request) -> None:
     if request.budget != NO_BUDGET:
         raise BudgetError(
             f"a plan has its budget: leave out --budget {request.budget}, or name the model or "
             "graph without the plan to solve anew"
         )
-    return opened
 
 
 def _opened_plan(
@@ -174,7 +177,13 @@ def captured(source: str, request: pipeline.Request, stages: pipeline.Stages) ->
         raise ProfileError(f"{source} has its prices: --profile goes with a model")
     if request.sharding != NO_SHARDING:
         raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
-    return Captured(TrainingGraph.from_json(Path(source).read_bytes()))
+    try:
+        return Captured(TrainingGraph.from_json(Path(source).read_bytes()))
+    except GraphError as error:
+        raise GraphError(
+            f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
+            "remat capture MODEL -o FILE, or remat run MODEL --budget BUDGET -o FILE"
+        ) from error
 
 
 def captured_model(loaded: Loaded, request: pipeline.Request, stages: pipeline.Stages) -> Captured:

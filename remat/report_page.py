@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import remat.solver as solvers
-from remat.api import UNBOUNDED_BYTES, unmodified
+from remat.api import unmodified
 from remat.graph_capture.eager import as_eager
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.report.data import page_data
 from remat.schedules.report.facts import Alternative, Facts, MeasuredStep
 from remat.schedules.report.page import render
 from remat.schedules.simulate import simulate
 from remat.screen import prices_text
 from remat.solver.front import Front
-from remat.solver.result import Result
+from remat.solver.result import Result, at_least_budget
 
 RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
-"""Rules that take no budget and are quick; the page has them beside the plan."""
+"""Rules that people follow by hand, quick to solve; the page has them beside the plan."""
+
+RULE_S = 0.5
+"""Seconds for each rule: on thousands of ops, one that has a knob does not try each setting."""
 
 
 def report(
@@ -41,7 +45,8 @@ def report(
     ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
     OSError : the file cannot be written.
     """
-    page = render(facts_of(graph, result, fronts, measured))
+    facts = facts_of(graph, result, fronts, measured)
+    page = render(facts, page_data(facts))
     if path is not None:
         Path(path).write_text(page, encoding="utf-8")
     return page
@@ -70,17 +75,23 @@ def facts_of(
         lower_bound_us=result.lower_bound_us,
         status=result.status,
         solver=result.solver,
-        rules=(_alternative("unmodified", everything), *rules_of(graph)),
+        rules=(_alternative("unmodified", everything), *rules_of(graph, result.budget_bytes)),
         fronts=tuple((name, points_of(graph, front)) for name, front in curves.items()),
         measured=measured,
         prices=prices_text(graph),
     )
 
 
-def rules_of(graph: TrainingGraph) -> tuple[Alternative, ...]:
-    """Schedules of the simple rules, where they know how to cut this graph."""
-    found = [(name, solvers.solve(graph, UNBOUNDED_BYTES, name)) for name in RULES]
-    return tuple(_alternative(name, result) for name, result in found if result.schedule)
+def rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]:
+    """Schedules of the simple rules at a budget, or of their least peak where none fits."""
+    found: list[Alternative] = []
+    for name in RULES:
+        result = solvers.solve(graph, budget_bytes, name, time_limit_s=RULE_S)
+        if result.schedule is None:
+            result = at_least_budget(graph, result)
+        if result is not None:
+            found.append(_alternative(name, result))
+    return tuple(found)
 
 
 def points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:

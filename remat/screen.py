@@ -1,4 +1,4 @@
-"""The screens that a person reads: tables for `run`, `check` and `inspect`."""
+"""The screens that a person reads: tables for `run`, `check` and `solve`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from remat.graph_capture.device_table import is_in_table, modelled_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import UNTIMED
 from remat.layer_checkpoints import every_n_layers
-from remat.op_table import OpRow
 from remat.pipeline import CHECKED, Report, Row
 from remat.schedules.simulate import Simulation
 from remat.solver.kept import kinds_of, kinds_text
@@ -31,7 +30,7 @@ def plain_table(*headers: str) -> Table:
     """A table without lines, narrow enough for 60 columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i == 0 else "right")
+        table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
     return table
 
 
@@ -191,23 +190,3 @@ def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
     if result.message:
         table.add_row("note", Text(result.message))
     console.print(table)
-
-
-def show_ops(console: Console, rows: list[OpRow], top: int) -> None:
-    """The largest ops, one line each; what a plan does with them, where there is one."""
-    table = plain_table("op", "verdict", "size", "time", "dtype and shape", "module, source")
-    table.columns[4].justify = table.columns[5].justify = "left"
-    for row in rows[:top]:
-        shape = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
-        place = " ".join(part for part in (row.module, row.source) if part)
-        table.add_row(
-            f"{row.op} [dim]{row.target}[/]",
-            row.verdict,
-            bytes_text(row.size_bytes),
-            time_text(row.cost_us) if row.cost_us else "",
-            Text(shape),
-            Text(place),
-        )
-    console.print(table)
-    if len(rows) > top:
-        console.print(f"[dim]{len(rows) - top} smaller ops left out: --top {len(rows)}[/]")

@@ -66,7 +66,7 @@ def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...]
     firsts = range(0, len(titles), size)
     lasts = [min(first + size, len(titles)) - 1 for first in firsts]
     merged = [
-        titles[first] if first == last else f"{titles[first]} – {titles[last]}"
+        titles[first] if first == last else f"{titles[first]} to {titles[last]}"
         for first, last in zip(firsts, lasts, strict=True)
     ]
     return tuple(merged), tuple(row // size for row in rows)

@@ -160,6 +160,22 @@ class Schedule(msgspec.Struct, frozen=True):
         except msgspec.DecodeError as error:
             raise ScheduleError(f"not a JSON plan file: {error}") from error
 
+    def _repr_html_(self) -> str:
+        from remat.formats import bytes_text
+        from remat.schedules.html_figures import figures_html
+
+        counts = self.computations()
+        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        figures = [
+            ("made by", self.solver or "hand"),
+            ("options", options),
+            ("computations", str(sum(counts.values()))),
+            ("of them again", str(sum(counts.values()) - len(counts))),
+            ("budget", bytes_text(self.budget_bytes) if self.budget_bytes else "none"),
+            ("graph", self.graph_hash[:12]),
+        ]
+        return figures_html("Schedule", figures)
+
     def __repr__(self) -> str:
         counts = self.computations()
         again = sum(counts.values()) - len(counts)

@@ -56,7 +56,7 @@ class Timeline:
 
     def op_of(self, run: int) -> Op:
         """The op of a run."""
-        return self.graph.ops[self.ops[run]]
+        return self.graph.ops[int(self.ops[run])]
 
     @property
     def is_timed(self) -> bool:
@@ -116,7 +116,7 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     runs = [(i, step.op) for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
     steps = np.array([i for i, _ in runs], dtype=np.int64)
     ops = np.array([graph.op_index[name] for _, name in runs], dtype=np.int64)
-    costs = np.array([graph.ops[i].cost_us for i in ops], dtype=np.float64)
+    costs = np.array([graph.ops[int(i)].cost_us for i in ops], dtype=np.float64)
     again = np.ones(len(ops), dtype=np.bool_)
     again[np.unique(ops, return_index=True)[1]] = False
     return Timeline(

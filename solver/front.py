@@ -145,6 +145,13 @@ class Front(msgspec.Struct, frozen=True):
         except msgspec.DecodeError as error:
             raise SolverError(f"not a front file of this release: {error}") from error
 
+    def _repr_html_(self) -> str:
+        from remat.schedules.html_figures import table_html
+
+        headers = ("budget", "peak", "overhead", "gap", "seconds", "status")
+        rows = [_cells(point) for point in self.points]
+        return table_html(f"Front: {self.name}, by {self.solver}", headers, rows)
+
     def __repr__(self) -> str:
         head = (
             f"Front({self.name}, by {self.solver}: unmodified peak {self.unmodified_bytes} bytes, "
@@ -163,6 +170,18 @@ def _line(point: Point) -> str:
             f"{result.peak_bytes:>16} {100 * result.overhead:>7.2f} % {100 * result.gap:>6.2f} %"
         )
     return f"{point.budget_bytes:>16} {figures} {result.wall_s:>8.1f}  {result.status}"
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    """A point for people."""
+    from remat.formats import bytes_text, percent_text
+
+    result = point.result
+    figures = ("-", "-", "-")
+    if result.schedule is not None:
+        peak = bytes_text(result.peak_bytes)
+        figures = (peak, percent_text(result.overhead), percent_text(result.gap))
+    return bytes_text(point.budget_bytes), *figures, f"{result.wall_s:.1f}", result.status
 
 
 def checked_step(step_bytes: int, peak_bytes: int) -> int:

@@ -71,6 +71,24 @@ class Result(msgspec.Struct, frozen=True):
             return 0.0
         return self.time_us / self.lower_bound_us - 1
 
+    def _repr_html_(self) -> str:
+        from remat.formats import bytes_text, percent_text, time_text
+        from remat.schedules.html_figures import figures_html
+
+        figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
+        figures.append(("budget", bytes_text(self.budget_bytes)))
+        if self.schedule is not None:
+            figures += [
+                ("peak", bytes_text(self.peak_bytes)),
+                ("step", time_text(self.time_us)),
+                ("overhead", percent_text(self.overhead)),
+                ("gap", percent_text(self.gap)),
+                ("attention", str(self.attention or "")),
+            ]
+        elif self.least_feasible_bytes:
+            figures.append(("least budget known", bytes_text(self.least_feasible_bytes)))
+        return figures_html("Result", [*figures, ("note", self.message)])
+
     def __repr__(self) -> str:
         if self.schedule is None:
             return f"Result({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"

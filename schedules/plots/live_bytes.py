@@ -1,4 +1,4 @@
-"""Live bytes through the step: the plan in bands, the unmodified step, a measurement, the budget."""
+"""Live bytes through the step: the plan in bands, the unmodified and the measured step."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 24
 FAINT, STRONG = 0.25, 0.55
+NARROWEST = 1.0
+"""Points, around what runs again, which is little where memory is ample: it stays visible."""
 
 
 def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
@@ -51,5 +53,6 @@ def _draw(
         [span.row for span in spans],
         [span.end - span.begin for span in spans],
         left=[span.begin for span in spans],
-        height=height, color=colour, alpha=alpha, linewidth=0, label=label or "_none",
+        height=height, facecolor=colour, edgecolor=colour, alpha=alpha, label=label or "_none",
+        linewidth=NARROWEST if label == "recompute" else 0,
     )  # fmt: skip

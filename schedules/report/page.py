@@ -8,11 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.schedules.report.data import Page, Summary, page_data
+from remat.schedules.report.data import Page, Summary
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
 
 LIBRARY = "vendor/echarts.common.min.js"
+SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
+"""In an order in which each finds what it uses."""
 
 
 class Figure(NamedTuple):
@@ -23,16 +25,10 @@ class Figure(NamedTuple):
     note: str
 
 
-def render(facts: Facts) -> str:
-    """The page of a plan, as HTML.
-
-    Raises
-    ------
-    ScheduleError : a schedule was not made for its graph, or is invalid.
-    """
+def render(facts: Facts, page: Page) -> str:
+    """The page of a plan, as HTML; `page` is its `page_data`."""
     from jinja2 import Environment, StrictUndefined
 
-    page = page_data(facts)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["bytes"] = bytes_text
     return environment.from_string(_file("page.html")).render(
@@ -43,13 +39,13 @@ def render(facts: Facts) -> str:
         tables=tables(facts, page.summary),
         data=script_safe(page),
         style=_file("page.css"),
-        script=_file("page.js"),
+        script="\n".join(_file(f"scripts/{name}.js") for name in SCRIPTS),
         library=_file(LIBRARY),
     )
 
 
 def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("remat.schedules.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def script_safe(page: Page) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.graph_capture.graph import Op, Value
-from remat.schedules.kept_in_forward import live_after_forward
-from remat.schedules.module_groups import place_of
+from remat.schedules.folding import FoldedRow, folded
+from remat.schedules.module_groups import OUTSIDE, place_of
 from remat.schedules.report.data import Summary
 from remat.schedules.report.facts import Alternative, Facts
 from remat.schedules.simulate import simulate
+from remat.schedules.verdicts import ValueRow, value_rows
 
-MOST_ROWS = 40
-NOTHING = "–"
+MOST_ROWS = 30
+NOTHING = "-"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class Table:
 
 def tables(facts: Facts, summary: Summary) -> list[Table]:
     """The tables, in the order of the page; those without rows are left out."""
-    made = (at_peak(facts), kept(facts), computed_again(facts), alternatives(facts, summary))
+    rows = value_rows(facts.graph, facts.schedule)
+    made = (
+        at_peak(facts, rows), kept(rows), computed_again(facts), alternatives(facts, summary)
+    )  # fmt: skip
     return [table for table in made if table.rows]
 
 
@@ -42,59 +45,64 @@ def steps(summary: Summary) -> Table:
         ("this plan, measured", summary.measured_peak_bytes, summary.measured_time_us, None),
     ]
     texts = tuple(
-        (name, bytes_text(peak), *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)))
+        (
+            name,
+            bytes_text(peak),
+            *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)),
+        )
         for name, peak, time_us, more in rows
         if peak is not None
     )
     return Table("steps", "The step", ("", "peak", "time", "overhead"), texts, (1, 2, 3))
 
 
-def _or_nothing(figure: float | None, text: object) -> str:
-    assert callable(text)
-    return NOTHING if figure is None else str(text(figure))
+def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
+    return NOTHING if figure is None else text(figure)
 
 
-def at_peak(facts: Facts) -> Table:
-    """The largest values live at the peak."""
+def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
+    """What is live at the peak, identical layers folded."""
     graph = facts.graph
     found = simulate(graph, facts.schedule)
-    values = [graph.value_by_name[name] for name in found.held_at_peak]
-    maker = {op.name: op for op in graph.ops}
-    rows = tuple(_value_row(value, maker[value.producer]) for value in values[:MOST_ROWS])
-    rest = sum(value.size_bytes for value in values[MOST_ROWS:])
     caption = (
-        f"Live at the peak: {len(values)} values beside {bytes_text(graph.resident.total_bytes)} "
-        f"resident and {bytes_text(found.workspace_at_peak_bytes)} of workspace"
+        f"Live at the peak: {len(found.held_at_peak)} values beside "
+        f"{bytes_text(graph.resident.total_bytes)} resident and "
+        f"{bytes_text(found.workspace_at_peak_bytes)} of workspace"
     )
+    return _of_values("peak", caption, [row for row in rows if row.at_peak])
+
+
+def kept(rows: Sequence[ValueRow]) -> Table:
+    """What forward keeps for backward, identical layers folded."""
+    chosen = [row for row in rows if row.verdict == "keep"]
+    size_bytes = sum(row.size_bytes for row in chosen)
+    caption = f"Kept from forward for backward: {len(chosen)} values, {bytes_text(size_bytes)}"
+    return _of_values("kept", caption, chosen)
+
+
+def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
+    """One row for all layers that have the same, most bytes first."""
+    found = sorted(folded(rows), key=lambda row: -row.size_bytes)
+    rest = found[MOST_ROWS:]
     if rest:
-        caption += f"; not shown: {len(values) - MOST_ROWS} smaller ones, {bytes_text(rest)} in all"
-    headers = ("value", "size", "kind", "shape", "op", "module", "line")
-    return Table("peak", caption, headers, rows, (1,))
+        rest_bytes = sum(row.size_bytes for row in rest)
+        caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
+    headers = ("module", "values", "size", "together", "kind", "shape", "op", "line")
+    return Table(name, caption, headers, tuple(map(_value_row, found[:MOST_ROWS])), (1, 2, 3))
 
 
-def _value_row(value: Value, op: Op) -> tuple[str, ...]:
-    shape = f"{value.dtype}{list(value.shape)}"
-    size = bytes_text(value.size_bytes)
-    return value.name, size, value.kind, shape, op.target, op.module or NOTHING, op.source
-
-
-def kept(facts: Facts) -> Table:
-    """What forward keeps for backward, equal places of all layers together."""
-    graph = facts.graph
-    live = live_after_forward(graph, facts.schedule)
-    groups: dict[tuple[str, str], list[int]] = {}
-    for value in graph.values:
-        if value.name in live and value.producer:
-            op = graph.ops[graph.op_index[value.producer]]
-            groups.setdefault((place_of(op.module), op.target), []).append(value.size_bytes)
-    ranked = sorted(groups.items(), key=lambda group: -sum(group[1]))
-    rows = [
-        (place, target, str(len(sizes)), bytes_text(sum(sizes)))
-        for (place, target), sizes in ranked[:MOST_ROWS]
-    ]
-    total = bytes_text(sum(sum(sizes) for sizes in groups.values()))
-    caption = f"Live when forward ends: {len(live)} values, {total}"
-    return Table("kept", caption, ("module", "op", "values", "size"), tuple(rows), (2, 3))
+def _value_row(row: FoldedRow) -> tuple[str, ...]:
+    first = row.first
+    return (
+        row.module or OUTSIDE,
+        str(row.count),
+        bytes_text(first.size_bytes),
+        bytes_text(row.size_bytes),
+        first.kind,
+        f"{first.dtype}{list(first.shape)}",
+        first.target,
+        first.source,
+    )
 
 
 def computed_again(facts: Facts) -> Table:

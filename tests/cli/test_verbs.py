@@ -100,9 +100,9 @@ def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: 
     rewritten = remat("rewrite", remat.gpt, plan)
     assert rewritten.exit_code == 0, rewritten.stderr
     assert "def forward" in rewritten.stdout
-    ops = json.loads(remat("inspect", graph, "--plan", plan, "--json").stdout)["ops"]
-    assert any(op["verdict"].startswith("recompute") for op in ops)
-    assert "blocks.0.attn" in remat("inspect", graph, "--top", "100", columns=200).stdout
+    values = json.loads(remat("inspect", graph, "--plan", plan, "--json").stdout)["values"]
+    assert any(value["verdict"] == "recompute" for value in values)
+    assert "blocks.0\u20131.attn" in remat("inspect", graph, "--top", "100", columns=200).stdout
     alone = remat("inspect", plan)
     assert alone.exit_code == 2
     assert "is a schedule alone, without sizes and prices: name its graph or model" in alone.stderr

@@ -1,0 +1,166 @@
+"""The verbs that show a plan elsewhere: `report` as a page, `export` in other tools' files."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from remat import cli_options as options
+from remat.api import infeasible_text
+from remat.cli_run import asked, conclude
+from remat.cli_session import INFEASIBLE, Session
+from remat.graph_capture.device_table import CPU
+from remat.graph_capture.errors import FileError
+from remat.graph_capture.sharding import Sharding
+from remat.opened import NO_BUDGET, Opened, open_plan
+from remat.pipeline import Request
+from remat.schedules.exports.chrome_trace import trace_file
+from remat.schedules.exports.dot import to_dot
+from remat.schedules.exports.memory_snapshot import snapshot_file
+from remat.solver.front import Front
+
+
+class Format(StrEnum):
+    """Files of other tools."""
+
+    snapshot = "snapshot"
+    trace = "trace"
+    dot = "dot"
+
+
+SUFFIXES = {".pickle": Format.snapshot, ".json": Format.trace, ".dot": Format.dot}
+
+FrontFile = Annotated[
+    Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
+]
+Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
+As = Annotated[
+    Format | None,
+    typer.Option("--as", help="by default the suffix says it: .pickle, .trace.json or .dot"),
+]
+
+
+def report(
+    source: options.Anything,
+    output: Into,
+    plan: options.PlanOption = None,
+    front: FrontFile = None,
+    budget: options.BudgetOrNone = NO_BUDGET,
+    solver: options.Solver = "auto",
+    order: options.Order = options.OrderName.fixed,
+    time_limit: options.TimeLimit = 60.0,
+    keep: options.Keep = [],  # noqa: B006 typer copies it
+    recompute: options.Recompute = [],  # noqa: B006
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
+    profile: options.ProfileFile = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        from remat.report_page import facts_of
+        from remat.schedules.report.data import page_data
+        from remat.schedules.report.page import render
+
+        session.require_folder(output)
+        request = asked(
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
+            profile, Sharding(shard.value, world_size, shard_blocks),
+        )  # fmt: skip
+        known = Front.from_json(front.read_bytes()) if front else None
+        opened = _opened(session, source, plan, request)
+        with session.stages.stage("report", "writing the report"):
+            facts = facts_of(opened.graph, opened.solved, known)
+            page = page_data(facts)
+            _write(session, output, render(facts, page).encode(), "report")
+        if as_json:
+            session.emit({"report": str(output), "summary": msgspec.to_builtins(page.summary)})
+
+
+def export(
+    source: options.Anything,
+    output: Into,
+    form: As = None,
+    plan: options.PlanOption = None,
+    budget: options.BudgetOrNone = NO_BUDGET,
+    solver: options.Solver = "auto",
+    order: options.Order = options.OrderName.fixed,
+    time_limit: options.TimeLimit = 60.0,
+    keep: options.Keep = [],  # noqa: B006
+    recompute: options.Recompute = [],  # noqa: B006
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
+    profile: options.ProfileFile = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write a plan for PyTorch's memory viewer, for Perfetto, or a graph for Graphviz."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        chosen = form or format_of(output)
+        session.require_folder(output)
+        request = asked(
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
+            profile, Sharding(shard.value, world_size, shard_blocks),
+        )  # fmt: skip
+        opened = _opened(session, source, plan, request)
+        _write(session, output, exported(opened, chosen), chosen.value)
+        if as_json:
+            session.emit({"export": str(output), "as": chosen.value})
+
+
+def exported(opened: Opened, form: Format) -> bytes:
+    """The file; a graph without a plan can be drawn too.
+
+    Raises
+    ------
+    BudgetError : there is no plan, and the file is one of a schedule.
+    """
+    if form is Format.dot:
+        return to_dot(opened.graph, opened.schedule).encode()
+    schedule = opened.solved.schedule
+    assert schedule is not None
+    write = snapshot_file if form is Format.snapshot else trace_file
+    return write(opened.graph, schedule)
+
+
+def format_of(path: Path) -> Format:
+    """What the suffix of a file asks for.
+
+    Raises
+    ------
+    FileError : none is known for it.
+    """
+    if path.suffix not in SUFFIXES:
+        raise FileError(
+            f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace) or "
+            f".dot (Graphviz) says what to write; or say it: --as {'|'.join(Format)}"
+        )
+    return SUFFIXES[path.suffix]
+
+
+def _opened(session: Session, source: str, plan: Path | None, request: Request) -> Opened:
+    """The plan; ends the command where nothing fits the budget."""
+    opened = open_plan(source, request, session.stages, plan)
+    if opened.result is not None and opened.schedule is None:
+        conclude(session, INFEASIBLE, [infeasible_text(opened.result)])
+    return opened
+
+
+def _write(session: Session, path: Path, data: bytes, what: str) -> None:
+    path.write_bytes(data)
+    session.err.print(f"{what} written to {path}", markup=False, soft_wrap=True)
