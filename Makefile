@@ -1,4 +1,4 @@
-# make demo   plan, rewrite and check the example GPT at 60 % of its peak
+# make demo   plan, rewrite and check the example GPT at 60 % of its peak; build/demo.html shows it
 # make test   the tests
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
@@ -19,7 +19,9 @@ MANIFESTS := pyproject.toml constraints.txt
 .PHONY: demo test lint types notebooks docs clean
 
 demo: .venv/.core
-	$(BIN)/remat run $(MODEL) --budget $(BUDGET)
+	@mkdir -p build
+	$(BIN)/remat run $(MODEL) --budget $(BUDGET) -o build/demo.json
+	$(BIN)/remat report build/demo.json -o build/demo.html
 
 test: .venv/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

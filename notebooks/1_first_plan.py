@@ -58,13 +58,15 @@ again
 fast = remat.rewrite(model, result.schedule)
 found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y, steps=2)
 assert found.equal
-found
+print(f"{found.gradients} of {found.gradients_total} gradients are equal to the last bit")
+print(f"unmodified peak {found.baseline_peak_bytes / 2**20:.1f} MiB")
+print(f"planned peak    {found.plan_peak_bytes / 2**20:.1f} MiB")
 
 # %% [markdown]
 # **Train.** The loss is part of the step that was captured, so the module takes the target.
 
 # %%
-optimizer = torch.optim.SGD(fast.parameters(), lr=0.1)
+optimizer = torch.optim.Adam(fast.parameters(), lr=1e-3)
 for _ in range(3):
     optimizer.zero_grad()
     loss = fast(x, target=y)

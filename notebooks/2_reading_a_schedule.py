@@ -37,11 +37,11 @@ result
 # %% [markdown]
 # ## Ops and values
 # An **op** creates storage, draws randomness or mutates. A **value** is one storage: a tensor with
-# all its views. Each op knows its price, its module and the line of code behind it.
+# all its views. Each op knows its price and its module, and the line behind it if that is in a file.
 
 # %%
 op = max(graph.ops, key=lambda op: op.cost_us)
-print(op.name, op.target, op.phase, f"{op.cost_us:.0f} us", op.module, op.source, sep="\n")
+print(op.name, op.target, op.phase, f"{op.cost_us:.0f} us", op.module, sep="\n")
 
 # %% [markdown]
 # ## Steps

@@ -23,14 +23,14 @@ from torch import nn
 import remat
 from remat.screen import prices_text
 
-WIDTH, LAYERS, BATCH, TOKENS = 2048, 16, 4, 2048
+WIDTH, LAYERS, BATCH, TOKENS = 4096, 8, 4, 2048
 
 
 def big_model() -> nn.Module:
-    """About 0.8 billion parameters in bfloat16, without storage."""
+    """About 1.6 billion parameters in bfloat16, without storage."""
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(
-            WIDTH, 16, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True
+            WIDTH, 32, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True
         )
         return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).bfloat16()
 

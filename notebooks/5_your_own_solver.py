@@ -121,7 +121,8 @@ mine = remat.solve(graph, "80%", solver="dearest_bytes")
 fast = remat.rewrite(model, mine.schedule)
 found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y, steps=2)
 assert found.equal
-found
+print(f"{found.gradients} of {found.gradients_total} gradients are equal to the last bit")
+print(f"peak {found.plan_peak_bytes} of {mine.budget_bytes} bytes")
 
 # %% [markdown]
 # To bring it into the package: one file `solver/dearest_bytes.py` whose docstring says what it

@@ -9,6 +9,7 @@ import nbformat
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "notebooks"
@@ -36,7 +37,8 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
         raise PluginError(f"{path.name} was not run: make notebooks, then make docs")
     notebook = nbformat.read(path, as_version=4)
     said = {"unique_key": path.stem, "output_files_dir": PurePosixPath(f"{path.stem}_files")}
-    body, resources = MarkdownExporter().from_notebook_node(notebook, resources=said)
+    exporter = MarkdownExporter(preprocessors=[CoalesceStreamsPreprocessor])
+    body, resources = exporter.from_notebook_node(notebook, resources=said)
     source = f"*Made by running [`notebooks/{path.stem}.py`](../../notebooks/{path.stem}.py).*"
     title, _, rest = body.strip().partition("\n")
     return f"{title}\n\n{source}\n{rest}", resources["outputs"]

@@ -1,8 +1,8 @@
-"""The pictures of the concepts page, drawn when the site is built from a real graph.
+"""The pictures of the concepts page and its report, drawn when the site is built.
 
-It is the step of `examples/gpt.py`, as `make demo` plans it, but priced for a device of the table:
-measured prices would make another picture on every machine. Below each picture stands a sentence
-whose figures are those of `simulate`.
+They are of the step of `examples/gpt.py`, as `make demo` plans it, but priced for a device of the
+table: measured prices would make another picture on every machine. Below each picture stands a
+sentence whose figures are those of `simulate`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL = "examples/gpt.py:factory"
 DEVICE, TITLE = "l4", "an L4"
 BUDGET = "60%"
 BUDGETS = ["40%", "50%", BUDGET, "70%", "80%", "90%", "100%"]
-PAGE = "concepts.md"
+PAGE, REPORT = "concepts.md", "example_report.html"
 RULES = ("every_n_layers", "dtr", "chen_sqrt")
 """Solvers beside `auto` in the front: a rule people write by hand, a policy, a textbook."""
 
@@ -132,6 +132,8 @@ def on_files(files: Files, config: Any) -> Files:
     for name in PICTURES:
         picture, _ = drawn(name)
         files.append(File.generated(config, f"pictures/{name}.svg", content=picture))
+    page = remat.report(graph(), plan(), fronts=fronts())
+    files.append(File.generated(config, REPORT, content=page))
     return files
 
 
