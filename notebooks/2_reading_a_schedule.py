@@ -37,7 +37,7 @@ result
 # %% [markdown]
 # ## Ops and values
 # An **op** creates storage, draws randomness or mutates. A **value** is one storage: a tensor with
-# all its views. Each op knows its price and its module, and the line behind it if that is in a file.
+# all its views. Each op knows its price, its module, and the line behind it if that is in a file.
 
 # %%
 op = max(graph.ops, key=lambda op: op.cost_us)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from remat.blocks import block_plan, rematerialize_blocks
     from remat.budget_slider import BudgetSlider
     from remat.compile_report import CompiledPlan, compiled_plans
+    from remat.explaining import Explanation, explain
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -43,6 +44,7 @@ __all__ = [
     "Check",
     "CompiledPlan",
     "EveryNth",
+    "Explanation",
     "Front",
     "Inspection",
     "Plan",
@@ -60,6 +62,7 @@ __all__ = [
     "check",
     "compiled_plans",
     "every_n_layers",
+    "explain",
     "inspect",
     "least_peak",
     "load",
@@ -92,6 +95,8 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "Explanation": "remat.explaining",
+    "explain": "remat.explaining",
     "Inspection": "remat.inspecting",
     "inspect": "remat.inspecting",
     "CompiledPlan": "remat.compile_report",

@@ -10,6 +10,7 @@ import os
 import typer
 
 from remat.cli_doctor import doctor
+from remat.cli_explain import explain
 from remat.cli_inspect import inspect
 from remat.cli_plan import capture, rewrite, solve
 from remat.cli_profile import profile
@@ -23,7 +24,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (run, capture, solve, sweep, inspect, report, export, rewrite, check, profile, doctor):
+verbs = (
+    run, capture, solve, sweep, inspect, explain, report, export, rewrite, check, profile, doctor
+)  # fmt: skip
+for verb in verbs:
     app.command()(verb)
 
 

@@ -40,12 +40,20 @@ class EveryNth(msgspec.Struct, frozen=True):
     overhead: float
     slower: float
 
+    @property
+    def which(self) -> str:
+        """``every layer``, ``every 3rd layer``."""
+        return "every layer" if self.n == 1 else f"every {_ordinal(self.n)} layer"
+
+    @property
+    def where(self) -> str:
+        """``blocks.*``: the lists of which layers are checkpointed."""
+        return ", ".join(f"{name}.*" for name in self.containers)
+
     def __str__(self) -> str:
-        which = "every layer" if self.n == 1 else f"every {_ordinal(self.n)} layer"
         return (
-            f"checkpointing {which} of {', '.join(f'{name}.*' for name in self.containers)} comes "
-            f"within 1 % of this plan: {percent_text(self.overhead)} overhead, peak "
-            f"{bytes_text(self.peak_bytes)}"
+            f"checkpointing {self.which} of {self.where} comes within 1 % of this plan: "
+            f"{percent_text(self.overhead)} overhead, peak {bytes_text(self.peak_bytes)}"
         )
 
 

@@ -21,7 +21,7 @@ from remat.schedules.judged_plan import judge_plan
 from remat.schedules.plan import AGAIN, Plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import TABLE
+from remat.solved_options import pins_of, solved_by
 from remat.solver.result import Result, judged
 
 if TYPE_CHECKING:
@@ -147,18 +147,12 @@ def _opened_plan(
 
 def as_solved(request: pipeline.Request, schedule: Schedule) -> pipeline.Request:
     """The request that solves again as the schedule was: by its solver, with its order and pins."""
-    options = schedule.options
-
-    def globs(name: str) -> tuple[str, ...]:
-        return tuple(part for part in str(options.get(name, "")).split(", ") if part)
-
     return replace(
         request,
         budget=f"{schedule.budget_bytes} B" if schedule.budget_bytes else NO_BUDGET,
-        solver=schedule.solver if schedule.solver in TABLE else "auto",
-        order=str(options.get("order", "fixed")),
-        keep=globs("keep"),
-        recompute=globs("recompute"),
+        solver=solved_by(schedule),
+        order=str(schedule.options.get("order", "fixed")),
+        **pins_of(schedule),
     )
 
 

@@ -116,7 +116,7 @@ def _refuse_both(graph: TrainingGraph, kept: dict[str, str], asked: dict[str, st
 def _that_may_run_again(graph: TrainingGraph, asked: dict[str, str]) -> dict[str, str]:
     given = set(graph.outputs)
     reasons = {
-        op.name: _why_not(op, given) for op in _forward_ops(graph) if op.name in asked
+        op.name: why_not_again(op, given) for op in _forward_ops(graph) if op.name in asked
     }  # fmt: skip
     for glob in dict.fromkeys(asked.values()):
         of_glob = [name for name, its_glob in asked.items() if its_glob == glob]
@@ -129,7 +129,7 @@ def _that_may_run_again(graph: TrainingGraph, asked: dict[str, str]) -> dict[str
     return {name: glob for name, glob in asked.items() if not reasons[name]}
 
 
-def _why_not(op: Op, given: set[str]) -> str:
+def why_not_again(op: Op, given: set[str]) -> str:
     """Why the values of `op` cannot be made again in backward; empty if they can."""
     if op.pinned:
         return f"it must not run twice: {op.pinned}"

@@ -76,8 +76,31 @@ def solve_pinned(
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
     pins = Pins.of(graph, **asked)
     named: dict[str, Option] = {name: ", ".join(globs) for name, globs in asked.items() if globs}
+    return solve_for_pins(
+        graph, budget_bytes, solver, pins, named,
+        time_limit_s=time_limit_s, progress=progress, **options,
+    )  # fmt: skip
+
+
+def solve_for_pins(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solver: str,
+    pins: Pins,
+    named: dict[str, Option] | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    progress: Listener | None = None,
+    **options: object,
+) -> Result:
+    """As `solve_pinned`, for ops that are pinned one by one.
+
+    Parameters
+    ----------
+    named : what the schedule's options say of the pins.
+    """
     search = _PinnedSearch(
-        graph, pins, budget_bytes, solver, options, named, time_limit_s, progress
+        graph, pins, budget_bytes, solver, options, named or {}, time_limit_s, progress
     )  # fmt: skip
     return search.solve_with_twins() if pins.again else search.solve_kept()
 
