@@ -30,6 +30,29 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     kineto's ``[memory]`` events are summed in the order of their time. No garbage is
     collected meanwhile: what it frees, of what was live before, would count as given back.
     """
+    deltas, spans = _watched(regions)
+    times = [time for time, _ in deltas]
+    return [_account(deltas, times, *span) for span in spans]
+
+
+def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
+    """Moments of `run`, in ns since it began, and the bytes live from each on above its start.
+
+    The first moment is 0, the last the end of the run.
+    """
+    deltas, ((start_ns, end_ns),) = _watched([run])
+    moments, live = [0], [0]
+    for time, size in deltas:
+        if start_ns <= time < end_ns:
+            moments.append(time - start_ns)
+            live.append(live[-1] + size)
+    return [*moments, end_ns - start_ns], [*live, live[-1]]
+
+
+def _watched(
+    regions: Iterable[Callable[[], Any]],
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Allocations in the order of their times, in ns and bytes, and the span of each region."""
     count = 0
     profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with without_garbage(), profiled as profiler:
@@ -49,8 +72,7 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
             start = event.start_ns()
             spans[int(name.removeprefix(_MARK))] = (start, start + event.duration_ns())
     deltas.sort(key=lambda delta: delta[0])
-    times = [time for time, _ in deltas]
-    return [_account(deltas, times, *spans[i]) for i in range(count)]
+    return deltas, [spans[i] for i in range(count)]
 
 
 @contextmanager

@@ -14,14 +14,17 @@ from remat.api import infeasible_text
 from remat.cli_run import asked, conclude
 from remat.cli_session import INFEASIBLE, Session
 from remat.graph_capture.device_table import CPU
-from remat.graph_capture.errors import FileError
+from remat.graph_capture.errors import DeviceError, FileError
 from remat.graph_capture.sharding import Sharding
-from remat.opened import NO_BUDGET, Opened, open_plan
-from remat.pipeline import Request
+from remat.kept_plans import PLAN_FILES
+from remat.opened import NO_BUDGET, Opened, load_shown, open_plan
+from remat.pipeline import Request, trace_loaded
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
+from remat.schedules.report.facts import MeasuredStep
 from remat.solver.front import Front
+from remat.solver.result import Result
 
 
 class Format(StrEnum):
@@ -37,6 +40,10 @@ SUFFIXES = {".pickle": Format.snapshot, ".json": Format.trace, ".dot": Format.do
 FrontFile = Annotated[
     Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
 ]
+Measure = Annotated[
+    bool,
+    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it has"),
+]
 Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 As = Annotated[
     Format | None,
@@ -49,6 +56,7 @@ def report(
     output: Into,
     plan: options.PlanOption = None,
     front: FrontFile = None,
+    measure: Measure = False,
     budget: options.BudgetOrNone = NO_BUDGET,
     solver: options.Solver = "auto",
     order: options.Order = options.OrderName.fixed,
@@ -77,10 +85,14 @@ def report(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
+        if measure:
+            require_model(source, request)
         known = Front.from_json(front.read_bytes()) if front else None
         opened = _opened(session, source, plan, request)
+        solved = opened.solved
+        step = _measured(session, source, solved, request) if measure else None
         with session.stages.stage("report", "writing the report"):
-            facts = facts_of(opened.graph, opened.solved, known)
+            facts = facts_of(opened.graph, solved, known, step)
             page = page_data(facts)
             _write(session, output, render(facts, page).encode(), "report")
         if as_json:
@@ -151,6 +163,39 @@ def format_of(path: Path) -> Format:
             f".dot (Graphviz) says what to write; or say it: --as {'|'.join(Format)}"
         )
     return SUFFIXES[path.suffix]
+
+
+def require_model(source: str, request: Request) -> None:
+    """Refuse to measure what cannot be run here.
+
+    Raises
+    ------
+    DeviceError : the source is no model, or is planned for a device that is not here.
+    """
+    if source.endswith(PLAN_FILES):
+        raise DeviceError(
+            f"--measure runs a step, and {source} has no model: name the model, and the plan with "
+            f"--plan (MODEL --plan {source})"
+        )
+    if request.device != CPU or not request.is_run_here:
+        raise DeviceError("--measure runs a step on this CPU: leave out --device and --shard")
+
+
+def _measured(session: Session, source: str, result: Result, request: Request) -> MeasuredStep:
+    """A real step of the model under the plan."""
+    from remat.rewriter.measured_step import measured_step
+    from remat.rewriter.rewriting import rewrite
+
+    assert result.schedule is not None
+    loaded = load_shown(source, session.stages, request.device)
+    with session.stages.stage("measure", "running the step"):
+        traced = trace_loaded(loaded, request.optimizer, request.accumulate)
+        module = rewrite(loaded.model, result.schedule, trace=traced)
+        return measured_step(
+            loaded.model, module, loaded.args, loaded.kwargs,
+            loss_fn=loaded.loss_fn, target=loaded.target,
+            optimizer=request.optimizer, accumulate=request.accumulate,
+        )  # fmt: skip
 
 
 def _opened(session: Session, source: str, plan: Path | None, request: Request) -> Opened:

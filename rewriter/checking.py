@@ -101,7 +101,7 @@ def check(
     """
     batch = (tuple(args), dict(kwargs or {}), target)
     eager = _eager_run(model, batch, loss_fn)
-    plan = _plan_run(module, batch, loss_fn)
+    plan = plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     state = StepState(model, batch, meter.device)
     kept = (batch, _constants(module))
@@ -163,7 +163,8 @@ def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Ru
     return run
 
 
-def _plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+def plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+    """A step of the rewritten module, or of any other."""
     if not isinstance(module, SharedState):
         return _eager_run(module, batch, loss_fn)
     args, kwargs, target = batch

@@ -67,7 +67,7 @@ def run_in(text: str) -> int:
 
 def test_hovering_tells_op_module_line_and_live_bytes(opened: Opened, planned: Planned) -> None:
     line = timeline(planned.graph, planned.schedule)
-    for name, share in (("memory", 0.5), ("memory", 0.7), ("ribbon", 0.6)):
+    for name, share in (("memory", 0.35), ("memory", 0.5), ("memory", 0.75), ("ribbon", 0.6)):
         box = opened.box(name)
         x, y = box["x"] + share * box["width"], box["y"] + 0.5 * box["height"]
         opened.tab.mouse.move(x, y, steps=4)
