@@ -24,10 +24,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-verbs = (
+VERBS = (
     run, capture, solve, sweep, inspect, explain, report, export, rewrite, check, profile, doctor
 )  # fmt: skip
-for verb in verbs:
+for verb in VERBS:
     app.command()(verb)
 
 
