@@ -98,9 +98,9 @@ figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
 _ = draw_ribbon(ax, graph, result.schedule)
 # %% [markdown]
 # ## All of it at once
-# `explain` says who holds the peak, which op sets the least budget, what a little more memory would
-# save, what was not open to choice, and what simpler rules would cost. `remat inspect plan.json` and
-# `remat explain plan.json` do so for a plan that is kept in a file.
+# `explain` says who holds the peak, which op sets the least budget, what a little more memory
+# would save, what was not open to choice, and what simpler rules would cost. `remat inspect
+# plan.json` and `remat explain plan.json` do so for a plan that is kept in a file.
 
 # %%
 remat.explain(graph, result, each_s=3)
