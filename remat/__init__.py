@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
     from remat.budget_slider import BudgetSlider
+    from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
     from remat.explaining import Explanation, explain
     from remat.fronts import sweep
@@ -42,6 +43,7 @@ __all__ = [
     "BlocksPlan",
     "BudgetSlider",
     "Check",
+    "Comparison",
     "CompiledPlan",
     "EveryNth",
     "Explanation",
@@ -60,6 +62,7 @@ __all__ = [
     "block_plan",
     "capture",
     "check",
+    "compare",
     "compiled_plans",
     "every_n_layers",
     "explain",
@@ -95,6 +98,8 @@ _LAZY = {
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
     "Front": "remat.solver.front",
+    "Comparison": "remat.comparing",
+    "compare": "remat.comparing",
     "Explanation": "remat.explaining",
     "explain": "remat.explaining",
     "Inspection": "remat.inspecting",

@@ -9,6 +9,7 @@ import os
 
 import typer
 
+from remat.cli_compare import compare
 from remat.cli_doctor import doctor
 from remat.cli_explain import explain
 from remat.cli_inspect import inspect
@@ -24,10 +25,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-VERBS = (
-    run, capture, solve, sweep, inspect, explain, report, export, rewrite, check, profile, doctor
-)  # fmt: skip
-for verb in VERBS:
+PLANNING = (run, capture, solve, sweep)
+READING = (inspect, explain, compare, report, export)
+USING = (rewrite, check, profile, doctor)
+for verb in (*PLANNING, *READING, *USING):
     app.command()(verb)
 
 

@@ -88,7 +88,7 @@ def sweep(
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
     began_s = time.monotonic()
-    asked, at_hand = _in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
+    asked, at_hand = in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
     left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
         "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
@@ -97,10 +97,10 @@ def sweep(
     return fronts[solver] if solvers is None else fronts
 
 
-def _in_bytes(
+def in_bytes(
     graph: TrainingGraph, budgets: Budgets, time_limit_s: float, pins: dict[str, Any]
 ) -> tuple[list[int], list[Result]]:
-    """The budgets, and what is at hand before they are solved."""
+    """The budgets in bytes, and what is at hand before they are solved."""
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
         return spread(graph, count, time_limit_s=time_limit_s, **pins)

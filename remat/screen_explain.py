@@ -244,7 +244,9 @@ def _turned_text(turned: Turned | None) -> str:
         cost = "the step takes as long"
     text = f"Solved again with it {doing}: {cost}"
     if turned.dropped:
-        text += f", and what runs again instead is {_named(turned.dropped)}"
+        text += f"; made again then, and not now: {_named(turned.dropped)}"
+    if turned.spared:
+        text += f"; made again now, and not then: {_named(turned.spared)}"
     return text
 
 

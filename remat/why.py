@@ -32,8 +32,8 @@ class Turned(msgspec.Struct, frozen=True):
     ----------
     pin : ``keep`` or ``recompute``. fits : whether a schedule was found. extra_us : its time less
         the plan's; below 0 where the plan was not the best. overhead : its own.
-    dropped : values that are kept in the plan and not in that schedule, layers folded, largest
-        first. spared : the other way round.
+    dropped : other values that are made again in that schedule and not in the plan, layers
+        folded, largest first. spared : the other way round.
     """
 
     pin: str
@@ -128,16 +128,18 @@ def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: fl
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:
         return Turned(pin, False, 0.0, 0.0, (), ())
-    changes = _changes(graph, schedule, found.schedule)
+    changes = _changes(graph, op, schedule, found.schedule)
     return Turned(pin, True, found.time_us - result.time_us, found.overhead, *changes)
 
 
 def _changes(
-    graph: TrainingGraph, before: Schedule, after: Schedule
+    graph: TrainingGraph, op: Op, before: Schedule, after: Schedule
 ) -> tuple[tuple[FoldedRow, ...], tuple[FoldedRow, ...]]:
-    """Forward values that are made again in `after` alone, and in `before` alone."""
+    """Forward values of others that are made again more in `after`, and more in `before`."""
     old = {row.value: row for row in value_rows(graph, before) if row.phase == "forward"}
     new = {row.value: row for row in value_rows(graph, after) if row.phase == "forward"}
+    for name in op.outputs:
+        del old[name], new[name]
     dropped = [new[name] for name in new if new[name].again > old[name].again]
     spared = [old[name] for name in old if old[name].again > new[name].again]
     return _largest(dropped), _largest(spared)

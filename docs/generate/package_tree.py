@@ -1,11 +1,12 @@
 """Lays the packages out as they are installed, so that the API can be read without importing it.
 
 Import names and folders differ (`remat.solver` is `solver/`), and mkdocstrings finds sources by
-folder. The tree is links alone, so nothing in it can be out of date.
+folder. Modules are copied: of a link it would follow the target, and look beside that.
 """
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,21 @@ TREE = ROOT / "build" / "package_tree"
 
 def on_config(config: Any) -> Any:
     """Called by mkdocs before anything is read."""
-    link_packages(TREE)
+    copy_packages(TREE)
     return config
 
 
-def link_packages(tree: Path) -> None:
-    """Link every module of every package under the folder of its import name."""
+def copy_packages(tree: Path) -> None:
+    """Copy every module of every package into the folder of its import name, anew."""
+    shutil.rmtree(tree, ignore_errors=True)
     manifest = tomllib.loads((ROOT / "pyproject.toml").read_text())
     setuptools = manifest["tool"]["setuptools"]
     folders: dict[str, str] = setuptools["package-dir"]
     for package in setuptools["packages"]:
         target = tree.joinpath(*package.split("."))
         target.mkdir(parents=True, exist_ok=True)
-        for link in target.glob("*.py"):
-            link.unlink()
         for module in (ROOT / _folder(package, folders)).glob("*.py"):
-            (target / module.name).symlink_to(module)
+            shutil.copy(module, target / module.name)
 
 
 def _folder(package: str, folders: dict[str, str]) -> str:
