@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from remat.report_page import report
     from remat.rewriter.checking import Check, check
     from remat.rewriter.loading import load, plan_of
+    from remat.rewriter.measured_step import measured_step
     from remat.rewriter.plan_archive import read_plan, save_plan
     from remat.rewriter.rewriting import rewrite
     from remat.several_shapes import PlanCache, plan_cache, plans_of
@@ -69,6 +70,7 @@ __all__ = [
     "inspect",
     "least_peak",
     "load",
+    "measured_step",
     "plan_cache",
     "plan_of",
     "plans_of",
@@ -108,6 +110,7 @@ _LAZY = {
     "compiled_plans": "remat.compile_report",
     "least_peak": "remat.solver.memory_price",
     "load": "remat.rewriter.loading",
+    "measured_step": "remat.rewriter.measured_step",
     "plan_of": "remat.rewriter.loading",
     "Price": "remat.solver.front",
     "Profile": "remat.graph_capture.profile_file",

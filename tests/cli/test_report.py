@@ -126,3 +126,25 @@ def test_nothing_fits_is_no_report(remat: Remat, kept: Path, tmp_path: Path) -> 
     done = remat("report", str(graph), *words)
     assert done.exit_code == 3
     assert "budget 1.0 KiB is below" in done.stderr
+
+
+def test_measuring_needs_the_model_here(remat: Remat, kept: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = remat("report", str(kept), "--measure", "-o", str(page))
+    assert done.exit_code == 2
+    assert f"--measure runs a step, and {kept} has no model" in done.stderr.replace("\n", "")
+    done = remat("report", remat.gpt, "--budget", "80%", "--device", "h100", "--measure", "-o",
+                 str(page))  # fmt: skip
+    assert "--measure runs a step on this CPU: leave out --device" in done.stderr
+    assert not page.exists()
+
+
+def test_a_measured_step_is_in_the_report(remat: Remat, kept: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = remat("report", remat.gpt, "--plan", str(kept), "--measure", "--json", "-o", str(page))
+    assert done.exit_code == 0, done.stderr
+    summary = json.loads(done.stdout)["summary"]
+    assert summary["measured_peak_bytes"] <= summary["peak_bytes"]
+    assert summary["measured_peak_bytes"] > 0.95 * summary["peak_bytes"]
+    assert summary["measured_time_us"] > 0
+    assert "this plan, measured" in page.read_text()
