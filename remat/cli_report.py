@@ -23,7 +23,6 @@ from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.report.facts import MeasuredStep
-from remat.solver.front import Front
 from remat.solver.result import Result
 
 
@@ -76,7 +75,7 @@ def report(
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        from remat.report_page import facts_of
+        from remat.report_page import facts_of, fronts_in
         from remat.schedules.report.data import page_data
         from remat.schedules.report.page import render
 
@@ -87,7 +86,7 @@ def report(
         )  # fmt: skip
         if measure:
             require_model(source, request)
-        known = Front.from_json(front.read_bytes()) if front else None
+        known = fronts_in(front.read_bytes()) if front else None
         opened = _opened(session, source, plan, request)
         solved = opened.solved
         step = _measured(session, source, solved, request) if measure else None

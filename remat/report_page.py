@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 import remat.solver as solvers
 from remat.api import unmodified
 from remat.graph_capture.eager import as_eager
@@ -50,6 +52,20 @@ def report(
     if path is not None:
         Path(path).write_text(page, encoding="utf-8")
     return page
+
+
+def fronts_in(data: bytes) -> dict[str, Front]:
+    """The fronts in a file that `remat sweep -o` kept, of one solver or of several.
+
+    Raises
+    ------
+    SolverError : the text is neither.
+    """
+    try:
+        return msgspec.json.decode(data, type=dict[str, Front])
+    except msgspec.DecodeError:
+        front = Front.from_json(data)
+        return {front.solver: front}
 
 
 def facts_of(

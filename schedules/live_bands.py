@@ -14,8 +14,8 @@ from remat.schedules.timeline import Ints, Timeline
 By = Literal["kind", "module"]
 
 RESIDENT, WORKSPACE, OTHERS = "resident", "workspace", "others"
-MOST = 7
-"""So many modules have a band of their own: as many as the palette has colours."""
+MOST = 6
+"""So many modules have a band of their own: as many as the palette has colours for them."""
 
 
 def live_bands(line: Timeline, by: By = "kind") -> dict[str, Ints]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 BLACK = "#000000"
 GREY = "#999999"
+DARK_GREY = "#666666"
 ORANGE = "#E69F00"
 SKY = "#56B4E9"
 GREEN = "#009E73"
@@ -44,6 +45,7 @@ CYCLE = (BLUE, ORANGE, PURPLE, SKY, YELLOW, GREEN, VERMILLION)
 """For what has no role: solvers, modules. What comes after these is `GREY`."""
 
 
-def cycled(names: list[str]) -> dict[str, str]:
-    """A colour for each name, in order; `GREY` once the cycle is used up."""
-    return {name: CYCLE[i] if i < len(CYCLE) else GREY for i, name in enumerate(names)}
+def cycled(names: list[str], without: tuple[str, ...] = ()) -> dict[str, str]:
+    """A colour for each name, in order, `without` some; `GREY` once the cycle is used up."""
+    cycle = [colour for colour in CYCLE if colour not in without]
+    return {name: cycle[i] if i < len(cycle) else GREY for i, name in enumerate(names)}

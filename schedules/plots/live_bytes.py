@@ -8,7 +8,7 @@ import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.live_bands import OTHERS, RESIDENT, WORKSPACE, By, live_bands
-from remat.schedules.palette import GREY, KINDS, ROLES, cycled
+from remat.schedules.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
 from remat.schedules.timeline import Floats, Ints, timeline
@@ -85,7 +85,7 @@ def band_colours(names: list[str], by: By) -> dict[str, str]:
     """The colour of each band."""
     if by == "kind":
         return {name: KINDS.get(name, GREY) for name in names}
-    fixed = {RESIDENT: GREY, OTHERS: GREY, WORKSPACE: KINDS[WORKSPACE]}
-    return cycled([name for name in names if name not in fixed]) | {
-        name: colour for name, colour in fixed.items() if name in names
-    }
+    fixed = {RESIDENT: GREY, OTHERS: DARK_GREY, WORKSPACE: KINDS[WORKSPACE]}
+    modules = [name for name in names if name not in fixed]
+    given = {name: colour for name, colour in fixed.items() if name in names}
+    return cycled(modules, without=(KINDS[WORKSPACE],)) | given

@@ -53,12 +53,16 @@ def test_a_front_goes_into_the_report(remat: Remat, kept: Path, tmp_path: Path) 
     plan = Plan.from_json(kept.read_bytes())
     assert plan.graph is not None
     graph.write_bytes(plan.graph.to_json())
-    words = ("--budgets", "2", "--solver", "cut", "--time-limit", "4", "-o", str(front))
-    assert remat("sweep", str(graph), *words).exit_code == 0
-    done = remat("report", str(kept), "--front", str(front), "-o", str(page))
-    assert done.exit_code == 0, done.stderr
-    assert f"report written to {page}" in done.stderr.replace("\n", "")
-    assert "the best found at several budgets" in page.read_text()
+    words = ("--budgets", "70%,80%", "--time-limit", "4", "-o", str(front))
+    for solvers in (("cut",), ("dtr", "chen_sqrt")):
+        chosen = [word for solver in solvers for word in ("--solver", solver)]
+        assert remat("sweep", str(graph), *words, *chosen).exit_code == 0
+        done = remat("report", str(kept), "--front", str(front), "-o", str(page))
+        assert done.exit_code == 0, done.stderr
+        assert f"report written to {page}" in done.stderr.replace("\n", "")
+        text = page.read_text()
+        assert "the best found at several budgets" in text
+        assert all(f'"{solver}":[' in text for solver in solvers)
     broken = remat("report", str(kept), "--front", str(kept), "-o", str(page))
     assert broken.exit_code == 2
     assert "not a front file" in broken.stderr

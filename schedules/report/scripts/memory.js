@@ -52,7 +52,7 @@ const memory = () => {
   return {
     aria: { enabled: true }, animation: false, grid: frame(narrow.matches ? 64 : 84),
     legend: legend(names), toolbox: toolbox(), dataZoom: zooms(),
-    tooltip: { ...tooltip(), trigger: "axis", formatter: byRun },
+    tooltip: { ...tooltip(), trigger: "axis", position: aside, formatter: byRun },
     xAxis: { type: "value", name: page.axis, nameLocation: "middle", nameGap: 26, min: 0,
       max: "dataMax", ...axisStyle(),
       axisLabel: { color: colour("--soft"), showMaxLabel: false, hideOverlap: true } },

@@ -22,8 +22,14 @@ const byteAxis = (largest, ticks, least = 0) => {
     axisLabel: { color: colour("--soft"), hideOverlap: true, formatter },
   };
 };
+// In the other upper corner of the chart, where a step has little live; on a narrow screen below.
+const aside = (point, _, element, __, size) => {
+  if (narrow.matches) return [0, size.viewSize[1] - 8];
+  const isLeft = point[0] < size.viewSize[0] / 2;
+  return [isLeft ? size.viewSize[0] - size.contentSize[0] - 20 : 90, 44];
+};
 const tooltip = () => ({
-  confine: true,
+  confine: !narrow.matches,
   backgroundColor: colour("--well"),
   borderColor: colour("--line"),
   textStyle: { color: colour("--ink"), fontSize: 12 },
