@@ -35,7 +35,7 @@ graph = remat.capture(model, (x,), loss_fn=nn.functional.mse_loss, target=y, dev
 # best: where it is 0, no solver can do better.
 
 # %%
-front = remat.sweep(graph, 6, time_limit_s=12)
+front = remat.sweep(graph, 6, time_limit_s=8)
 front
 
 # %% [markdown]
@@ -43,8 +43,8 @@ front
 # A GiB more or less, or on a small model 5 % of the peak.
 
 # %%
-result = remat.solve(graph, "60%", time_limit_s=5)
-remat.price_of_gib(graph, result, time_limit_s=5)
+result = remat.solve(graph, "60%", time_limit_s=4)
+remat.price_of_gib(graph, result, time_limit_s=4)
 
 # %% [markdown]
 # ## Solvers side by side
@@ -54,7 +54,7 @@ remat.price_of_gib(graph, result, time_limit_s=5)
 
 # %%
 names = ["auto", "cut", "dtr", "every_n_layers", "full", "chen_sqrt"]
-fronts = remat.sweep(graph, ["50%", "65%", "80%"], solvers=names, time_limit_s=6)
+fronts = remat.sweep(graph, ["50%", "65%", "80%"], solvers=names, time_limit_s=5)
 figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
 _ = draw_front(ax, fronts, budget_bytes=result.budget_bytes)
 # %% [markdown]
