@@ -8,7 +8,7 @@ GPT_SEQ, GPT_BATCH, GPT_VOCAB, GPT_DROPOUT.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,9 +106,10 @@ def _init(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def factory() -> dict[str, Any]:
+def factory(batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
     """The model and one batch of random tokens; the caller's RNG is left as it was."""
     sizes = Sizes.from_environment()
+    sizes = replace(sizes, batch=batch or sizes.batch, seq=sequence or sizes.seq)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = GPT(sizes)

@@ -9,7 +9,7 @@ gives the weights storage.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -123,9 +123,10 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def factory() -> dict[str, Any]:
+def factory(batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
     """The model and a batch of random ids, as `remat run` takes them."""
     sizes = Sizes.from_environment()
+    sizes = replace(sizes, batch=batch or sizes.batch, seq=sequence or sizes.seq)
     with torch.device(os.environ.get("LLAMA_DEVICE") or "meta"):
         model = Llama(sizes).to(torch.bfloat16)
     ids = torch.randint(sizes.vocab, (sizes.batch, sizes.seq))

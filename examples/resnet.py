@@ -68,10 +68,10 @@ class ResNet18(nn.Module):
         return self.head(features.mean(dim=(2, 3)))
 
 
-def factory() -> dict[str, Any]:
+def factory(batch: int | None = None) -> dict[str, Any]:
     """The model, a random batch, and its loss; the caller's RNG is left as it was."""
     width = int(os.environ.get("RESNET_WIDTH") or 32)
-    batch = int(os.environ.get("RESNET_BATCH") or 128)
+    batch = batch or int(os.environ.get("RESNET_BATCH") or 128)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ResNet18(width)

@@ -59,10 +59,10 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def factory() -> dict[str, Any]:
+def factory(batch: int | None = None) -> dict[str, Any]:
     """The model, a random batch, and its loss; the caller's RNG is left as it was."""
     width = int(os.environ.get("UNET_WIDTH") or 16)
-    batch = int(os.environ.get("UNET_BATCH") or 8)
+    batch = batch or int(os.environ.get("UNET_BATCH") or 8)
     size = int(os.environ.get("UNET_IMAGE") or 128)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
     from remat.explaining import Explanation, explain
+    from remat.fitting import Fit, fit
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -48,6 +49,7 @@ __all__ = [
     "CompiledPlan",
     "EveryNth",
     "Explanation",
+    "Fit",
     "Front",
     "Inspection",
     "Plan",
@@ -67,6 +69,7 @@ __all__ = [
     "compiled_plans",
     "every_n_layers",
     "explain",
+    "fit",
     "inspect",
     "least_peak",
     "load",
@@ -99,6 +102,8 @@ _LAZY = {
     "check": "remat.rewriter.checking",
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
+    "Fit": "remat.fitting",
+    "fit": "remat.fitting",
     "Front": "remat.solver.front",
     "Comparison": "remat.comparing",
     "compare": "remat.comparing",

@@ -12,6 +12,7 @@ import typer
 from remat.cli_compare import compare
 from remat.cli_doctor import doctor
 from remat.cli_explain import explain
+from remat.cli_fit import fit
 from remat.cli_inspect import inspect
 from remat.cli_plan import capture, rewrite, solve
 from remat.cli_profile import profile
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PLANNING = (run, capture, solve, sweep)
-READING = (inspect, explain, compare, report, export)
+READING = (inspect, explain, compare, fit, report, export)
 USING = (rewrite, check, profile, doctor)
 for verb in (*PLANNING, *READING, *USING):
     app.command()(verb)

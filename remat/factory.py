@@ -21,6 +21,7 @@ from remat.graph_capture.errors import FactoryError
 if TYPE_CHECKING:
     from torch import nn
 
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _KEYS = ("model", "args", "kwargs", "loss_fn", "target")
 _RETURNS = (
     "a factory returns (model, args), (model, args, kwargs), or a dict with model, args and, "
@@ -74,17 +75,19 @@ def _moved(tree: Any, device: str) -> Any:
     return pytree.tree_map(moved, tree)
 
 
-def load(name: str) -> Loaded:
+def load(name: str, **sizes: int) -> Loaded:
     """Import what `name` names, call it, and read what it returns.
 
     Parameters
     ----------
     name : ``path/to/file.py:factory``, from anywhere on disk, with the file's own folder
         importable meanwhile; or ``package.module:factory``.
+    **sizes : keyword arguments for the factory, such as ``batch=8``.
 
     Raises
     ------
-    FactoryError : the file or factory is missing, raises, or returns something else.
+    FactoryError : the file or factory is missing, raises, takes no such argument, or returns
+        something else.
     """
     where, colon, factory_name = name.rpartition(":")
     if not colon or not where or not factory_name:
@@ -96,9 +99,42 @@ def load(name: str) -> Loaded:
     with _importable(folder):
         module = _import_file(Path(where)) if is_file else _import_module(where)
         factory = _find(module, where, factory_name)
-        with _explained(f"factory {factory_name} of {where}"):
-            built = factory()
+        return call(factory, name, sizes, f"factory {factory_name} of {where}")
+
+
+def call(
+    factory: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = ""
+) -> Loaded:
+    """Call a factory with the sizes that it is to build, and read what it returns.
+
+    Raises
+    ------
+    FactoryError : it raises, takes no such argument, or returns something else.
+    """
+    title = title or f"factory {name}"
+    _require_arguments(factory, title, sizes)
+    given = "".join(f", {size}={value}" for size, value in sizes.items())
+    with _explained(f"{title}{given}"):
+        built = factory(**sizes)
     return _read(built, name)
+
+
+def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[str, int]) -> None:
+    """Raise `FactoryError` unless the factory takes each of the sizes as a keyword."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
+    for size in sizes:
+        if size not in keywords:
+            has = f"it takes {', '.join(keywords)}" if keywords else "it takes none"
+            raise FactoryError(
+                f"{title} takes no argument {size!r}, {has}: write it as "
+                f"def factory({size}=8): ..., and build the batch of that size"
+            )
 
 
 @contextlib.contextmanager
@@ -148,10 +184,10 @@ def _near_files(path: Path) -> str:
     return f". {folder} has {', '.join(near)}" if near else f", nor any .py file in {folder}"
 
 
-def _find(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if callable(found):
-        return cast("Callable[[], Any]", found)
+        return cast("Callable[..., Any]", found)
     if found is not None:
         raise FactoryError(f"{name} of {where} is a {type(found).__name__}, not a function")
     own = [
