@@ -37,6 +37,7 @@ KINDS: dict[str, str] = {
     "tangent": YELLOW,
     "output": SKY,
     "rng_state": PURPLE,
+    "buffer": DARK_GREY,
     "workspace": ORANGE,
 }
 """Colours of what bytes are for."""

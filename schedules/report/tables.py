@@ -53,7 +53,7 @@ def steps(summary: Summary) -> Table:
         for name, peak, time_us, more in rows
         if peak is not None
     )
-    return Table("steps", "The step", ("", "peak", "time", "overhead"), texts, (1, 2, 3))
+    return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
 
 
 def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:

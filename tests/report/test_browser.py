@@ -130,6 +130,13 @@ def test_bands_change_and_all_is_drawn(opened: Opened) -> None:
         assert opened.tab.locator(f"#{name} canvas").count() >= 1
 
 
+def test_the_charts_keep_their_names_and_roles(opened: Opened) -> None:
+    for name, role in (("memory", "application"), ("ribbon", "application"), ("front", "img")):
+        element = opened.tab.locator(f"#{name}")
+        assert element.get_attribute("role") == role
+        assert len(element.get_attribute("aria-label")) < 80
+
+
 def test_nothing_is_wider_than_the_screen(opened: Opened) -> None:
     width = opened.tab.evaluate("document.documentElement.scrollWidth")
     assert width <= opened.tab.viewport_size["width"]

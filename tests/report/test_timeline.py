@@ -11,12 +11,12 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.live_bands import live_bands
 from remat.schedules.module_groups import MANY, layer_of, place_of, rows_of_ops
 from remat.schedules.ribbon import Span, ribbon
-from remat.schedules.schedule import Compute
+from remat.schedules.schedule import Compute, Fetch
 from remat.schedules.simulate import simulate
 from remat.schedules.timeline import timeline
 from remat.solver import solve
 from tests.report.conftest import Planned
-from tests.solver.random_graphs import training_graphs
+from tests.solver.random_graphs import chain, training_graphs
 
 
 @given(training_graphs(max_ops=12), st.sampled_from(["store_all", "chen_sqrt", "dtr"]))
@@ -35,6 +35,18 @@ def test_bands_sum_to_what_the_simulator_counts(graph: TrainingGraph, solver: st
             line.live_bytes.tolist()
         )
         assert all((curve >= 0).all() for curve in bands.values())
+
+
+def test_what_is_offloaded_is_away_until_it_is_fetched() -> None:
+    graph = chain(20)
+    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes // 2
+    schedule = solve(graph, budget_bytes, "revolve", disk_slots=5).schedule
+    assert schedule is not None
+    assert any(isinstance(step, Fetch) for step in schedule.steps)
+    line = timeline(graph, schedule)
+    bands = live_bands(line)
+    assert all((curve >= 0).all() for curve in bands.values())
+    assert line.live_bytes[line.peak_run] == line.simulation.peak_bytes
 
 
 def test_the_workspace_band_is_the_workspace_and_second_copies(planned: Planned) -> None:

@@ -48,7 +48,7 @@ const frontOption = () => {
         data: [{ xAxis: summary.budget_bytes }],
       } : undefined });
   return {
-    aria: { enabled: true }, animation: false,
+    animation: false,
     grid: { left: 60, right: narrow.matches ? 20 : 90, top: 40, bottom: 50 },
     legend: legend(series.map((one) => one.name)),
     tooltip: { ...tooltip(), trigger: "item", formatter: spot },

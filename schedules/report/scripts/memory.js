@@ -50,7 +50,7 @@ const memory = () => {
   });
   const names = [live, ...others, ...bands].map((series) => series.name);
   return {
-    aria: { enabled: true }, animation: false, grid: frame(narrow.matches ? 64 : 84),
+    animation: false, grid: frame(narrow.matches ? 64 : 84),
     legend: legend(names), toolbox: toolbox(), dataZoom: zooms(),
     tooltip: { ...tooltip(), trigger: "axis", position: aside, formatter: byRun },
     xAxis: { type: "value", name: page.axis, nameLocation: "middle", nameGap: 26, min: 0,

@@ -28,7 +28,7 @@ const recomputed = () => {
   };
 };
 const ribbonOption = () => ({
-  aria: { enabled: true }, animation: false,
+  animation: false,
   grid: { ...frame(narrow.matches ? 84 : 150) },
   legend: legend(["forward", "backward", "recompute", "kept", "kept, most of it"]),
   toolbox: toolbox(), dataZoom: zooms(),
