@@ -27,9 +27,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PLANNING = (run, capture, solve, sweep)
-READING = (inspect, explain, compare, fit, report, export)
+READING = (inspect, explain, compare, fit)
+SHOWING = (report, export)
 USING = (rewrite, check, profile, doctor)
-for verb in (*PLANNING, *READING, *USING):
+for verb in (*PLANNING, *READING, *SHOWING, *USING):
     app.command()(verb)
 
 

@@ -111,7 +111,17 @@ def rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]
 
 
 def points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
-    """The schedules of a front, judged anew."""
+    """The schedules of a front, judged anew.
+
+    Raises
+    ------
+    ScheduleError : the front is of another graph.
+    """
+    if front.graph_hash != graph.hash:
+        raise ScheduleError(
+            f"the front of {front.name}, by {front.solver}, is of another graph than the plan of "
+            f"{graph.name}: sweep the model and batch of the plan"
+        )
     points: list[Alternative] = []
     for budget_bytes, result in front.points:
         if result.schedule is not None:

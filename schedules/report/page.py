@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.schedules.report.data import Page, Summary
+from remat.schedules.report.columns import Page, Summary
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
 

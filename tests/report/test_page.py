@@ -115,6 +115,12 @@ def test_rules_and_fronts_are_judged(planned: Planned) -> None:
     assert "front cut" in said.colours
 
 
+def test_a_front_of_another_step_is_refused(planned: Planned) -> None:
+    front = sweep(gpt_like(2), 2, "chen_sqrt", time_limit_s=2)
+    with pytest.raises(ScheduleError, match="by chen_sqrt, is of another graph than the plan of"):
+        report(planned.graph, planned.result, fronts=front)
+
+
 def test_the_page_asks_for_nothing(page: str) -> None:
     for tag, attributes in Elements(page).tags:
         for name in ("src", "href", "action", "data"):
