@@ -205,9 +205,10 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-        stack.enter_context(provenance)
         if recipe.is_modelled:
             stack.enter_context(FusedAttention())
+        # Last, so that it is called first and sees the frame of the user's code.
+        stack.enter_context(provenance)
         try:
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, recipe.signature.example(fake), {}, decompositions={}

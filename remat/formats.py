@@ -36,6 +36,11 @@ def time_text(time_us: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"
 
 
+def fine_time_text(time_us: float) -> str:
+    """As `time_text`, and ``82.6 us`` below a millisecond."""
+    return time_text(time_us) if abs(time_us) >= 1000 else f"{time_us:.1f} us"
+
+
 def time_pair(predicted_us: float, measured_us: float | None) -> str:
     """``predicted | measured`` in ms."""
     right = "- ms" if measured_us is None else time_text(measured_us)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.explaining import Explanation
-from remat.formats import KIB, bytes_text, percent_text, time_text
+from remat.formats import KIB, bytes_text, fine_time_text, percent_text
 from remat.schedules.folding import FoldedRow
 from remat.schedules.forced import Forced
 from remat.schedules.peak_holders import PeakHolders
@@ -90,7 +90,7 @@ def least_text(found: Explanation) -> str:
     least = found.least
     if not least.least_bytes:
         return "no least budget is known for this solver and these pins"
-    text = f"{bytes_text(least.least_bytes)} is the least peak known"
+    text = f"{bytes_text(least.least_bytes)} is the least peak that {found.solver} knows"
     if least.at_peak is not None:
         held = least.at_peak
         text += f"; {short_target(held.target)} of {_place(held)} sets it, in {held.phase}"
@@ -120,14 +120,14 @@ def price_said(found: Explanation) -> str:
     saved = (
         "saves nothing"
         if price.saved_us <= 0
-        else (f"saves {time_text(price.saved_us)} a step ({percent_text(price.saved)})")
+        else (f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})")
     )
     if price.cost_us is None or price.cost is None:
         less = "with as much less no schedule is known"
     elif price.cost_us <= 0:
         less = "as much less costs nothing"
     else:
-        less = f"as much less costs {time_text(price.cost_us)} ({percent_text(price.cost)})"
+        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
     return f"{step} more{why} {saved}; {less}"
 
 
@@ -187,7 +187,7 @@ def greedy_text(found: Explanation) -> str:
         return f"{text}: cut is not better here"
     places = [place for place in greedy.places if place.extra_us > 0]
     where = ", ".join(
-        f"{short_path(p.module) or 'the model'} {time_text(p.extra_us)}" for p in places
+        f"{short_path(p.module) or 'the model'} {fine_time_text(p.extra_us)}" for p in places
     )
     return f"{text}: cut's step is {percent_text(greedy.slower)} shorter" + (
         f"; greedy recomputes more in {where}" if where else ""
@@ -220,13 +220,14 @@ def _recomputed_text(found: Explanation, one: Why) -> str:
     )
     stays += f", {bytes_text(over_bytes)} over the budget" if over_bytes > 0 else ", which fits"
     return (
-        f"{one.row.verdict_text}, {time_text(one.runs_us)} a step; {stays}. "
+        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; {stays}. "
         f"{_turned_text(one.turned)}"
     )
 
 
 def _kept_text(one: Why) -> str:
-    return f"kept; one run of its op takes {time_text(one.row.cost_us)}. {_turned_text(one.turned)}"
+    cost = fine_time_text(one.row.cost_us)
+    return f"kept; one run of its op takes {cost}. {_turned_text(one.turned)}"
 
 
 def _turned_text(turned: Turned | None) -> str:
@@ -237,9 +238,11 @@ def _turned_text(turned: Turned | None) -> str:
     if not turned.fits:
         return f"Solved again with it {doing}: no plan was found that fits"
     if turned.extra_us > 0:
-        cost = f"the step takes {time_text(turned.extra_us)} more"
+        cost = f"the step takes {fine_time_text(turned.extra_us)} more"
     elif turned.extra_us < 0:
-        cost = f"the step takes {time_text(-turned.extra_us)} less, so this plan is not the best"
+        cost = (
+            f"the step takes {fine_time_text(-turned.extra_us)} less, so this plan is not the best"
+        )
     else:
         cost = "the step takes as long"
     text = f"Solved again with it {doing}: {cost}"

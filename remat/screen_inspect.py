@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.formats import bytes_text, percent_text, time_text
+from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.inspecting import Inspection
 from remat.schedules.folding import FoldedRow
 from remat.schedules.grouping import Group as Sums
@@ -119,13 +119,13 @@ def groups_table(found: Inspection, top: int, width: int) -> Table:
             _group_name(group),
             *(bytes_text(size) if size else "-" for size in figures),
             *((str(group.runs_again) if group.runs_again else "-",) if runs else ()),
-            time_text(group.recomputed_us) if group.runs_again else "-",
+            fine_time_text(group.recomputed_us) if group.runs_again else "-",
         )
     return table
 
 
 def _sizes(group: Sums) -> tuple[str, str]:
-    return bytes_text(group.size_bytes), time_text(group.cost_us)
+    return bytes_text(group.size_bytes), fine_time_text(group.cost_us)
 
 
 def _group_name(group: Sums) -> Text:
@@ -166,7 +166,7 @@ def verdict_text(row: FoldedRow) -> str:
 def price_text(row: FoldedRow) -> str:
     """What one run of one layer's op costs; guessed prices say so."""
     cost_us = row.cost_us / row.count
-    said = time_text(cost_us) if cost_us >= 100 else f"{cost_us:.1f} us"
+    said = fine_time_text(cost_us)
     return said if row.first.price != "estimated" else f"{said} (guessed)"
 
 

@@ -88,7 +88,7 @@ def test_by_hand_why_a_is_recomputed_and_b_is_kept() -> None:
     assert b.turned.pin == "recompute"
     assert b.turned.extra_us > 0 or not b.turned.fits
     said = why_text(found, a)
-    assert "recompute x1, 0.0 ms a step; if it stayed and nothing else changed, the peak" in said
+    assert "recompute x1, 5.0 us a step; if it stayed and nothing else changed, the peak" in said
     assert "Solved again with it kept: no plan was found that fits" in said
 
 

@@ -13,6 +13,8 @@ def test_bytes_in_the_unit_that_reads_best() -> None:
 
 def test_times_and_shares() -> None:
     assert formats.time_text(612_345) == "612 ms"
+    assert formats.fine_time_text(82.6) == "82.6 us"
+    assert formats.fine_time_text(8_600) == "8.6 ms"
     assert formats.time_pair(1_500, 90_000) == "1.5 | 90.0 ms"
     assert formats.percent_text(0.0042) == "0.42 %"
     assert formats.percent_pair(0.123, 0.1) == "12.3 | 10.0 %"

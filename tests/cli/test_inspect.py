@@ -57,6 +57,12 @@ def test_a_graph_without_a_plan_has_sizes_and_no_verdicts(remat: Remat) -> None:
     assert "with nothing recomputed" in remat("inspect", remat.gpt, columns=200).stdout
 
 
+def test_source_lines_are_known_for_a_device_that_is_not_here(remat: Remat) -> None:
+    said = json.loads(remat("inspect", remat.gpt, "--device", "l4", "--json").stdout)
+    lines = {value["source"].rpartition(":")[0].rpartition("/")[2] for value in said["values"]}
+    assert "gpt.py" in lines
+
+
 def test_only_and_at_peak_choose_values(remat: Remat, plan: str) -> None:
     words = ("inspect", plan, "--only", "blocks.0.attn*", "--at-peak", "--json")
     said = json.loads(remat(*words).stdout)
