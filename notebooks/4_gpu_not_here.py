@@ -52,7 +52,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameter
 results = {}
 for device in ("l4", "a100-40gb", "h100"):
     graph = remat.capture(model, (batch,), loss_fn=loss_fn, optimizer="adamw", device=device)
-    results[device] = remat.solve(graph, "auto", time_limit_s=5)
+    results[device] = remat.solve(graph, "auto", time_limit_s=3)
     print(device, results[device])
 
 # %% [markdown]
@@ -65,7 +65,7 @@ print(prices_text(graph))
 # ## What is the least it needs?
 
 # %%
-least = remat.least_peak(graph, time_limit_s=5)
+least = remat.least_peak(graph, time_limit_s=3)
 print(f"{least.peak_bytes / 2**30:.1f} GiB, overhead {100 * least.overhead:.1f} %")
 
 # %% [markdown]
@@ -78,4 +78,4 @@ ranks = remat.Sharding("fsdp2", 2, "layers.*")
 shared = remat.capture(
     model, (batch,), loss_fn=loss_fn, optimizer="adamw", device="l4", sharding=ranks
 )
-remat.solve(shared, "auto", time_limit_s=5)
+remat.solve(shared, "auto", time_limit_s=3)
