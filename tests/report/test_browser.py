@@ -12,7 +12,9 @@ import pytest
 from remat.formats import bytes_text
 from remat.report_page import report
 from remat.schedules.timeline import timeline
+from remat.solver import solve
 from tests.report.conftest import Planned
+from tests.solver.random_graphs import chain
 
 ZOOM = "echarts.getInstanceByDom(document.getElementById('{}')).getOption().dataZoom[0]"
 
@@ -140,6 +142,23 @@ def test_the_charts_keep_their_names_and_roles(opened: Opened) -> None:
 def test_nothing_is_wider_than_the_screen(opened: Opened) -> None:
     width = opened.tab.evaluate("document.documentElement.scrollWidth")
     assert width <= opened.tab.viewport_size["width"]
+
+
+def test_sizes_are_rounded_as_in_the_tables(browser: Any, tmp_path: Path) -> None:
+    graph = chain(8, unit=256)
+    result = solve(graph, 1 << 60, "store_all")
+    assert result.schedule is not None
+    report(graph, result, tmp_path / "report.html")
+    live = timeline(graph, result.schedule).live_bytes.tolist()
+    assert any(size % 1024 == 256 for size in live)
+    tab = browser.new_page()
+    tab.goto((tmp_path / "report.html").as_uri())
+    tab.locator("#memory").focus()
+    tab.keyboard.press("Home")
+    for size in live:
+        assert f" {bytes_text(size)} live;" in tab.locator("#memory-said").inner_text()
+        tab.keyboard.press("ArrowRight")
+    tab.close()
 
 
 def test_the_page_follows_the_colour_scheme(browser: Any, file: Path) -> None:

@@ -9,15 +9,25 @@ const narrow = matchMedia("(max-width: 40rem)");
 const MOST_LIVE = 5;
 
 // Text: the same formatter as the tables'.
+// To even where a figure is just between two, as Python does.
+const fixed = (value, digits) => {
+  const tenfold = value * 10 ** digits;
+  const below = Math.floor(tenfold);
+  const isTie = tenfold - below === 0.5 && below % 2 === 0;
+  return (isTie ? below / 10 ** digits : value).toFixed(digits);
+};
 const scaled = (bytes, largest) => {
   const units = [[2 ** 30, "GiB", 2], [2 ** 20, "MiB", largest >= 10 * 2 ** 20 ? 1 : 2]];
   for (const [unit, name, digits] of units) {
-    if (Math.abs(largest) >= unit) return `${(bytes / unit).toFixed(digits)} ${name}`;
+    if (Math.abs(largest) >= unit) return `${fixed(bytes / unit, digits)} ${name}`;
   }
-  return `${(bytes / 2 ** 10).toFixed(1)} KiB`;
+  return `${fixed(bytes / 2 ** 10, 1)} KiB`;
 };
 const bytesText = (bytes) => scaled(bytes, bytes);
-const percent = (fraction) => `${(100 * fraction).toFixed(2)} %`;
+const percent = (fraction) => {
+  const size = Math.abs(100 * fraction);
+  return `${fixed(100 * fraction, 0 < size && size < 1 ? 2 : 1)} %`;
+};
 const escaped = (text) =>
   text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
