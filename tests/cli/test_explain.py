@@ -53,7 +53,8 @@ def test_the_screen_answers_every_question(remat: Remat, plan: str, columns: int
     assert max(len(line) for line in done.stdout.splitlines()) <= columns
     shown = " ".join(done.stdout.split())
     for words in (
-        "The peak is reached in", "is the least peak that cut knows", "5 % of the peak; 1 GiB would be more",
+        "The peak is reached in", "is the least peak that cut knows",
+        "5 % of the peak; 1 GiB would be more",
         "it saves the random stream where it stands", "best greedy (", "took why",
     ):  # fmt: skip
         assert words in shown
