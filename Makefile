@@ -1,7 +1,9 @@
-# make demo   plan, rewrite and check the example GPT at 60 % of its peak
+# make demo   plan, rewrite and check the example GPT at 60 % of its peak; build/demo.html shows it
 # make test   the tests
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
+# make notebooks  runs notebooks/ and keeps them, with their outputs, in build/notebooks
+# make docs   the docs site, in build/site; runs the notebooks first where they changed
 #
 # Each makes .venv if it is missing. Another interpreter: make test PYTHON=python3.12
 
@@ -14,10 +16,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MANIFESTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types notebooks docs clean
 
 demo: .venv/.core
-	$(BIN)/remat run $(MODEL) --budget $(BUDGET)
+	@mkdir -p build
+	$(BIN)/remat run $(MODEL) --budget $(BUDGET) -o build/demo.json
+	$(BIN)/remat report build/demo.json -o build/demo.html
 
 test: .venv/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -27,9 +31,22 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 
 types: .venv/.dev
-	rm -rf build
+	rm -rf build/installed build/lib
 	$(PIP) install --quiet --no-deps --target build/installed .
 	$(BIN)/pyright
+
+notebooks: .venv/.docs
+	rm -rf build/notebooks
+	$(BIN)/jupytext --quiet --to ../build/notebooks//ipynb notebooks/*.py
+	KINETO_LOG_LEVEL=99 $(BIN)/python -m pytest --nbmake --overwrite --durations=5 build/notebooks
+	@touch build/notebooks/.ran
+
+build/notebooks/.ran: notebooks/*.py
+	$(MAKE) notebooks
+
+docs: .venv/.docs build/notebooks/.ran
+	$(BIN)/python -m pytest tests/docs_site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build .venv
@@ -48,3 +65,7 @@ clean:
 .venv/.dev: $(MANIFESTS) | .venv/bin/python
 	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/.core
+
+.venv/.docs: $(MANIFESTS) | .venv/bin/python
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs,notebook]"
+	@touch $@ .venv/.dev .venv/.core

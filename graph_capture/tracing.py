@@ -249,8 +249,15 @@ def capture(
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
+    Nothing of the model is changed; on a device that is here its ops are run, on made data.
+
     Parameters
     ----------
+    model : in training mode. args, kwargs : one batch, as forward takes it.
+    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
+        part of the step, and the rewritten module returns its result.
+    optimizer, accumulate : what stays allocated between steps: the state of ``sgd``,
+        ``momentum`` or ``adamw``, and gradients that are added to.
     device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
         ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
         Left at None, where the model is.
@@ -260,6 +267,8 @@ def capture(
 
     Raises
     ------
+    CaptureError : the step cannot be one static graph; names module, line and way out.
+    DeviceError : the device is unknown or not here, or a tensor is on another one.
     ProfileError : the profile cannot be read, or does not serve this device and model.
     """
     known = as_profile(profile)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from remat.api import rematerialize, solve
     from remat.block_planning import BlocksPlan
     from remat.blocks import block_plan, rematerialize_blocks
+    from remat.budget_slider import BudgetSlider
     from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
     from remat.explaining import Explanation, explain
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlocksPlan",
+    "BudgetSlider",
     "Check",
     "Comparison",
     "CompiledPlan",
@@ -94,6 +96,7 @@ _LAZY = {
     "BlocksPlan": "remat.block_planning",
     "block_plan": "remat.blocks",
     "rematerialize_blocks": "remat.blocks",
+    "BudgetSlider": "remat.budget_slider",
     "Check": "remat.rewriter.checking",
     "capture": "remat.graph_capture.tracing",
     "check": "remat.rewriter.checking",

@@ -1,0 +1,144 @@
+"""The pictures of the concepts page and its report, drawn when the site is built.
+
+They are of the step of `examples/gpt.py`, as `make demo` plans it, but priced for a device of the
+table: measured prices would make another picture on every machine. Below each picture stands a
+sentence whose figures are those of `simulate`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from mkdocs.structure.files import File, Files
+
+import remat
+from remat.api import unmodified
+from remat.factory import load
+from remat.formats import bytes_text, percent_text
+from remat.graph_capture.eager import as_eager
+from remat.schedules.module_groups import place_of
+from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
+
+MODEL = "examples/gpt.py:factory"
+DEVICE, TITLE = "l4", "an L4"
+BUDGET = "60%"
+BUDGETS = ["40%", "50%", BUDGET, "70%", "80%", "90%", "100%"]
+PAGE, REPORT = "concepts.md", "example_report.html"
+RULES = ("every_n_layers", "dtr", "chen_sqrt")
+"""Solvers beside `auto` in the front: a rule people write by hand, a policy, a textbook."""
+
+_PICTURE = re.compile(r"^!\[[^\]]*\]\(pictures/(\w+)\.svg\)$", re.MULTILINE)
+
+
+@functools.cache
+def graph() -> remat.TrainingGraph:
+    """One training step of the example, priced for the device."""
+    loaded = load(MODEL)
+    return remat.capture(loaded.model, loaded.args, device=DEVICE)
+
+
+@functools.cache
+def fronts() -> dict[str, remat.Front]:
+    """Outcomes at several budgets, by solver."""
+    return remat.sweep(graph(), BUDGETS, solvers=("auto", *RULES), time_limit_s=15)
+
+
+@functools.cache
+def plan() -> remat.Result:
+    """The plan of `auto` at the budget."""
+    return fronts()["auto"].points[BUDGETS.index(BUDGET)].result
+
+
+def live_bytes(ax: Axes) -> str:
+    """What is live while the step runs."""
+    result, before = plan(), unmodified(graph())
+    assert result.schedule is not None
+    assert before.schedule is not None
+    draw_live_bytes(ax, graph(), result.schedule, unmodified=(as_eager(graph()), before.schedule))
+    return (
+        f"One step of the example GPT, planned for {TITLE}: the unmodified step peaks at "
+        f"{bytes_text(before.peak_bytes)}, the plan at {bytes_text(result.peak_bytes)} of a budget "
+        f"of {bytes_text(result.budget_bytes)}, for {percent_text(result.overhead)} more time."
+    )
+
+
+def ribbon(ax: Axes) -> str:
+    """What runs when, and what is kept when."""
+    result = plan()
+    assert result.schedule is not None
+    draw_ribbon(ax, graph(), result.schedule)
+    counts = result.schedule.computations()
+    again = sum(count > 1 for count in counts.values())
+    return f"The same plan: {again} of {len(counts)} ops run more than once."
+
+
+def peak_values(ax: Axes) -> str:
+    """What holds the memory where it is fullest."""
+    result = plan()
+    assert result.schedule is not None
+    draw_peak_values(ax, graph(), result.schedule, top=12)
+    simulation = remat.simulate(graph(), result.schedule)
+    op = graph().ops[graph().op_index[_op_at(result.schedule, simulation.peak_step)]]
+    return (
+        f"At the peak `{op.target}` of `{place_of(op.module)}` runs, in {op.phase}, and "
+        f"{len(simulation.held_at_peak)} values are live."
+    )
+
+
+def front(ax: Axes) -> str:
+    """Time against memory."""
+    draw_front(ax, fronts(), budget_bytes=plan().budget_bytes)
+    told: list[str] = []
+    for name, found in fronts().items():
+        best = found.best_within(plan().budget_bytes)
+        told.append(f"`{name}` {percent_text(best.overhead) if best else 'does not fit'}")
+    return f"More time at {BUDGET.removesuffix('%')} % of the peak: {', '.join(told)}."
+
+
+def _op_at(schedule: remat.Schedule, index: int) -> str:
+    step = schedule.steps[index]
+    assert hasattr(step, "op")
+    return step.op
+
+
+PICTURES: dict[str, tuple[Callable[[Axes], str], tuple[float, float]]] = {
+    "live_bytes": (live_bytes, (9, 4)),
+    "ribbon": (ribbon, (9, 3.5)),
+    "peak_values": (peak_values, (9, 4)),
+    "front": (front, (9, 4)),
+}
+"""Each picture with its width and height in inches."""
+
+
+@functools.cache
+def drawn(name: str) -> tuple[str, str]:
+    """A picture as SVG, and its sentence."""
+    draw, size = PICTURES[name]
+    figure = Figure(figsize=size, layout="constrained")
+    said = draw(figure.add_subplot())
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue(), said
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Called by mkdocs when it knows the pages that are written by hand."""
+    for name in PICTURES:
+        picture, _ = drawn(name)
+        files.append(File.generated(config, f"pictures/{name}.svg", content=picture))
+    page = remat.report(graph(), plan(), fronts=fronts())
+    files.append(File.generated(config, REPORT, content=page))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by mkdocs for each page: put its sentence below each picture."""
+    if page.file.src_uri != PAGE:
+        return markdown
+    return _PICTURE.sub(lambda found: f"{found[0]}\n\n*{drawn(found[1])[1]}*", markdown)
