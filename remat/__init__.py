@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from remat.comparing import Comparison, compare
     from remat.compile_report import CompiledPlan, compiled_plans
     from remat.explaining import Explanation, explain
-    from remat.fitting import Fit, fit
+    from remat.fitted import Fit
+    from remat.fitting import fit
     from remat.fronts import sweep
     from remat.graph_capture.profile_file import Profile
     from remat.graph_capture.profiling import profile
@@ -102,7 +103,7 @@ _LAZY = {
     "check": "remat.rewriter.checking",
     "EveryNth": "remat.layer_checkpoints",
     "every_n_layers": "remat.layer_checkpoints",
-    "Fit": "remat.fitting",
+    "Fit": "remat.fitted",
     "fit": "remat.fitting",
     "Front": "remat.solver.front",
     "Comparison": "remat.comparing",

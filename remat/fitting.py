@@ -7,14 +7,13 @@ on graphs made from these two; the answer and the size after it are real capture
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, SupportsIndex
-
-import msgspec
+from typing import Any, SupportsIndex
 
 import remat.solver as solvers
 from remat.api import infeasible_text, is_checked, resolve_budget, unmodified
 from remat.budget import parse_budget
 from remat.factory import Loaded, call, load
+from remat.fitted import Fit, SizeTried
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
@@ -36,69 +35,6 @@ GUESS_S = 2.0
 """Seconds that a solve of a guess may take."""
 GROWTH = 4
 """How far beyond the largest captured size a guess may go at once."""
-
-
-class SizeTried(msgspec.Struct, frozen=True):
-    """A real capture at a size, and the plan that was found there.
-
-    Attributes
-    ----------
-    fits : within the budget at no more than the overhead asked for. peak_bytes, time_us,
-        overhead, lower_bound_us : of the fastest plan within the budget, 0 where there is none.
-    unmodified_bytes : peak of the step that keeps everything. least_bytes : where nothing fits,
-        the least budget known to do, 0 where none is.
-    """
-
-    size: int
-    fits: bool
-    status: str
-    peak_bytes: int
-    time_us: float
-    overhead: float
-    lower_overhead: float
-    unmodified_bytes: int
-    least_bytes: int
-    says: str
-    seconds: float
-
-
-class Fit(msgspec.Struct, frozen=True):
-    """The largest size that fits, the one after it that does not, and all that were tried.
-
-    Attributes
-    ----------
-    vary : the argument of the factory. size : the answer, 0 where no size fits.
-    limited_by : why the next size does not: ``memory`` (no plan within the budget is known),
-        ``overhead`` (the fastest one is too slow), or ``most`` (it was not to be tried).
-    answer, next : both from real captures. tried : all real captures, by size.
-    without_plan : the largest size whose unmodified step fits, as the two captures predict.
-    measured_peak_bytes : of the answer when run, by the profiler; None where it was not run.
-    """
-
-    model: str
-    device: str
-    vary: str
-    size: int
-    budget_bytes: int
-    max_overhead: float
-    limited_by: Literal["memory", "overhead", "most"]
-    answer: SizeTried | None
-    next: SizeTried | None
-    tried: tuple[SizeTried, ...]
-    without_plan: int
-    measured_peak_bytes: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
-        return msgspec.to_builtins(self)
-
-    def __str__(self) -> str:
-        from remat.screen_fit import fit_screen
-        from remat.screen_inspect import rendered
-
-        return rendered(fit_screen(self))
-
-    __repr__ = __str__
 
 
 def fit(

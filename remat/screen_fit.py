@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.fitting import Fit
+from remat.fitted import Fit
 from remat.formats import bytes_text, percent_text
 from remat.screen import plain_table
 

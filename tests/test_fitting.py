@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.fitting import Fit
+from remat.fitted import Fit
 from remat.graph_capture.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
 from remat.size_search import Range, largest

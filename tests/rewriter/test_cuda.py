@@ -73,7 +73,7 @@ def test_what_eager_does_not_repeat_must_be_as_near_as_it_is_to_itself() -> None
 @pytest.fixture
 def checked(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Checks take the model to be on ``cuda:0``."""
-    monkeypatch.setattr(checking, "_device_of", lambda _: "cuda:0")
+    monkeypatch.setattr(checking, "resolved_device", lambda *_: "cuda:0")
     monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: 512)
     return cuda
 
