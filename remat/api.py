@@ -266,15 +266,21 @@ def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
     """Whether to run the unmodified step too: as asked, else if it fits into free memory."""
     if check is not None:
         return check
+    reason = why_unchecked(graph)
+    if reason:
+        warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
+    return not reason
+
+
+def why_unchecked(graph: TrainingGraph) -> str:
+    """Why the unmodified step had better not run here; empty where it fits into free memory."""
     need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
     if need_bytes <= auto_bytes(graph.device):
-        return True
-    warnings.warn(
+        return ""
+    return (
         f"the plan is not checked against the unmodified step, which needs "
-        f"{bytes_text(need_bytes)} more than is allocated now; pass check=True to run it anyway",
-        stacklevel=3,
+        f"{bytes_text(need_bytes)} more than is allocated now"
     )
-    return False
 
 
 def require_equal(

@@ -89,6 +89,9 @@ ProfileFile = Annotated[
 Accumulate = Annotated[
     bool, typer.Option("--accumulate", help="count accumulated gradients as resident")
 ]
+Check = Annotated[
+    bool, typer.Option("--check", help="run the unmodified step even where memory is short")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run or solve -o")]

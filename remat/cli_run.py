@@ -46,6 +46,7 @@ def run(
     world_size: options.WorldSize = 1,
     shard_blocks: options.ShardBlocks = "",
     profile: options.ProfileFile = None,
+    check: options.Check = False,
     output: options.Output = None,
     as_json: options.AsJson = False,
     debug: options.Debug = False,
@@ -56,7 +57,7 @@ def run(
         session.require_folder(output)
         request = asked(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile, Sharding(shard.value, world_size, shard_blocks),
+            profile, Sharding(shard.value, world_size, shard_blocks), check,
         )  # fmt: skip
         loaded = load_shown(model, session.stages, device)
         report = pipeline.run(loaded, request, session.stages)
@@ -156,6 +157,7 @@ def asked(
     device: str = CPU,
     profile: Path | None = None,
     sharding: Sharding = NO_SHARDING,
+    check: bool = False,
 ) -> pipeline.Request:
     """The request, refused before anything runs if a part of it is unknown.
 
@@ -168,7 +170,7 @@ def asked(
     make_solver(solver, order=order.value)
     return pipeline.Request(
         budget, solver, time_limit_s, optimizer.value, accumulate, tuple(keep), tuple(recompute),
-        order.value, device, known, sharding,
+        order.value, device, known, sharding, check,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "message": result.message,
         **kept_json(report.graph, result),
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
+        "unchecked": report.unchecked,
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }

@@ -14,6 +14,7 @@ from remat.api import (
     Optimizer,
     resolve_budget,
     unmodified,
+    why_unchecked,
 )
 from remat.budget import parse_budget
 from remat.factory import Loaded
@@ -73,7 +74,7 @@ def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, and how long to try."""
+    """What to plan for, how long to try, and whether to check even what may not fit in memory."""
 
     budget: str
     solver: str = "auto"
@@ -86,6 +87,7 @@ class Request:
     device: str = CPU
     profile: Profile | None = None
     sharding: Sharding = NO_SHARDING
+    check: bool = False
 
     @property
     def is_run_here(self) -> bool:
@@ -109,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `remat run` found out."""
+    """All that `remat run` found out; `unchecked` says why a plan for this machine was not run."""
 
     graph: TrainingGraph
     result: Result
@@ -118,6 +120,7 @@ class Report:
     simulation: Simulation | None = None
     check: Check | None = None
     recipe: Recipe | None = None
+    unchecked: str = ""
 
     @property
     def failures(self) -> list[str]:
@@ -227,7 +230,8 @@ def check_schedule(
 def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     """Capture, price, solve, rewrite and check.
 
-    Stops after solving where nothing fits, and where the device or the ranks are not here.
+    Stops after solving where nothing fits, where the device or the ranks are not here, and, unless
+    the check is asked for, where the unmodified step does not fit into free memory.
     """
     with stages.stage("capture", "tracing the training step"):
         traced = trace_loaded(
@@ -241,9 +245,13 @@ def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
     if result.schedule is None:
         return Report(graph, result, rows, stages.seconds)
     simulation = simulate(graph, result.schedule)
-    if not request.is_run_here:
+    unchecked = why_unchecked(graph) if request.is_run_here and not request.check else ""
+    if not request.is_run_here or unchecked:
         rows = (*rows, _row("this plan", result))
-        return Report(graph, result, rows, stages.seconds, simulation, recipe=traced.recipe)
+        return Report(
+            graph, result, rows, stages.seconds, simulation,
+            recipe=traced.recipe, unchecked=unchecked,
+        )  # fmt: skip
     counted = request.optimizer, request.accumulate
     with stages.stage("check", "checking the plan against eager"):
         checked = check_schedule(loaded, traced, result.schedule, *counted)

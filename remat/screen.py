@@ -75,6 +75,8 @@ def _verdict(report: Report) -> Table:
         _add_reserved(table, report.rows)
         for advice in advice_of(report.check, result.budget_bytes):
             table.add_row("advice", Text(advice))
+    if report.unchecked:
+        table.add_row("not run", Text(f"{report.unchecked}; --check runs it anyway"))
     _add_kept(table, graph, result)
     _add_prices(table, graph)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import pipeline
+from remat import api, pipeline
 from remat.solver import Progress
 from tests.cli.conftest import Remat
 
@@ -30,6 +30,17 @@ def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
     assert all(checked[f"{name}_equal"] for name in ("outputs", "gradients", "buffers", "rng"))
     assert checked["gradients"] == checked["gradients_total"] > 0
     assert {"capture", "profile", "solve", "check"} <= said["seconds"].keys()
+
+
+def test_what_does_not_fit_into_memory_is_planned_and_not_run(
+    remat: Remat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "auto_bytes", lambda _: 0)
+    words = ("run", remat.gpt, "--budget", "70%", *QUICK)
+    found = remat(*words)
+    assert found.exit_code == 0
+    assert "not checked against the unmodified step, which needs" in " ".join(found.stdout.split())
+    assert remat(*words, "--check").stdout.count("bit-identical") == 1
 
 
 def test_run_prints_a_screen_of_sixty_columns(remat: Remat) -> None:
