@@ -46,10 +46,17 @@ class KeepAll(CustomPartitionerFn):
         return self
 
 
-def with_dropout() -> tuple[nn.Module, Tensor]:
+class MeanSquare(nn.Module):
+    """A loss inside the graph: what runs outside of it, the budget does not cover."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def with_dropout() -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
-    return nn.Sequential(*layers, nn.Linear(32, 8)), torch.randn(4096, 32)
+    return nn.Sequential(*layers, nn.Linear(32, 8), MeanSquare()), torch.randn(4096, 32)
 
 
 def with_batch_norm() -> tuple[nn.Module, Tensor]:
@@ -214,7 +221,8 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.x = with_dropout()
+        with_loss, self.x = with_dropout()
+        self.first = with_loss[:-1]
         self.second = nn.Linear(8, 32)
         self.third, _ = with_dropout()
 
