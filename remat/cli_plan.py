@@ -30,7 +30,10 @@ from remat.screen import plain_table, show_result
 from remat.solver.result import Result
 
 GraphOrModel = Annotated[
-    str, typer.Argument(metavar="MODEL|GRAPH", help="a model, or a graph kept by capture -o")
+    str,
+    typer.Argument(
+        metavar="MODEL|GRAPH|PLAN", help="a model, or a kept graph or plan to solve anew"
+    ),
 ]
 
 

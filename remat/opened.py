@@ -157,20 +157,23 @@ def as_solved(request: pipeline.Request, schedule: Schedule) -> pipeline.Request
 
 
 def captured(source: str, request: pipeline.Request, stages: pipeline.Stages) -> Captured:
-    """The graph in a file that `capture -o` kept, or that of a model, captured now.
+    """The graph in a file, kept by itself or with a plan, or that of a model, captured now.
 
     Raises
     ------
     ProfileError, DeviceError : a graph has its prices and ranks, and takes no others.
+    PlanError : a plan keeps no graph.
     """
     check_device(request.device)
-    if not source.endswith(".json"):
+    if not source.endswith(PLAN_FILES):
         loaded = load_shown(source, stages, request.device)
         return captured_model(loaded, request, stages)
     if request.profile is not None:
         raise ProfileError(f"{source} has its prices: --profile goes with a model")
     if request.sharding != NO_SHARDING:
         raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
+    if holds_plan(Path(source)):
+        return Captured(_graph_in(read_kept(Path(source)), source))
     try:
         return Captured(TrainingGraph.from_json(Path(source).read_bytes()))
     except GraphError as error:
@@ -178,6 +181,13 @@ def captured(source: str, request: pipeline.Request, stages: pipeline.Stages) ->
             f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
             "remat capture MODEL -o FILE, or remat run MODEL --budget BUDGET -o FILE"
         ) from error
+
+
+def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:
+    """The graph that a plan keeps."""
+    if isinstance(kept, Plan):
+        return judge_plan(kept, name)[0]
+    raise PlanError(f"{name} is a schedule alone: name its model, or a graph kept by capture -o")
 
 
 def captured_model(loaded: Loaded, request: pipeline.Request, stages: pipeline.Stages) -> Captured:

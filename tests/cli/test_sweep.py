@@ -54,6 +54,19 @@ def test_sweep_keeps_a_front_that_reads_back(remat: Remat, graph: str, tmp_path:
     assert front.points[0].result.overhead > 0
 
 
+def test_the_graph_of_a_plan_is_swept_and_solved_anew(remat: Remat, tmp_path: Path) -> None:
+    plan, alone = tmp_path / "plan.json", tmp_path / "schedule.json"
+    words = ("--budget", "70%", "--solver", "cut", *QUICK)
+    assert remat("solve", remat.gpt, *words, "-o", str(plan)).exit_code == 0
+    done = remat("sweep", str(plan), "--budgets", "60%,80%", "--solver", "cut", *QUICK)
+    assert done.exit_code == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 5
+    assert remat("solve", str(plan), *words, "-o", str(alone)).exit_code == 0
+    done = remat("sweep", str(alone))
+    assert done.exit_code == 2
+    assert "is a schedule alone: name its model" in done.stderr
+
+
 def test_a_sweep_where_nothing_fits_ends_with_three(remat: Remat, graph: str) -> None:
     done = remat("sweep", graph, "--budgets", "1KiB,2KiB", "--solver", "chen_sqrt")
     assert done.exit_code == 3
