@@ -39,6 +39,7 @@ def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top:
     rest = len(simulation.held_at_peak) - len(values)
     more = f", {rest} smaller left out" if rest else ""
     ax.set(xlabel=f"size ({unit})", title=f"{graph.name}: values at the peak{more}")
+    ax.set_xlim(left=0)
     if values:
         ax.legend(fontsize="small", frameon=False)
     return ax
