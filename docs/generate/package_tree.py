@@ -15,10 +15,9 @@ ROOT = Path(__file__).parents[2]
 TREE = ROOT / "build" / "package_tree"
 
 
-def on_config(config: Any) -> Any:
-    """Called by mkdocs before anything is read."""
+def on_startup(**_: Any) -> None:
+    """Called by mkdocs before its plugins are set up, which leave out paths that are not there."""
     copy_packages(TREE)
-    return config
 
 
 def copy_packages(tree: Path) -> None:
