@@ -10,7 +10,7 @@ import typer
 from remat import cli_options as options
 from remat.cli_run import asked, conclude
 from remat.cli_session import INFEASIBLE, Session
-from remat.cli_sweep import asked_budgets
+from remat.cli_sweep import LimitOfAll, asked_budgets
 from remat.comparing import DEFAULT_BUDGETS, DEFAULT_SOLVERS
 from remat.comparing import compare as compare_solvers
 from remat.graph_capture.device_table import CPU
@@ -30,9 +30,6 @@ Solvers = Annotated[
         help=f"repeatable; {', '.join(DEFAULT_SOLVERS)} where none is named; of {', '.join(TABLE)}",
         show_default=False,
     ),
-]
-LimitOfAll = Annotated[
-    float, typer.Option(min=0.0, help="seconds to search, all budgets of a solver together")
 ]
 
 

@@ -7,14 +7,13 @@ from typing import Annotated
 import typer
 
 from remat import cli_options as options
-from remat.api import infeasible_text
-from remat.cli_run import asked, conclude
-from remat.cli_session import INFEASIBLE, Session
+from remat.cli_run import asked, opened_feasible
+from remat.cli_session import Session
 from remat.explaining import EACH_S
 from remat.explaining import explain as explain_plan
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.sharding import Sharding
-from remat.opened import NO_BUDGET, open_plan
+from remat.opened import NO_BUDGET
 from remat.screen_explain import explanation_screen
 
 WhyOf = Annotated[
@@ -59,9 +58,7 @@ def explain(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
-        opened = open_plan(source, request, session.stages, plan)
-        if opened.solved.schedule is None:
-            conclude(session, INFEASIBLE, [infeasible_text(opened.solved)])
+        opened = opened_feasible(session, source, request, plan)
         with session.stages.stage("explain", "explaining the plan") as progress:
             found = explain_plan(
                 opened.graph,

@@ -9,13 +9,12 @@ import typer
 
 from remat import cli_options as options
 from remat.budget import parse_budget
-from remat.cli_run import asked, keep_plan
+from remat.cli_run import asked, keep_result
 from remat.cli_session import INFEASIBLE, Session
 from remat.fitting import EACH_S, MOST, FitSearch
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.sharding import Sharding
-from remat.kept_plans import plan_of_result
 from remat.screen_fit import fit_screen
 from remat.size_search import Range
 
@@ -79,11 +78,8 @@ def fit(
             session.stages, time_limit,
         )  # fmt: skip
         found = search.run(budget, asked_sizes(sizes, step), check)
-        if output is not None and search.best is not None:
-            _, captured, result = search.best
-            if captured.loaded is not None and captured.recipe is not None:
-                plan = plan_of_result(captured.loaded, captured.recipe, captured.graph, result)
-                keep_plan(session, output, plan)
+        if search.best is not None:
+            keep_result(session, output, *search.best[1:])
         if as_json:
             session.emit(found.as_json())
         else:

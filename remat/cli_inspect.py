@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from remat import cli_options as options
-from remat.api import infeasible_text
-from remat.cli_run import asked, conclude
-from remat.cli_session import INFEASIBLE, Session
+from remat.cli_run import asked, opened_feasible
+from remat.cli_session import Session
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.sharding import Sharding
 from remat.inspecting import Sums
 from remat.inspecting import inspect as inspect_graph
-from remat.opened import NO_BUDGET, open_plan
+from remat.opened import NO_BUDGET
 from remat.screen_inspect import inspection_screen
 
 
@@ -69,9 +68,7 @@ def inspect(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
-        opened = open_plan(source, request, session.stages, plan)
-        if opened.result is not None and opened.schedule is None:
-            conclude(session, INFEASIBLE, [infeasible_text(opened.result)])
+        opened = opened_feasible(session, source, request, plan)
         found = inspect_graph(opened.graph, opened.result, by=SUMS[by], only=only, at_peak=at_peak)
         if as_json:
             session.emit(found.as_json())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -14,7 +13,7 @@ from remat.api import infeasible_text
 from remat.cli_run import (
     asked,
     conclude,
-    keep_plan,
+    keep_result,
     priced,
     said_price,
     show_price,
@@ -24,8 +23,8 @@ from remat.formats import bytes_text, time_text
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import Sharding
-from remat.kept_plans import fitting_schedule, plan_of_result, read_kept
-from remat.opened import NO_BUDGET, Captured, captured, captured_model, load_shown
+from remat.kept_plans import fitting_schedule, read_kept
+from remat.opened import NO_BUDGET, captured, captured_model, load_shown
 from remat.screen import plain_table, show_result
 from remat.solver.result import Result
 
@@ -98,7 +97,7 @@ def solve(
         source_of = captured(source, request, session.stages)
         graph = source_of.graph
         result = pipeline.solve_request(graph, request, session.stages)
-        _keep(session, output, source_of, result)
+        keep_result(session, output, source_of, result)
         worth = priced(session, graph, result, request) if price else None
         if as_json:
             session.emit(_result_json(graph, result) | said_price(worth))
@@ -106,16 +105,6 @@ def solve(
             show_result(session.out, graph, result)
             show_price(session, worth)
         conclude(session, INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
-
-
-def _keep(session: Session, path: Path | None, of: Captured, result: Result) -> None:
-    """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
-    if path is None or result.schedule is None:
-        return
-    if of.loaded is not None and of.recipe is not None:
-        keep_plan(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
-    else:
-        session.save(path, result.schedule.to_json(), "plan")
 
 
 def _result_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:

@@ -10,14 +10,13 @@ import msgspec
 import typer
 
 from remat import cli_options as options
-from remat.api import infeasible_text
-from remat.cli_run import asked, conclude
-from remat.cli_session import INFEASIBLE, Session
+from remat.cli_run import asked, opened_feasible
+from remat.cli_session import Session
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.errors import DeviceError, FileError
 from remat.graph_capture.sharding import Sharding
 from remat.kept_plans import PLAN_FILES
-from remat.opened import NO_BUDGET, Opened, load_shown, open_plan
+from remat.opened import NO_BUDGET, Opened, load_shown
 from remat.pipeline import Request, trace_loaded
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
@@ -87,7 +86,7 @@ def report(
         if measure:
             require_model(source, request)
         known = fronts_in(front.read_bytes()) if front else None
-        opened = _opened(session, source, plan, request)
+        opened = opened_feasible(session, source, request, plan)
         solved = opened.solved
         step = _measured(session, source, solved, request) if measure else None
         with session.stages.stage("report", "writing the report"):
@@ -128,7 +127,7 @@ def export(
             budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
             profile, Sharding(shard.value, world_size, shard_blocks),
         )  # fmt: skip
-        opened = _opened(session, source, plan, request)
+        opened = opened_feasible(session, source, request, plan)
         _write(session, output, exported(opened, chosen), chosen.value)
         if as_json:
             session.emit({"export": str(output), "as": chosen.value})
@@ -195,14 +194,6 @@ def _measured(session: Session, source: str, result: Result, request: Request) -
             loss_fn=loaded.loss_fn, target=loaded.target,
             optimizer=request.optimizer, accumulate=request.accumulate,
         )  # fmt: skip
-
-
-def _opened(session: Session, source: str, plan: Path | None, request: Request) -> Opened:
-    """The plan; ends the command where nothing fits the budget."""
-    opened = open_plan(source, request, session.stages, plan)
-    if opened.result is not None and opened.schedule is None:
-        conclude(session, INFEASIBLE, [infeasible_text(opened.result)])
-    return opened
 
 
 def _write(session: Session, path: Path, data: bytes, what: str) -> None:

@@ -17,7 +17,7 @@ from remat.graph_capture.device_table import CPU, check_device
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sharding import NO_SHARDING, Sharding
 from remat.kept_plans import fitting_schedule, plan_of_result, read_kept, write_plan
-from remat.opened import NO_BUDGET, load_shown
+from remat.opened import NO_BUDGET, Captured, Opened, load_shown, open_plan
 from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
 from remat.screen import show_check, show_run
@@ -80,6 +80,16 @@ def keep_plan(session: Session, path: Path, plan: Plan | None) -> None:
         session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
+def keep_result(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+    """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
+    if path is None or result.schedule is None:
+        return
+    if of.loaded is not None and of.recipe is not None:
+        keep_plan(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
+    else:
+        session.save(path, result.schedule.to_json(), "plan")
+
+
 def _conclude_run(session: Session, report: pipeline.Report, price: Price | None) -> None:
     """Print the screen, unless JSON was, and end with the code that fits."""
     if report.result.schedule is None:
@@ -135,6 +145,16 @@ def _check_json(found: Any, schedule: Schedule, failures: list[str]) -> dict[str
         },
         "failures": failures,
     }
+
+
+def opened_feasible(
+    session: Session, source: str, request: pipeline.Request, plan: Path | None
+) -> Opened:
+    """A graph and the plan of it, if one is named or asked for; ends where nothing fits."""
+    opened = open_plan(source, request, session.stages, plan)
+    if opened.result is not None and opened.schedule is None:
+        conclude(session, INFEASIBLE, [infeasible_text(opened.result)])
+    return opened
 
 
 def conclude(session: Session, code: int, complaints: list[str]) -> None:
