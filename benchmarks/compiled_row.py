@@ -1,4 +1,8 @@
-"""One row of `benchmarks.compiled`, in a process of its own: example, ours or stock, amount."""
+"""One row of `benchmarks.compiled`, in a process of its own: example, kind, amount.
+
+Kinds: ``ours`` at a percentage of the compiled peak, ``stock`` at a memory budget of torch's, and
+``beside``: ours at the peak that was measured of stock at that memory budget.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +74,8 @@ class Example:
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values()) + measure_peak(lambda: self.step(compiled))
 
-    def step_times(self, *compiled: Callable[..., Any]) -> list[float]:
-        """Median processor seconds of a step of each, in turn so that drift hits all."""
+    def step_times(self, *compiled: Callable[..., Any]) -> list[list[float]]:
+        """Processor seconds of steps of each, in turn so that drift hits all."""
         times: list[list[float]] = [[] for _ in compiled]
         for _ in range(STEPS):
             for taken, one in zip(times, compiled, strict=True):
@@ -79,7 +83,7 @@ class Example:
                 start = time.process_time()
                 self.step(one)
                 taken.append(time.process_time() - start)
-        return [statistics.median(taken) for taken in times]
+        return times
 
     def in_double(self) -> list[Tensor]:
         """Gradients of an eager step in float64: the truth, where nothing is random."""
@@ -101,38 +105,71 @@ def stock(model: Any, **patches: Any) -> Callable[..., Any]:
     return torch.compile(model, options={"fx_graph_cache": False, **patches})
 
 
+def with_stock_budget(example: Example, share: float) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The model as torch compiles it at a memory budget, and its gradients."""
+    with functorch_config.patch(activation_memory_budget=share):
+        compiled = stock(example.model)
+        return compiled, example.gradients(compiled)
+
+
+def with_ours(
+    example: Example, budget: str | int
+) -> tuple[Callable[..., Any], list[Tensor], dict[str, Any]]:
+    """The model compiled under a budget, its gradients, and what the plan says."""
+    compiled = torch.compile(example.model, backend="remat", options={"budget": budget})
+    gradients = example.gradients(compiled)
+    plan = remat.compiled_plans()[-1]
+    said = {
+        "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
+        "overhead": plan.overhead, "gap": plan.gap, "replays": plan.replays,
+        "search_s": plan.seconds, "recomputed": plan.recomputed,
+    }  # fmt: skip
+    return compiled, gradients, said
+
+
+def ratio(times: list[float], base: list[float]) -> float:
+    """Median over rounds of one step's time over another's in the same round."""
+    return statistics.median(a / b for a, b in zip(times, base, strict=True))
+
+
+def measured(example: Example, name: str, kind: str, amount: float) -> dict[str, Any]:
+    """The row."""
+    facts: dict[str, Any] = {"cpu": cpu_name(), "torch": str(torch.__version__)}
+    kept = stock(example.model, custom_partitioner_fn=KeepAll())
+    expected = example.gradients(kept)
+    steps = [kept]
+    budget: str | int = f"{amount}%"
+    if kind != "ours":
+        compiled, gradients = with_stock_budget(example, amount)
+        steps.append(compiled)
+    if kind == "beside":
+        budget = facts["stock_peak_bytes"] = example.peak_bytes(compiled)
+        facts["stock_gradient_error"] = error(gradients, expected)
+    if kind != "stock":
+        compiled, gradients, said = with_ours(example, budget)
+        steps.append(compiled)
+        facts |= said
+    times = example.step_times(*steps)
+    facts |= {
+        "gradient_error": error(gradients, expected), "peak_bytes": example.peak_bytes(compiled),
+        "step_s": statistics.median(times[-1]), "kept_step_s": statistics.median(times[0]),
+    }  # fmt: skip
+    if kind == "beside":
+        facts["stock_step_s"] = statistics.median(times[1])
+        facts["over_stock"] = ratio(times[-1], times[1]) - 1
+    if name in WITHOUT_DROPOUT:
+        true = example.in_double()
+        facts |= {"true_error": error(gradients, true), "kept_error": error(expected, true)}
+    return facts
+
+
 def main() -> int:
     """Print what was measured as one line of JSON."""
     name, kind, amount = sys.argv[1], sys.argv[2], float(sys.argv[3])
     torch.set_num_threads(1)
     example = Example(name)
     with functorch_config.patch(enable_autograd_cache=False):
-        kept = stock(example.model, custom_partitioner_fn=KeepAll())
-        expected = example.gradients(kept)
-        facts: dict[str, Any] = {"cpu": cpu_name(), "torch": str(torch.__version__)}
-        if kind == "ours":
-            options = {"budget": f"{amount}%"}
-            compiled = torch.compile(example.model, backend="remat", options=options)
-            gradients = example.gradients(compiled)
-            plan = remat.compiled_plans()[-1]
-            facts |= {
-                "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
-                "overhead": plan.overhead, "gap": plan.gap, "replays": plan.replays,
-                "search_s": plan.seconds, "recomputed": plan.recomputed,
-            }  # fmt: skip
-        else:
-            with functorch_config.patch(activation_memory_budget=amount):
-                compiled = stock(example.model)
-                gradients = example.gradients(compiled)
-    kept_s, step_s = example.step_times(kept, compiled)
-    facts |= {
-        "gradient_error": error(gradients, expected), "peak_bytes": example.peak_bytes(compiled),
-        "step_s": step_s, "kept_step_s": kept_s,
-    }  # fmt: skip
-    if name in WITHOUT_DROPOUT:
-        true = example.in_double()
-        facts |= {"true_error": error(gradients, true), "kept_error": error(expected, true)}
-    print(json.dumps(facts))
+        print(json.dumps(measured(example, name, kind, amount)))
     return 0
 
 

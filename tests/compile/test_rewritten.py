@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,3 +238,23 @@ def test_a_generator_of_its_own_is_refused() -> None:
     assert schedule is not None
     with pytest.raises(RewriteError, match=r"generator of its own.*rewrite without compile=True"):
         remat.rewrite(model, schedule, compile=True)
+
+
+def test_a_kept_plan_is_loaded_with_inductors_code(tmp_path: Path) -> None:
+    model, x = made()
+    module = remat.rematerialize(
+        model, (x,), loss_fn=squared, budget="60%",
+        compile=True, check=False, time_limit_s=LIMIT_S,
+    )  # fmt: skip
+    remat.save_plan(remat.plan_of(module), tmp_path / "plan.json")
+    expected, peak_bytes = trained(model, module, x), peak_of(model, module, x)
+    loaded = remat.load(
+        tmp_path / "plan.json", model, loss_fn=squared, compile=True
+    )  # fmt: skip
+    found = trained(model, loaded, x)
+    assert furthest(found, expected) < CLOSE, "Inductor adds the embedding's rows up by atomics"
+    assert torch.equal(found["stream"], expected["stream"])
+    assert peak_of(model, loaded, x) == peak_bytes
+    without = trained(model, remat.load(tmp_path / "plan.json", model, loss_fn=squared), x)
+    assert torch.equal(without["stream"], found["stream"])
+    assert furthest(without, found) < 1e-4
