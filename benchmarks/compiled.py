@@ -72,9 +72,11 @@ def complaints(example: str, found: list[dict[str, Any]]) -> list[str]:
             said.append(f"{example}: gradients off by {r['gradient_error']}")
     if any(less["peak_bytes"] > more["peak_bytes"] for more, less in pairwise(rows)):
         said.append(f"{example}: the measured peak rises as the budget falls")
-    for r in rows:
-        if r.get("over_stock", 0.0) > SLOWER:
-            said.append(f"{example}: {100 * r['over_stock']:.1f} % slower than stock at its peak")
+    said += [
+        f"{example}: {100 * r['over_stock']:.1f} % slower than stock at its peak"
+        for r in rows
+        if r.get("over_stock", 0.0) > SLOWER
+    ]
     return said + [f"{example}: {r['error']}" for r in found if "error" in r]
 
 
