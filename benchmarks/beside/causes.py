@@ -1,0 +1,5 @@
+"""Why a row is lost, and what would mend it: by suite, model and method."""
+
+from __future__ import annotations
+
+CAUSES: dict[tuple[str, str, str], str] = {}

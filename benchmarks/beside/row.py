@@ -1,0 +1,190 @@
+"""One measurement, in a process of its own: suite, model, method, amount and folder in, JSON out.
+
+The step of the method and the unmodified one run in turn, so that drift hits both; times are
+medians of their ratios in a round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.beside import methods, ours
+from benchmarks.beside.methods import DoesNotApplyError, Variant
+from benchmarks.beside.models import SUITES, Trainee
+from benchmarks.beside.sac_ilp import ilp
+from benchmarks.beside.turns import Turns
+from remat.graph_capture.memory_events import measure_peak
+
+ROUNDS = 9
+SEED = 3
+RIGHT = 0.02
+"""Relative error up to which gradients count as right. Kernels that fuse otherwise round
+otherwise, and batch norm makes that larger; gradients of other random numbers are off by 1."""
+
+
+class Bench:
+    """A trainee on its device, and what is measured of variants of it."""
+
+    def __init__(self, trainee: Trainee, device: str) -> None:
+        self.device, self.is_cuda = device, device.startswith("cuda")
+        args = tuple(arg.to(device) for arg in trainee.args)
+        self.trainee = Trainee(trainee.model.to(device), args, trainee.blocks, trainee.chain)
+        self.parameters = list(trainee.model.parameters())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bfloat16 on a GPU, nothing on a CPU."""
+        return torch.autocast("cuda", torch.bfloat16) if self.is_cuda else nullcontext()
+
+    def step(self, variant: Variant) -> None:
+        """One training step without an optimizer; earlier gradients are dropped."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        with variant.context():
+            with self.autocast():
+                loss = variant.call(*self.trainee.args)
+            loss.backward()
+
+    def gradients(self, variant: Variant) -> list[Tensor]:
+        """Of a step from a fixed random state."""
+        torch.manual_seed(SEED)
+        self.step(variant)
+        return [p.grad.clone() for p in self.parameters if p.grad is not None]
+
+    def times_s(self, *variants: Variant) -> list[list[float]]:
+        """Seconds of `ROUNDS` steps of each, in turn, after a step to warm up.
+
+        The processor's on a CPU, the clock's on a GPU.
+        """
+        for variant in variants:
+            self.step(variant)
+        found: list[list[float]] = [[] for _ in variants]
+        for _ in range(ROUNDS):
+            for taken, variant in zip(found, variants, strict=True):
+                began_s = self._now_s()
+                self.step(variant)
+                taken.append(self._now_s() - began_s)
+        return found
+
+    def _now_s(self) -> float:
+        if not self.is_cuda:
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def peaks(self, variant: Variant) -> dict[str, int]:
+        """Bytes at the peak of a step, with parameters, buffers and the batch."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        tensors = [*self.parameters, *self.trainee.model.buffers(), *self.trainee.args]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        held_bytes = sum(storages.values())
+        if not self.is_cuda:
+            return {"peak_bytes": held_bytes + measure_peak(lambda: self.step(variant))}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        other_bytes = torch.cuda.memory_allocated() - held_bytes
+        self.step(variant)
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated() - other_bytes,
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+
+
+def variant_of(bench: Bench, method: str, amount: float) -> ours.Planned:
+    """The method's variant of the model; predictions are ours alone."""
+    trainee = bench.trainee
+    makers: dict[str, Callable[[], Variant]] = {
+        "eager": lambda: methods.eager(trainee),
+        "checkpoint": lambda: methods.checkpointed(trainee, int(amount)),
+        "selective": lambda: methods.selective(trainee),
+        "sequential": lambda: methods.sequential(trainee),
+        "sac_ilp": lambda: ilp(trainee, int(amount), bench.device),
+        "aot": lambda: methods.compiled(trainee, "aot", amount),
+        "inductor": lambda: methods.compiled(trainee, "inductor", amount),
+        "keep_all": lambda: methods.compiled_keeping_all(trainee),
+    }
+    if method == "remat":
+        with bench.autocast():
+            return ours.rewritten(trainee, int(amount), bench.device)
+    if method == "remat_compiled":
+        return ours.compiled(trainee, int(amount))
+    return ours.Planned(makers[method](), None, dict)
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest relative difference of two lists of gradients."""
+    pairs = zip(found, expected, strict=True)
+    tiny = torch.finfo(torch.float32).tiny
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(tiny))
+        for a, b in pairs
+    )
+
+
+ALONE = ("remat", "remat_compiled")
+"""Methods that time ops while they plan."""
+
+
+def measured(bench: Bench, method: str, amount: float, folder: Path) -> dict[str, Any]:
+    """The row; gradients of the compiled step that keeps everything lie in `folder`."""
+    turns = Turns(folder / "turns")
+    eager = methods.eager(bench.trainee)
+    with turns.measuring() if method in ALONE else turns.preparing():
+        expected = bench.gradients(eager)
+        began_s = time.perf_counter()
+        planned = variant_of(bench, method, amount)
+        found = bench.gradients(planned.variant)
+        facts: dict[str, Any] = {"setup_s": time.perf_counter() - began_s, **planned.facts()}
+        if method == "keep_all":
+            torch.save(found, folder / "gradients.pt")
+        if method in ("inductor", "remat_compiled"):
+            expected = torch.load(folder / "gradients.pt")
+        if method == "aot":
+            expected = bench.gradients(methods.decomposed_keeping_all(bench.trainee))
+    if method != "keep_all":
+        off = error(found, expected)
+        facts |= {"gradient_error": off, "is_right": off <= RIGHT}
+    variants = [eager, planned.variant, *([planned.keep_all] if planned.keep_all else [])]
+    with turns.measuring():
+        times = bench.times_s(*variants)
+        facts |= bench.peaks(planned.variant)
+    facts |= {
+        "eager_s": statistics.median(times[0]),
+        "over_eager": ratio(times[1], times[0]) - 1,
+    }
+    if planned.keep_all:
+        facts["measured_overhead"] = ratio(times[1], times[2]) - 1
+    return facts
+
+
+def ratio(times: list[float], base: list[float]) -> float:
+    """Median over rounds of one step's time over another's in the same round."""
+    return statistics.median(a / b for a, b in zip(times, base, strict=True))
+
+
+def main() -> int:
+    """Print what was measured as one line of JSON."""
+    suite, model, method, amount, folder = sys.argv[1:6]
+    device = "cuda" if suite == "gpu" else "cpu"
+    torch.set_num_threads(1)
+    bench = Bench(SUITES[suite][model].make(), device)
+    try:
+        facts = measured(bench, method, float(amount), Path(folder))
+    except DoesNotApplyError as error_:
+        facts = {"error": str(error_), "does_not_apply": True}
+    print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

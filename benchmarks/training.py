@@ -1,0 +1,195 @@
+"""Training steps made to fit, by everything that people use: `python -m benchmarks.training`.
+
+Each model of a suite is trained for a few steps as it is, with torch's own ways to save memory,
+and with plans at the peaks that those reach. Every row is measured in a process of its own, in
+turn with the unmodified step; rows that are in `--out` already are not measured again.
+`python -m benchmarks.beside.document` makes docs/benchmarks.md of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from benchmarks.beside.fronts import Row, front, targets
+from benchmarks.beside.methods import SHARES
+from benchmarks.beside.models import SUITES
+from benchmarks.cell import cpu_name
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "training"
+LIMIT_S = 420.0
+WORKERS = 2
+PACKAGES = ("numpy", "ortools", "pulp", "networkx")
+Key = tuple[str, float]
+CHECKPOINTS: tuple[Key, ...] = (
+    ("eager", 0), ("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 4), ("selective", 0),
+    ("sequential", 0), ("sac_ilp", 0),
+)  # fmt: skip
+SMOKE_SHARES = (0.3,)
+PERCENTS = (80, 60, 40)
+"""Of the unmodified peak: budgets of ours beside the peaks of others."""
+
+
+@dataclass
+class Results:
+    """The file of a suite's results, written after each row."""
+
+    path: Path
+    kept: dict[str, Any]
+    lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def at(cls, path: Path, suite: str) -> Results:
+        """What the file holds, or a beginning."""
+        if path.exists():
+            kept = json.loads(path.read_text())
+            if kept["suite"] != suite:
+                raise SystemExit(f"{path} holds the suite {kept['suite']}, not {suite}")
+            return cls(path, kept)
+        return cls(path, {"suite": suite, **facts(suite), "seconds": 0.0, "rows": {}})
+
+    def rows(self, model: str) -> list[Row]:
+        """Those of a model that were measured."""
+        return [Row.read(key, kept) for key, kept in self.kept["rows"].get(model, {}).items()]
+
+    def has(self, model: str, key: Key) -> bool:
+        """Whether the row was measured, or said not to apply."""
+        kept = self.kept["rows"].get(model, {}).get(name_of(key), {"error": "not yet"})
+        return "error" not in kept or kept.get("does_not_apply", False)
+
+    def keep(self, model: str, key: Key, found: dict[str, Any]) -> None:
+        """Note a row, print it, and write the file."""
+        with self.lock:
+            self.kept["rows"].setdefault(model, {})[name_of(key)] = found
+            self.write()
+        print(f"{model:13}{name_of(key):28}{shown(found)}", flush=True)
+
+    def write(self) -> None:
+        """The whole file, so that none is ever left half written."""
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(self.kept, indent=1) + "\n")
+        beside.replace(self.path)
+
+
+def facts(suite: str) -> dict[str, Any]:
+    """Device, versions, date and commit."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    ).stdout.strip()  # fmt: skip
+    device = torch.cuda.get_device_name() if suite == "gpu" else f"{cpu_name()}, 1 thread a step"
+    return {
+        "device": device, "torch": str(torch.__version__), "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"), "commit": commit,
+    }  # fmt: skip
+
+
+def name_of(key: Key) -> str:
+    """As rows are called in the file."""
+    return f"{key[0]} {key[1]:.10g}" if key[1] else key[0]
+
+
+def shown(found: dict[str, Any]) -> str:
+    """A row in one line."""
+    if "error" in found:
+        return found["error"][:80]
+    text = f"{found['peak_bytes'] / 1e6:9.1f} MB{100 * found['over_eager']:+8.1f} %"
+    if "predicted_bytes" in found:
+        off = 100 * (found["predicted_bytes"] / found["peak_bytes"] - 1)
+        text += f"  peak off {off:+.2f} %, planned {100 * found['planned_overhead']:.1f} %"
+    if "measured_overhead" in found:
+        text += f", measured {100 * found['measured_overhead']:.1f} %"
+    return text + ("" if found.get("is_right", True) else "  WRONG GRADIENTS")
+
+
+def measured(suite: str, model: str, key: Key) -> dict[str, Any]:
+    """A row from a process of its own."""
+    folder = WORK / suite / model
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [suite, model, key[0], str(key[1]), str(folder)]
+    prices = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.beside.row", *arguments], cwd=ROOT,
+            env={**os.environ, **prices}, capture_output=True, text=True, check=False,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {LIMIT_S:.0f} s"}
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+        return {"error": next((line for line in reversed(said) if "Error" in line), said[-1])}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Suite:
+    """A suite under way."""
+
+    def __init__(self, name: str, results: Results) -> None:
+        self.name, self.results = name, results
+
+    def take(self, model: str, keys: Iterable[Key], workers: int) -> None:
+        """Measure the rows that are missing; preparations run side by side."""
+        missing = [key for key in keys if not self.results.has(model, key)]
+
+        def one(key: Key) -> None:
+            self.results.keep(model, key, measured(self.name, model, key))
+
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(one, missing))
+
+    def run(self, model: str) -> None:
+        """All rows of a model; ours come last, at the peaks that others reached."""
+        shares = SMOKE_SHARES if self.name == "smoke" else SHARES
+        decomposed = [("aot", share) for share in shares]
+        self.take(model, [("keep_all", 0), *CHECKPOINTS, *decomposed], WORKERS)
+        self.take(model, [("inductor", share) for share in shares], WORKERS)
+        rows = self.results.rows(model)
+        eager_bytes = next(row.peak_bytes for row in rows if row.method == "eager")
+        parts = [percent * eager_bytes // 100 for percent in PERCENTS]
+        eager_like = [row for row in rows if row.method not in ("inductor", "keep_all")]
+        self.take(model, [("remat", peak) for peak in targets(front(eager_like), parts)], 1)
+        compiled = [row for row in rows if row.method == "inductor"]
+        self.take(model, [("remat_compiled", peak) for peak in targets(front(compiled), [])], 1)
+
+
+def main() -> int:
+    """Measure what is missing."""
+    parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
+    parser.add_argument("--suite", choices=list(SUITES), default="cpu")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; what it has is kept")
+    parser.add_argument("--models", nargs="+", help="of the suite, to measure a few")
+    asked = parser.parse_args()
+    unknown = set(asked.models or ()) - set(SUITES[asked.suite])
+    if unknown:
+        raise SystemExit(
+            f"no model {sorted(unknown)} in {asked.suite}: {list(SUITES[asked.suite])}"
+        )
+    if asked.suite == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device here")
+    results = Results.at(asked.out, asked.suite)
+    suite = Suite(asked.suite, results)
+    for model in asked.models or SUITES[asked.suite]:
+        began_s = time.monotonic()
+        suite.run(model)
+        results.kept["seconds"] += time.monotonic() - began_s
+        results.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The comparison of training steps: a run of its smallest suite, and the page made of results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.beside import causes, document
+from benchmarks.beside.fronts import Row, best_within, front, targets
+
+ROOT = Path(__file__).parents[2]
+MODEL = "gpt2-tiny"
+
+
+def row(method: str, peak: int, over: float, amount: float = 0, **more: Any) -> Row:
+    return Row(method, amount, {"peak_bytes": peak, "over_eager": over, **more})
+
+
+def suite(out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.training", "--suite", "smoke", "--out", str(out)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("training") / "results.json"
+    suite(out)
+    return out
+
+
+def test_every_row_is_measured_or_does_not_apply(results: Path) -> None:
+    rows = json.loads(results.read_text())["rows"][MODEL]
+    missing = {name for name, kept in rows.items() if "peak_bytes" not in kept}
+    assert missing == {"sac_ilp"}
+    assert rows["sac_ilp"]["does_not_apply"]
+    methods = {name.split()[0] for name in rows}
+    assert methods == {*document.TITLES, "keep_all"}
+
+
+def test_ours_keep_to_the_peaks_they_were_given_and_are_right(results: Path) -> None:
+    rows = json.loads(results.read_text())["rows"][MODEL]
+    ours = {name: kept for name, kept in rows.items() if name.startswith("remat")}
+    assert len(ours) >= 3
+    for kept in ours.values():
+        assert kept["peak_bytes"] <= kept["budget_bytes"]
+        assert abs(kept["predicted_bytes"] / kept["peak_bytes"] - 1) < 0.02
+    assert all(kept["is_right"] for kept in ours.values())
+    assert all(kept["gradient_error"] == 0 for n, kept in ours.items() if n.startswith("remat "))
+
+
+def test_what_is_measured_is_not_measured_again(results: Path) -> None:
+    before = json.loads(results.read_text())["rows"]
+    assert suite(results).stdout == ""
+    assert json.loads(results.read_text())["rows"] == before
+
+
+def test_the_page_shows_every_row(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = json.loads(results.read_text())
+    monkeypatch.setattr(document, "PAGE", results.with_name("benchmarks.md"))
+    monkeypatch.setattr(document, "NOISE", 10.0)
+    lines, wrong = document.part("smoke", kept)
+    assert wrong == []
+    text = "\n".join(lines)
+    for row in document.Model("smoke", MODEL, kept["rows"][MODEL]).rows:
+        assert f"| {document.title(row)} | {row.peak_bytes / 1e6:.1f} |" in text
+    assert results.with_name("benchmarks-smoke.png").stat().st_size > 10_000
+
+
+def test_a_front_has_no_row_that_another_beats() -> None:
+    rows = [row("a", 10, 0.5), row("b", 20, 0.2), row("c", 20, 0.3), row("d", 30, 0.2)]
+    assert [r.method for r in front(rows)] == ["b", "a"]
+    assert best_within(rows, 19) == rows[0]
+    assert best_within(rows, 9) is None
+    assert targets(rows, [2000, 10]) == [2000, 30, 20, 10]
+
+
+def lost() -> dict[str, Any]:
+    kept = {
+        "eager": {"peak_bytes": 100, "over_eager": 0.0, "setup_s": 0.0},
+        "checkpoint 1": {"peak_bytes": 50, "over_eager": 0.1, "setup_s": 0.0},
+        "remat 100": {
+            "peak_bytes": 50, "over_eager": 0.2, "setup_s": 1.0, "predicted_bytes": 50,
+            "planned_overhead": 0.2, "measured_overhead": 0.2,
+        },
+    }  # fmt: skip
+    return {
+        "rows": {MODEL: kept}, "device": "x", "torch": "2", "python": "3", "date": "d",
+        "commit": "c", "seconds": 60.0,
+    }  # fmt: skip
+
+
+def test_a_loss_needs_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(causes, "CAUSES", {})
+    _, wrong = document.part("smoke", lost())
+    assert wrong == [
+        f"no cause is written down for ('smoke', '{MODEL}', 'eager')",
+        f"no cause is written down for ('smoke', '{MODEL}', 'checkpoint')",
+    ]
+
+
+def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
+    keys = [("smoke", MODEL, method) for method in ("eager", "checkpoint", "selective")]
+    monkeypatch.setattr(causes, "CAUSES", dict.fromkeys(keys, "because"))
+    lines, wrong = document.part("smoke", lost())
+    assert wrong == [f"{keys[2]} is not lost"]
+    assert sum("| because |" in line for line in lines) == 2
+
+
+def test_a_file_of_another_suite_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    out.write_text(json.dumps({"suite": "cpu"}))
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        suite(out)
+    assert "holds the suite cpu, not smoke" in raised.value.stderr
