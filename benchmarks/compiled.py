@@ -36,6 +36,7 @@ CHANNELS_LAST = ("resnet",)
 WITHOUT_DROPOUT = ("resnet",)
 """Examples whose gradients can be compared with eager's in float64."""
 STEPS = 9
+LIMIT_S = 600.0
 TOLERANCE, NOISE = 1e-5, 2.0
 """Of gradients: where there is dropout, against the step that keeps everything; else, how many
 times further from the truth than that step they may be. Kernels that fuse differently round
@@ -49,9 +50,13 @@ def row(example: str, kind: str, amount: float) -> dict[str, Any]:
     """What a process of its own measured."""
     command = [sys.executable, "-m", "benchmarks.compiled_row", example, kind, str(amount)]
     environment = {**SIZES[example], **os.environ}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {LIMIT_S:.0f} s"}
     if done.returncode:
         last = done.stderr.strip().splitlines() or ["no message"]
         return {"error": next((s for s in reversed(last) if "Error" in s), last[-1])}

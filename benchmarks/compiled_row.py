@@ -19,27 +19,12 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._functorch.partitioners import default_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import remat
+from benchmarks.beside.methods import KeepAll
 from benchmarks.cell import cpu_name
 from benchmarks.compiled import CHANNELS_LAST, ROOT, STEPS, WITHOUT_DROPOUT
 from remat.graph_capture.memory_events import measure_peak
-
-
-class KeepAll(CustomPartitionerFn):
-    """Everything that backward reads is kept: what gradients are compared with."""
-
-    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-        """As torch cuts a step where it recomputes nothing."""
-        return default_partition(gm, joint_inputs, num_fwd_outputs=kwargs["num_fwd_outputs"])
-
-    def uuid(self) -> None:
-        """Not to be cached."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeepAll:
-        return self
 
 
 class Example:

@@ -26,6 +26,7 @@ from remat.rewriter.inductor_choices import calls_in_order
 from remat.rewriter.inductor_emit import emit_fused
 from remat.rewriter.inductor_graph import FusedJoint, build_fused
 from remat.rewriter.inductor_lowering import copy_of
+from remat.rewriter.inductor_masks import keep_masks_as_bytes
 from remat.rewriter.inductor_nodes import SEEDS
 from remat.rewriter.inductor_prices import CallPrices, price_fused
 from remat.rewriter.inductor_replay import Replay, replay
@@ -70,7 +71,8 @@ class FusedStep:
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
         static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
-        self._gm, self._joint_inputs, self._static = gm, joint_inputs, list(static)
+        self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
+        keep_masks_as_bytes(gm, n_outputs)
         self._prices = CallPrices(gm)
         self._visible = _visible_outputs(n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
