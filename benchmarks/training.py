@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.beside.batches import GPU_GIB, METHODS
 from benchmarks.beside.fronts import Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
@@ -121,12 +122,16 @@ def measured(suite: str, model: str, key: Key) -> dict[str, Any]:
     folder = WORK / suite / model
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [suite, model, key[0], str(key[1]), str(folder)]
+    return in_own_process("benchmarks.beside.row", arguments, suite)
+
+
+def in_own_process(module: str, arguments: list[str], suite: str) -> dict[str, Any]:
+    """What a module prints as JSON; an `error` where it failed or took too long."""
     prices = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.beside.row", *arguments], cwd=ROOT,
-            env={**os.environ, **prices}, capture_output=True, text=True, check=False,
-            timeout=LIMIT_S,
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, env={**os.environ, **prices},
+            capture_output=True, text=True, check=False, timeout=LIMIT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {LIMIT_S:.0f} s"}
@@ -152,6 +157,25 @@ class Suite:
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(one, missing))
 
+    def largest(self, model: str) -> None:
+        """The largest batches of a model, within its unmodified peak, or the sizes of GPUs."""
+        eager = next(row for row in self.results.rows(model) if row.method == "eager")
+        budgets = [eager.peak_bytes] if self.name != "gpu" else [gib << 30 for gib in GPU_GIB]
+        for budget in budgets:
+            found = (
+                self.results.kept.setdefault("batches", {})
+                .setdefault(model, {})
+                .setdefault(str(budget), {})
+            )
+            for key in METHODS:
+                if "batch" in found.get(name_of(key), {}):
+                    continue
+                arguments = [self.name, model, key[0], str(key[1]), str(budget)]
+                row = in_own_process("benchmarks.beside.batches", arguments, self.name)
+                found[name_of(key)] = row
+                self.results.write()
+                print(f"{model:13}{name_of(key):28}batch {row.get('batch', row)}", flush=True)
+
     def run(self, model: str) -> None:
         """All rows of a model; ours come last, at the peaks that others reached."""
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
@@ -172,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
     parser.add_argument("--suite", choices=list(SUITES), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="JSON file; what it has is kept")
+    parser.add_argument("--batches", action="store_true", help="the largest batches as well")
     parser.add_argument("--models", nargs="+", help="of the suite, to measure a few")
     asked = parser.parse_args()
     unknown = set(asked.models or ()) - set(SUITES[asked.suite])
@@ -186,6 +211,8 @@ def main() -> int:
     for model in asked.models or SUITES[asked.suite]:
         began_s = time.monotonic()
         suite.run(model)
+        if asked.batches:
+            suite.largest(model)
         results.kept["seconds"] += time.monotonic() - began_s
         results.write()
     return 0

@@ -144,6 +144,23 @@ def preparation(models: list[Model]) -> Iterator[str]:
         )
 
 
+def batches(models: list[Model], kept: dict[str, Any]) -> Iterator[str]:
+    """The largest batch within a budget, by the overhead that is allowed."""
+    columns = ("10 %, theirs", "10 %, ours", "30 %, theirs", "30 %, ours")
+    yield f"| model | budget MB | unmodified | {' | '.join(columns)} |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for model in models:
+        for budget, rows in kept.get("batches", {}).get(model.name, {}).items():
+            found = {name: row for name, row in rows.items() if row.get("batch")}
+            theirs = {name: row for name, row in found.items() if not name.startswith("remat")}
+            cells = [str(found["eager"]["batch"]) if "eager" in found else "-"]
+            for allowed in (0.1, 0.3):
+                fitting = [(r["batch"], n) for n, r in theirs.items() if r["over_eager"] <= allowed]
+                cells.append("{} ({})".format(*max(fitting)) if fitting else "-")
+                cells.append(str(found.get(f"remat {allowed}", {}).get("batch", "-")))
+            yield f"| {model.name} | {mb(int(budget))} | {' | '.join(cells)} |"
+
+
 def losses(suite: str, models: list[Model]) -> tuple[list[str], list[str]]:
     """The table of what is lost, with causes, and what is wrong with the causes."""
     lines, wrong = (
@@ -182,6 +199,7 @@ def part(suite: str, kept: dict[str, Any]) -> tuple[list[str], list[str]]:
         f"![Time against measured peak of each model]({picture.name})\n",
         "#### Losses\n", *lost, "",
         "#### Predicted against measured\n", *fidelity(models), "",
+        *(["#### Largest batches\n", *batches(models, kept), ""] if "batches" in kept else []),
         "#### Seconds until the first step is done, median\n", *preparation(models), "",
         *(line for model in models for line in section(model)),
     ], wrong  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.beside import causes, document
+from benchmarks.beside.batches import largest
 from benchmarks.beside.fronts import Row, best_within, front, targets
 
 ROOT = Path(__file__).parents[2]
@@ -121,3 +122,19 @@ def test_a_file_of_another_suite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as raised:
         suite(out)
     assert "holds the suite cpu, not smoke" in raised.value.stderr
+
+
+@pytest.mark.parametrize(("first", "guess"), [(4, 4), (4, 37), (4, 36), (4, 200), (50, 60), (4, 0)])
+def test_the_largest_batch_is_found_from_any_guess(first: int, guess: int) -> None:
+    tried: list[int] = []
+
+    def holds(size: int) -> bool:
+        tried.append(size)
+        return size <= 37
+
+    assert largest(holds, first, guess) == 37
+    assert len(tried) == len(set(tried)) < 20
+
+
+def test_no_batch_holds() -> None:
+    assert largest(lambda size: False, 4, 4) == 0

@@ -1,0 +1,118 @@
+"""The largest batch that fits a budget by each method, and what a step then costs.
+
+A CPU has no memory to run out of, so a batch fits if the profiler sees no more than the budget
+allocated. On a GPU, the allocator is told that it has no more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+import remat
+from benchmarks.beside import methods
+from benchmarks.beside.models import SUITES
+from benchmarks.beside.row import Bench, ratio, variant_of
+
+METHODS: tuple[tuple[str, float], ...] = (
+    ("eager", 0), ("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 4), ("selective", 0),
+    ("sequential", 0), ("remat", 0.10), ("remat", 0.30),
+)  # fmt: skip
+"""The amount of ours is the overhead that is allowed."""
+GPU_GIB = (16, 24, 40, 80)
+EACH_S = 5.0
+
+
+def largest(holds: Callable[[int], bool], first: int, guess: int) -> int:
+    """The largest size that holds, 0 if none: sizes between one that does and one that does not.
+
+    `first` and `guess` are tried before any other.
+    """
+    low, high = 0, None
+    for size in sorted({first, max(1, guess)}):
+        if high is None and holds(size):
+            low = size
+        elif high is None:
+            high = size
+    while high is None or high - low > 1:
+        size = 2 * low if high is None else (low + high) // 2
+        if holds(size):
+            low = size
+        else:
+            high = size
+    return low
+
+
+def by_method(suite: str, model: str, method: str, amount: float, budget: int) -> dict[str, Any]:
+    """The largest batch of one of torch's methods, and its time over eager's at that batch."""
+    entry = SUITES[suite][model]
+    device = "cuda" if suite == "gpu" else "cpu"
+
+    @cache
+    def peak_bytes(batch: int) -> int:
+        bench = Bench(entry.make(batch), device)
+        variant = variant_of(bench, method, amount).variant
+        bench.step(variant)
+        return bench.peaks(variant)["peak_bytes"]
+
+    def holds(batch: int) -> bool:
+        try:
+            return peak_bytes(batch) <= budget
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return False
+
+    guess = entry.batch
+    if holds(entry.batch):
+        small, more = peak_bytes(entry.batch), peak_bytes(entry.batch + 1)
+        guess += int((budget - small) / max(1, more - small))
+    batch = largest(holds, entry.batch, guess)
+    if not batch:
+        return {"batch": 0}
+    bench = Bench(entry.make(batch), device)
+    eager, variant = methods.eager(bench.trainee), variant_of(bench, method, amount).variant
+    times = bench.times_s(eager, variant)
+    return {
+        "batch": batch, "peak_bytes": peak_bytes(batch),
+        "over_eager": ratio(times[1], times[0]) - 1,
+    }  # fmt: skip
+
+
+def by_plan(suite: str, model: str, overhead: float, budget: int) -> dict[str, Any]:
+    """The largest batch that a plan makes fit at an overhead of at most `overhead`."""
+    entry = SUITES[suite][model]
+
+    def factory(batch: int) -> dict[str, Any]:
+        made = entry.make(batch)
+        return {"model": made.model, "args": made.args}
+
+    first = (entry.batch, 2 * entry.batch)
+    found = remat.fit(
+        factory, budget=budget, max_overhead=overhead, sizes=first, each_s=EACH_S, check=True
+    )
+    planned = {} if found.answer is None else {"planned_overhead": found.answer.overhead}
+    return {"batch": found.size, "peak_bytes": found.measured_peak_bytes, **planned}
+
+
+def main() -> int:
+    """Print what was found as one line of JSON."""
+    suite, model, method, amount, budget = sys.argv[1:6]
+    torch.set_num_threads(1)
+    if suite == "gpu":
+        share = int(budget) / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    if method == "remat":
+        found = by_plan(suite, model, float(amount), int(budget))
+    else:
+        found = by_method(suite, model, method, float(amount), int(budget))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
