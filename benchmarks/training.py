@@ -35,6 +35,9 @@ WORK = ROOT / "build" / "training"
 LIMIT_S = 420.0
 WORKERS = 2
 PACKAGES = ("numpy", "ortools", "pulp", "networkx")
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
+"""glibc keeps what is freed. Else the step with the higher peak pays, in each round, for pages that
+the one before it gave back."""
 Key = tuple[str, float]
 CHECKPOINTS: tuple[Key, ...] = (
     ("eager", 0), ("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 4), ("selective", 0),
@@ -127,10 +130,10 @@ def measured(suite: str, model: str, key: Key) -> dict[str, Any]:
 
 def in_own_process(module: str, arguments: list[str], suite: str) -> dict[str, Any]:
     """What a module prints as JSON; an `error` where it failed or took too long."""
-    prices = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99"}
+    given = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99", **MALLOC}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module, *arguments], cwd=ROOT, env={**os.environ, **prices},
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, env={**os.environ, **given},
             capture_output=True, text=True, check=False, timeout=LIMIT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
