@@ -1,6 +1,7 @@
 """What the rewritten step costs beyond its recomputation: `python -m benchmarks.runtime`.
 
-Three measurements, each of both steps in turn in one process, so that drift hits both:
+Three measurements, each of both steps in turn in one process, so that drift hits both, with freed
+memory kept by the allocator, so that no step pays for what another gave back:
 
 - overhead of the runtime an op: the step that keeps everything against eager's, on a GPT so
   small that its kernels take next to no time;
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.price_cache import device_name
 
@@ -134,6 +136,7 @@ def plans(device: str, rounds: int, time_limit_s: float) -> list[dict[str, Any]]
 
 def main() -> int:
     """Measure, print, and keep what was found."""
+    restart_keeping_memory("benchmarks.runtime")
     parser = argparse.ArgumentParser(prog="benchmarks.runtime", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=40)

@@ -29,15 +29,13 @@ from benchmarks.beside.fronts import Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
 from benchmarks.cell import cpu_name
+from benchmarks.kept_memory import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"
 LIMIT_S = 420.0
 WORKERS = 2
 PACKAGES = ("numpy", "ortools", "pulp", "networkx")
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
-"""glibc keeps what is freed. Else the step with the higher peak pays, in each round, for pages that
-the one before it gave back."""
 Key = tuple[str, float]
 CHECKPOINTS: tuple[Key, ...] = (
     ("eager", 0), ("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 4), ("selective", 0),
@@ -130,7 +128,7 @@ def measured(suite: str, model: str, key: Key) -> dict[str, Any]:
 
 def in_own_process(module: str, arguments: list[str], suite: str) -> dict[str, Any]:
     """What a module prints as JSON; an `error` where it failed or took too long."""
-    given = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99", **MALLOC}
+    given = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99", **SETTINGS}
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments], cwd=ROOT, env={**os.environ, **given},
