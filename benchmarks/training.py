@@ -102,7 +102,7 @@ def facts(suite: str) -> dict[str, Any]:
 
 def name_of(key: Key) -> str:
     """As rows are called in the file."""
-    return f"{key[0]} {key[1]:.10g}" if key[1] else key[0]
+    return Row(*key, {}).name
 
 
 def shown(found: dict[str, Any]) -> str:

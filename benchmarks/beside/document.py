@@ -170,7 +170,7 @@ def losses(suite: str, models: list[Model]) -> tuple[list[str], list[str]]:
     named: set[tuple[str, str, str]] = set()
     for model in models:
         for row, ours in model.losses():
-            key = (suite, model.name, row.method)
+            key = (suite, model.name, row.name)
             named.add(key)
             cause = causes.CAUSES.get(key)
             if cause is None:

@@ -42,7 +42,7 @@ def draw(models: Mapping[str, Sequence[Row]], path: Path) -> None:
         ax.set_ylabel("time over eager's, %")
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.tight_layout(rect=(0, 0.5 / (3.1 * lines), 1, 1))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
 

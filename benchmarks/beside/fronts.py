@@ -26,6 +26,11 @@ class Row:
         return cls(method, float(amount or 0), kept)
 
     @property
+    def name(self) -> str:
+        """As the file calls it."""
+        return f"{self.method} {self.amount:.10g}" if self.amount else self.method
+
+    @property
     def is_measured(self) -> bool:
         """Whether there are figures."""
         return "error" not in self.kept

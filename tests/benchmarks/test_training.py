@@ -103,13 +103,13 @@ def test_a_loss_needs_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     _, wrong = document.part("smoke", lost())
     assert wrong == [
         f"no cause is written down for ('smoke', '{MODEL}', 'eager')",
-        f"no cause is written down for ('smoke', '{MODEL}', 'checkpoint')",
+        f"no cause is written down for ('smoke', '{MODEL}', 'checkpoint 1')",
     ]
 
 
 def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
-    keys = [("smoke", MODEL, method) for method in ("eager", "checkpoint", "selective")]
+    keys = [("smoke", MODEL, method) for method in ("eager", "checkpoint 1", "selective")]
     monkeypatch.setattr(causes, "CAUSES", dict.fromkeys(keys, "because"))
     lines, wrong = document.part("smoke", lost())
     assert wrong == [f"{keys[2]} is not lost"]
