@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.beside.batches import GPU_GIB, METHODS
-from benchmarks.beside.fronts import Row, front, targets
+from benchmarks.beside.fronts import OURS, Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
 from benchmarks.cell import cpu_name
@@ -186,7 +186,7 @@ class Suite:
         rows = self.results.rows(model)
         eager_bytes = next(row.peak_bytes for row in rows if row.method == "eager")
         parts = [percent * eager_bytes // 100 for percent in PERCENTS]
-        eager_like = [row for row in rows if row.method not in ("inductor", "keep_all")]
+        eager_like = [r for r in rows if r.method not in (*OURS, "inductor", "keep_all")]
         self.take(model, [("remat", peak) for peak in targets(front(eager_like), parts)], 1)
         compiled = [row for row in rows if row.method == "inductor"]
         self.take(model, [("remat_compiled", peak) for peak in targets(front(compiled), [])], 1)

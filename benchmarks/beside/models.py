@@ -136,7 +136,7 @@ class Entry:
 
 
 SMOKE = {
-    "gpt2-tiny": Entry(partial(gpt2, layers=2, width=32, heads=2, seq=32, vocab=64), 4),
+    "gpt2-tiny": Entry(partial(gpt2, layers=1, width=32, heads=2, seq=32, vocab=64), 4),
 }
 CPU = {
     "gpt2-small": Entry(partial(gpt2, layers=12, width=192, heads=3, seq=128, vocab=2048), 6),
