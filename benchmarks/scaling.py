@@ -30,7 +30,7 @@ from remat.graph_capture import price, trace
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (12, 25, 50, 100, 150, 200)
-SIZES = {"width": 64, "seq": 64, "batch": 2, "head_width": 32, "vocab": 256}
+SIZES = {"width": 64, "seq": 128, "batch": 8, "head_width": 32, "vocab": 256}
 BUDGET = "50%"
 PARTS = ("capture_s", "price_s", "solve_s", "rewrite_s")
 MOST_EXPONENT = 1.3
