@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -103,22 +103,27 @@ class _InSegments(nn.Module):
         return checkpoint_sequential(self.blocks, self.segments, x, use_reentrant=False)
 
 
-def _around(trainee: Trainee, paths: tuple[str, ...], options: dict[str, Any]) -> Variant:
-    modules = [trainee.model.get_submodule(path) for path in paths]
+def around(model: nn.Module, options: Mapping[nn.Module, Mapping[str, Any]]) -> Variant:
+    """A checkpoint around each of the modules, with its options."""
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        for module in modules:
+        for module, given in options.items():
             module.forward = functools.partial(
-                checkpoint, module.forward, use_reentrant=False, **options
+                checkpoint, module.forward, use_reentrant=False, **given
             )
         try:
             yield
         finally:
-            for module in modules:
+            for module in options:
                 del module.forward
 
-    return Variant(trainee.model, context)
+    return Variant(model, context)
+
+
+def _around(trainee: Trainee, paths: tuple[str, ...], options: dict[str, Any]) -> Variant:
+    modules = (trainee.model.get_submodule(path) for path in paths)
+    return around(trainee.model, dict.fromkeys(modules, options))
 
 
 class KeepAll(CustomPartitionerFn):

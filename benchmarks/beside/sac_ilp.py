@@ -5,9 +5,6 @@ Its estimators time ops by CUDA events, so it runs on a GPU alone.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,11 +18,10 @@ from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_pe
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
-    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks.beside.methods import DoesNotApplyError, Variant
+from benchmarks.beside.methods import DoesNotApplyError, Variant, around
 from benchmarks.beside.models import Trainee
 
 GIB = 2**30
@@ -37,26 +33,14 @@ def ilp(trainee: Trainee, budget_bytes: int, device: str) -> Variant:
         raise DoesNotApplyError("its estimators of time need CUDA")
     stats, discarded = decided(trainee, budget_bytes, device)
     prefix = type(trainee.model).__name__
-    modules: dict[nn.Module, Any] = {}
+    contexts: dict[nn.Module, dict[str, Any]] = {}
     for path in trainee.blocks:
         share = discarded.get(f"{prefix}.{path}", 0.0)
         if share > 0:
             of_block = stats.sac_mod_stats[f"{prefix}.{path}"]
-            modules[trainee.model.get_submodule(path)] = _context_of(of_block, 1 - share)
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        for module, context_fn in modules.items():
-            module.forward = functools.partial(
-                checkpoint, module.forward, use_reentrant=False, context_fn=context_fn
-            )
-        try:
-            yield
-        finally:
-            for module in modules:
-                del module.forward
-
-    return Variant(trainee.model, context)
+            module = trainee.model.get_submodule(path)
+            contexts[module] = {"context_fn": _context_of(of_block, 1 - share)}
+    return around(trainee.model, contexts)
 
 
 def decided(
