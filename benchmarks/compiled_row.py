@@ -22,6 +22,7 @@ from torch import Tensor
 
 import remat
 from benchmarks.beside.methods import KeepAll
+from benchmarks.beside.row import error, ratio
 from benchmarks.cell import cpu_name
 from benchmarks.compiled import CHANNELS_LAST, ROOT, STEPS, WITHOUT_DROPOUT
 from remat.graph_capture.memory_events import measure_peak
@@ -79,12 +80,6 @@ class Example:
         return double.gradients(double.model)
 
 
-def error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest relative difference of two lists of gradients."""
-    pairs = zip(found, expected, strict=True)
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
-
-
 def stock(model: Any, **patches: Any) -> Callable[..., Any]:
     """As Inductor compiles it; never from a cache, which holds other partitions."""
     return torch.compile(model, options={"fx_graph_cache": False, **patches})
@@ -110,11 +105,6 @@ def with_ours(
         "search_s": plan.seconds, "recomputed": plan.recomputed,
     }  # fmt: skip
     return compiled, gradients, said
-
-
-def ratio(times: list[float], base: list[float]) -> float:
-    """Median over rounds of one step's time over another's in the same round."""
-    return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
 def measured(example: Example, name: str, kind: str, amount: float) -> dict[str, Any]:

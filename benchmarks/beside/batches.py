@@ -19,10 +19,11 @@ from benchmarks.beside import methods
 from benchmarks.beside.models import SUITES
 from benchmarks.beside.row import Bench, ratio, variant_of
 
-METHODS: tuple[tuple[str, float], ...] = (
+CHECKPOINTS: tuple[tuple[str, float], ...] = (
     ("eager", 0), ("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 4), ("selective", 0),
-    ("sequential", 0), ("remat", 0.10), ("remat", 0.30),
+    ("sequential", 0),
 )  # fmt: skip
+METHODS = (*CHECKPOINTS, ("remat", 0.10), ("remat", 0.30))
 """The amount of ours is the overhead that is allowed."""
 GPU_GIB = (16, 24, 40, 80)
 EACH_S = 5.0
