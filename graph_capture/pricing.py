@@ -25,6 +25,7 @@ from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
+from remat.graph_capture.step_time import with_time_beyond_ops
 from remat.graph_capture.tracing import Progress, Trace
 from remat.graph_capture.true_strides import require_layout
 
@@ -40,7 +41,8 @@ def price(
     Each distinct (op, shapes, strides, dtypes, scalars) is run on made data: once to warm
     up, then 3 to 25 times, of which the median counts; and once under the profiler, whose
     allocation events give the workspace; on a CUDA device, events of its stream and the
-    counters of its allocator do (`cuda_meter.py`). Prices are kept on disk.
+    counters of its allocator do (`cuda_meter.py`). Prices are kept on disk. On a CPU the step is
+    run as a whole as well, for what it takes beyond its ops (`step_time.py`).
 
     Parameters
     ----------
@@ -60,7 +62,7 @@ def price(
     prices = known_or_measured(joint, nodes, meter, cache, frozenset(known), progress) | known
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: prices[key] for name, key in keys.items()}
-    return msgspec.structs.replace(
+    priced = msgspec.structs.replace(
         graph,
         ops=tuple(_priced(op, of_op.get(op.name)) for op in graph.ops),
         values=_sized(joint, of_op),
@@ -73,6 +75,7 @@ def price(
         },
         notes=() if profile is None else (_note(profile),),
     )
+    return with_time_beyond_ops(joint, priced, meter, cache) if profile is None else priced
 
 
 def _keys(joint: Joint) -> dict[str, str]:

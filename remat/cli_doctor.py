@@ -8,9 +8,9 @@ from typing import Any
 
 from remat import __version__
 from remat import cli_options as options
-from remat.budget import free_bytes
 from remat.cli_session import REFUSED, Session
 from remat.formats import bytes_text
+from remat.graph_capture.free_memory import free_bytes
 from remat.screen import plain_table
 
 PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")

@@ -158,12 +158,13 @@ def _is_enough(found: Candidate, limit_bytes: int) -> bool:
 def _next_target(
     found: Candidate, limit_bytes: int, target: int, fitting: int, failing: int
 ) -> int:
-    """Where the replayed peak would meet the limit if it kept its ratio to the target."""
-    ratio = limit_bytes / max(1, found.replay.peak_bytes)
-    if found.replay.peak_bytes > limit_bytes:
-        guess = int(STEP * min(target, found.model_peak_bytes) * min(ratio, 1.0))
+    """Where the replayed peak would meet the limit if it stayed as far from that in the graph."""
+    room_bytes = limit_bytes - found.replay.peak_bytes
+    if room_bytes >= 0:
+        guess = max(found.model_peak_bytes, int(target / NARROW)) + room_bytes
     else:
-        guess = int(max(target, found.model_peak_bytes) * ratio)
+        least = min(target, found.model_peak_bytes)
+        guess = min(least + room_bytes, int(STEP * least))
     if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
         return (fitting + failing) // 2
     return guess

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
@@ -53,14 +54,17 @@ class BetweenCalls(InductorChoices):
 
 @contextlib.contextmanager
 def calls_in_order(is_asked: bool) -> Generator[None]:
-    """Lower graphs so that what is between two calls stays there, if that is asked for."""
+    """Lower graphs so that what is between two calls stays there, if that is asked for.
+
+    Buffers of one size are not used for another then either, as this raises the peak.
+    """
     if not is_asked:
         yield
         return
     backend: Any = CppScheduling
     most, backend.MAX_FUSED_KERNEL_ARGS_NUM = backend.MAX_FUSED_KERNEL_ARGS_NUM, 0
     try:
-        with V.set_choices_handler(BetweenCalls()):
+        with V.set_choices_handler(BetweenCalls()), config.patch(allow_buffer_reuse=False):
             yield
     finally:
         backend.MAX_FUSED_KERNEL_ARGS_NUM = most

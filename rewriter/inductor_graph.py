@@ -29,16 +29,11 @@ from remat.graph_capture.node_facts import (
 from remat.rewriter.inductor_nodes import (
     SEEDS,
     is_inlined,
-    is_reduction,
     is_view,
     place_of,
     refuse_symbols,
 )
-
-MOST_READS = 4
-"""Inductor stores a pointwise result that reads more, and is read twice."""
-MOST_LARGE_READS = 2
-"""So do we, if more of what it reads is as large as itself: one is held then instead of all."""
+from remat.rewriter.inductor_stored import StoredNodes
 
 
 @dataclass
@@ -91,7 +86,7 @@ class _Builder:
         self.forward_results = [n for n in results[: self.n_outputs] if isinstance(n, fx.Node)]
         self.gradients = [n for n in results[self.n_outputs :] if isinstance(n, fx.Node)]
         self.in_forward = self._forward_nodes()
-        self.readers = self._readers()
+        self.stored = StoredNodes(self.nodes, self.in_forward, self._readers())
         self.overwritten = {n.args[0] for n in self.nodes if mutates(n)}
 
     def _forward_nodes(self) -> set[fx.Node]:
@@ -200,7 +195,7 @@ class _Builder:
     def _add(self, node: fx.Node) -> None:
         if is_getitem(node):
             self._add_part(node)
-        elif is_view(node) or (is_inlined(node) and not self._is_stored(node)):
+        elif is_view(node) or (is_inlined(node) and not self.stored.is_stored(node)):
             self.values_read[node] = self._read(node)
         else:
             self._add_op(node)
@@ -212,21 +207,6 @@ class _Builder:
         self.values_read[node] = (
             (node.name,) if node.name in self.values else self.values_read[source]
         )
-
-    def _is_stored(self, node: fx.Node) -> bool:
-        """Whether an inlined node is a value of its own."""
-        readers = self.readers[node]
-        is_result = any(reader.op == "output" for reader in readers)
-        is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
-        by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
-        return is_result or is_crossing or by_call or (len(readers) > 1 and self._is_heavy(node))
-
-    def _is_heavy(self, node: fx.Node) -> bool:
-        """Whether the node reads so much that its readers had better read it instead."""
-        reads = self._read(node)
-        made = sum(t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None)
-        large = sum(self.values[name].size_bytes >= made for name in reads)
-        return len(reads) > MOST_READS or large > MOST_LARGE_READS
 
     def _add_op(self, node: fx.Node) -> None:
         phase: Phase = "forward" if node in self.in_forward else "backward"

@@ -34,20 +34,18 @@ from remat.schedules.schedule import Schedule
 
 CONFIG: dict[str, Any] = {
     "layout_optimization": False,
-    "allow_buffer_reuse": False,
     "fx_graph_cache": False,
 }
-"""Inductor's configuration for a planned step.
+"""Inductor's configuration for a step of ours.
 
 Channels-last layouts would have forward save copies of parameters, which are not seen in the
-graph; buffers of other sizes that are reused raise the peak; and a cached pair of graphs would
-come past the partitioner.
+graph; and a cached pair of graphs would come past the partitioner.
 """
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The two graphs that Inductor compiles, and whether it must hold the order of calls."""
+    """The two graphs that Inductor compiles, and whether it must hold the order of a plan."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule

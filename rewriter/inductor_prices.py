@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.meter import CpuMeter
 from remat.graph_capture.node_facts import fresh_storages, node_inputs, tensors_of
@@ -24,8 +24,9 @@ from remat.graph_capture.sample_inputs import price_key, sample_arguments
 from remat.rewriter.draw_price import draw_us_per_element
 from remat.rewriter.inductor_graph import FusedJoint
 from remat.rewriter.inductor_nodes import DRAWS, is_generated, is_inlined, is_reduction, is_view
+from remat.rewriter.inductor_stored import is_added_product
 
-BANDWIDTH_KEY = "remat.bandwidth"
+BANDWIDTH_KEY = "remat.copy_bandwidth"
 BANDWIDTH_BYTES = 1 << 25
 
 
@@ -53,11 +54,13 @@ class CallPrices:
         return [self.cache.prices[key] for key in keys]
 
     def bytes_per_us(self) -> float:
-        """What a copy moves in a microsecond here."""
+        """What a copy to memory that is there already reads and writes in a microsecond here."""
         if BANDWIDTH_KEY not in self.cache.prices:
             with _for_real():
                 source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8)
-                self.cache.prices[BANDWIDTH_KEY] = Price(self.meter.median_us(source.clone), 0)
+                target = torch.ones_like(source)
+                copy_us = self.meter.median_us(lambda: target.copy_(source), 2 * BANDWIDTH_BYTES)
+                self.cache.prices[BANDWIDTH_KEY] = Price(copy_us, 0)
             self.cache.save()
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
 
@@ -72,7 +75,7 @@ class CallPrices:
             try:
                 run = self._runner(node)
                 run()
-                costs[key] = self.meter.median_us(run)
+                costs[key] = self.meter.median_us(run, moved_bytes(node))
             except RuntimeError:
                 moved_us = moved_bytes(node) / ESTIMATED_BYTES_PER_US
                 found[key] = Price(moved_us, 0, is_estimate=True)
@@ -102,20 +105,24 @@ def _for_real() -> Generator[None]:
 def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
     """The joint's graph with costs and workspaces.
 
-    A stored pointwise result costs what it takes to write it, a reduction what it takes to
-    read, and both what they draw; what is inlined costs nothing more.
+    What is generated costs what it takes to read and write its values, and what it draws; what
+    is inlined costs nothing more.
     """
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, prices.of(calls.values()), strict=True))
     bytes_per_us, draw_us = prices.bytes_per_us(), prices.draw_us_per_element()
-    stored = set(joint.node_of_op.values())
-    ops = tuple(
-        _called(op, found[op.name])
-        if op.name in found
-        else _generated(op, joint.node_of_op.get(op.name), bytes_per_us, draw_us, stored)
-        for op in joint.graph.ops
-    )
-    return msgspec.structs.replace(joint.graph, ops=ops, prices="mixed")
+    stored, values = set(joint.node_of_op.values()), joint.graph.value_by_name
+    ops: list[Op] = []
+    for op in joint.graph.ops:
+        node = joint.node_of_op.get(op.name)
+        if op.name in found:
+            op = _called(op, found[op.name])
+        elif node is not None:
+            cost_us = _moved_bytes(op, node, values) / bytes_per_us
+            cost_us += draw_us * _drawn(node, stored)
+            op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
+        ops.append(op)
+    return msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
 
 
 def _called(op: Op, price: Price) -> Op:
@@ -127,17 +134,20 @@ def _called(op: Op, price: Price) -> Op:
     )
 
 
-def _generated(
-    op: Op, node: fx.Node | None, bytes_per_us: float, draw_us: float, stored: set[fx.Node]
-) -> Op:
-    if node is None:
-        return op
-    tensors = tensors_of(node)
-    if is_reduction(node):
-        tensors = [t for source in node.all_input_nodes for t in tensors_of(source)]
-    moved = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-    drawn_us = draw_us * _drawn(node, stored)
-    return msgspec.structs.replace(op, cost_us=moved / bytes_per_us + drawn_us, price="modelled")
+def _moved_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
+    """What a kernel reads and writes; a pointwise one reads no more elements than it writes.
+
+    A sum with a product is written by the call that multiplies, which reads the other term.
+    """
+    made = [tensor for tensor in tensors_of(node) if tensor is not None]
+    if is_added_product(node):
+        return sum(tensor.numel() * tensor.element_size() for tensor in made)
+    written = max((tensor.numel() for tensor in made), default=0)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    for value in map(values.__getitem__, op.inputs):
+        most_bytes = written * getattr(torch, value.dtype).itemsize
+        total += value.size_bytes if is_reduction(node) else min(value.size_bytes, most_bytes)
+    return total
 
 
 def _drawn(node: fx.Node, stored: set[fx.Node]) -> int:

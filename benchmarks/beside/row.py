@@ -131,15 +131,16 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
-ALONE = ("remat", "remat_compiled")
-"""Methods that time ops while they plan."""
+def measured(
+    bench: Bench, method: str, amount: float, folder: Path, *, is_alone: bool
+) -> dict[str, Any]:
+    """The row; gradients of the compiled step that keeps everything lie in `folder`.
 
-
-def measured(bench: Bench, method: str, amount: float, folder: Path) -> dict[str, Any]:
-    """The row; gradients of the compiled step that keeps everything lie in `folder`."""
+    One that times ops while it plans is alone; the rows after it find their prices kept.
+    """
     turns = Turns(folder / "turns")
     eager = methods.eager(bench.trainee)
-    with turns.measuring() if method in ALONE else turns.preparing():
+    with turns.measuring() if is_alone else turns.preparing():
         expected = bench.gradients(eager)
         began_s = time.perf_counter()
         planned = variant_of(bench, method, amount)
@@ -174,12 +175,12 @@ def ratio(times: list[float], base: list[float]) -> float:
 
 def main() -> int:
     """Print what was measured as one line of JSON."""
-    suite, model, method, amount, folder = sys.argv[1:6]
+    suite, model, method, amount, folder, *more = sys.argv[1:]
     device = "cuda" if suite == "gpu" else "cpu"
     torch.set_num_threads(1)
     bench = Bench(SUITES[suite][model].make(), device)
     try:
-        facts = measured(bench, method, float(amount), Path(folder))
+        facts = measured(bench, method, float(amount), Path(folder), is_alone="first" in more)
     except DoesNotApplyError as error_:
         facts = {"error": str(error_), "does_not_apply": True}
     print(json.dumps(facts))

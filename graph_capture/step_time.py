@@ -1,0 +1,119 @@
+"""What a step takes beyond its ops, priced one by one.
+
+What is computed again runs right before it is read, and its inputs are often at hand: the price of
+an op alone is right for that. In a step the same op finds less in the caches, and there is work
+between ops, so that the sum of prices is too low for a step, by a tenth or two on a CPU. The whole
+step is therefore run on made data where it fits into memory, and what it takes beyond its ops is
+booked on the one op that every schedule runs exactly once and that costs nothing itself: the
+arrival of the tangents.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.device_table import CPU
+from remat.graph_capture.free_memory import free_bytes
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint import TANGENTS, Joint
+from remat.graph_capture.meter import Meter
+from remat.graph_capture.price_cache import Price, PriceCache
+
+STEP_KEY = "remat.step"
+RUNS = 5
+"""Of which the shortest counts: a step is long enough for other work to come between."""
+ROOM = 0.5
+"""Part of the free memory that a run may take."""
+SPREAD = 0.02
+
+
+def with_time_beyond_ops(
+    joint: Joint, graph: TrainingGraph, meter: Meter, cache: PriceCache
+) -> TrainingGraph:
+    """`graph` with its arrival of tangents at the cost of all that its ops do not account for.
+
+    Steps on a CPU alone are run, once for each graph; the time is kept on disk. A step that needs
+    more than half of the memory that is free, or does not run on made data, is left as it is.
+    """
+    if graph.device != CPU:
+        return graph
+    key = f"{STEP_KEY} {joint.graph.hash}"
+    if key not in cache.prices:
+        found_us = _step_us(joint, graph, meter)
+        if found_us is None:
+            return graph
+        cache.prices[key] = Price(found_us, 0)
+        cache.save()
+    return booked(graph, cache.prices[key].cost_us)
+
+
+def booked(graph: TrainingGraph, step_us: float) -> TrainingGraph:
+    """`graph` taking `step_us` in all, unless its ops alone take longer."""
+    beyond_us = max(0.0, step_us - graph.time_us)
+    ops = tuple(
+        msgspec.structs.replace(op, cost_us=op.cost_us + beyond_us) if op.target == TANGENTS else op
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=ops)
+
+
+def _step_us(joint: Joint, graph: TrainingGraph, meter: Meter) -> float | None:
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
+    if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
+        return None
+    run = _flat(joint.module)
+    with meter.quiet():
+        inputs = [_made(node) for node in placeholders]
+        try:
+            run(*inputs)
+        except (RuntimeError, IndexError) as error:
+            said = str(error).splitlines()[0]
+            warnings.warn(
+                f"the step cannot be timed as a whole on made data ({said}); what it takes beyond "
+                "its ops is not counted, so that overheads may be shown too high",
+                stacklevel=2,
+            )
+            return None
+        return min(meter.step_us(lambda: run(*inputs)) for _ in range(RUNS))
+
+
+def _flat(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with one argument a placeholder."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def peak_bytes(graph: TrainingGraph) -> int:
+    """The most bytes live when every op runs once, resident ones aside."""
+    sizes = {value.name: value.size_bytes for value in graph.values if value.producer}
+    readers = Counter(name for op in graph.ops for name in {*op.inputs} if name in sizes)
+    readers.update(name for name in graph.outputs if name in sizes)
+    live = most = 0
+    for op in graph.ops:
+        live += sum(sizes[name] for name in op.outputs)
+        most = max(most, live + op.workspace_bytes)
+        done = [name for name in {*op.inputs} if name in sizes]
+        readers.subtract(done)
+        live -= sum(sizes[name] for name in done if not readers[name])
+    return most
+
+
+def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+
+
+def _made(node: fx.Node) -> Any:
+    """Small numbers around zero, so that depth neither swells nor starves them; valid indices."""
+    like: Any = node.meta.get("val")
+    if not isinstance(like, Tensor):
+        return like
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.normal_(0, SPREAD) if like.is_floating_point() else made.zero_()
