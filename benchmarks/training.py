@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -18,16 +17,20 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 
+from benchmarks.beside import batches
 from benchmarks.beside.batches import CHECKPOINTS, GPU_GIB, METHODS
-from benchmarks.beside.fronts import OURS, Row, front, targets
+from benchmarks.beside.fronts import OURS, OURS_KEPT, TORCHS_KEPT, Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
+from benchmarks.beside.own_process import OwnProcesses
+from benchmarks.beside.row import row
 from benchmarks.cell import cpu_name
 from benchmarks.kept_memory import SETTINGS
 
@@ -36,6 +39,7 @@ WORK = ROOT / "build" / "training"
 LIMIT_S = 420.0
 WORKERS = 2
 Key = tuple[str, float]
+EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)
 PERCENTS = (80, 60, 40)
 """Of the unmodified peak: budgets of ours beside the peaks of others."""
@@ -113,46 +117,27 @@ def shown(found: dict[str, Any]) -> str:
     return text + ("" if found.get("is_right", True) else "  WRONG GRADIENTS")
 
 
-def measured(suite: str, model: str, key: Key, *, is_first: bool) -> dict[str, Any]:
-    """A row from a process of its own."""
-    folder = WORK / suite / model
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = [suite, model, key[0], str(key[1]), str(folder), *(["first"] if is_first else [])]
-    return in_own_process("benchmarks.beside.row", arguments, suite)
-
-
-def in_own_process(module: str, arguments: list[str], suite: str) -> dict[str, Any]:
-    """What a module prints as JSON; an `error` where it failed or took too long."""
-    given = {"REMAT_CACHE": str(WORK / suite / "prices"), "KINETO_LOG_LEVEL": "99", **SETTINGS}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments], cwd=ROOT, env={**os.environ, **given},
-            capture_output=True, text=True, check=False, timeout=LIMIT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {LIMIT_S:.0f} s"}
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-        return {"error": next((line for line in reversed(said) if "Error" in line), said[-1])}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 class Suite:
     """A suite under way."""
 
     def __init__(self, name: str, results: Results) -> None:
         self.name, self.results = name, results
+        kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
+        self.processes = OwnProcesses({**kept, **SETTINGS}, LIMIT_S)
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
         """Measure the rows that are missing; preparations run side by side."""
         missing = [key for key in keys if not self.results.has(model, key)]
+        folder = WORK / self.name / model
+        folder.mkdir(parents=True, exist_ok=True)
 
-        def one(key: Key, *, is_first: bool = False) -> None:
-            found = measured(self.name, model, key, is_first=is_first)
+        def one(key: Key, *, is_alone: bool = False) -> None:
+            measured = partial(row, is_alone=is_alone)
+            found = self.processes.answer(measured, self.name, model, *key, folder)
             self.results.keep(model, key, found)
 
-        if missing and missing[0][0] in OURS:
-            one(missing.pop(0), is_first=True)
+        if missing and missing[0][0] in (*OURS, OURS_KEPT):
+            one(missing.pop(0), is_alone=True)
         with ThreadPoolExecutor(WORKERS) as pool:
             list(pool.map(one, missing))
 
@@ -169,25 +154,25 @@ class Suite:
             for key in METHODS:
                 if "batch" in found.get(name_of(key), {}):
                     continue
-                arguments = [self.name, model, key[0], str(key[1]), str(budget)]
-                row = in_own_process("benchmarks.beside.batches", arguments, self.name)
-                found[name_of(key)] = row
+                most = self.processes.answer(batches.found, self.name, model, *key, budget)
+                found[name_of(key)] = most
                 self.results.write()
-                print(f"{model:13}{name_of(key):28}batch {row.get('batch', row)}", flush=True)
+                print(f"{model:13}{name_of(key):28}batch {most.get('batch', most)}", flush=True)
 
     def run(self, model: str) -> None:
         """All rows of a model; ours come last, at the peaks that others reached."""
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
         decomposed = [("aot", share) for share in shares]
-        self.take(model, [("keep_all", 0), *CHECKPOINTS, ("sac_ilp", 0), *decomposed])
+        self.take(model, [(TORCHS_KEPT, 0), *CHECKPOINTS, ("sac_ilp", 0), *decomposed])
         self.take(model, [("inductor", share) for share in shares])
         rows = self.results.rows(model)
         eager_bytes = next(row.peak_bytes for row in rows if row.method == "eager")
         parts = [percent * eager_bytes // 100 for percent in PERCENTS]
-        eager_like = [r for r in rows if r.method not in (*OURS, "inductor", "keep_all")]
-        self.take(model, [("remat", peak) for peak in targets(front(eager_like), parts)])
         compiled = [row for row in rows if row.method == "inductor"]
-        self.take(model, [("remat_compiled", peak) for peak in targets(front(compiled), [])])
+        eager_like = [row for row in rows if row.method in EAGER_LIKE]
+        self.take(model, [("remat", peak) for peak in targets(front(eager_like), parts)])
+        peaks = targets(front(compiled), [])
+        self.take(model, [(OURS_KEPT, 0), *(("remat_compiled", peak) for peak in peaks)])
 
 
 def main() -> int:

@@ -6,8 +6,6 @@ allocated. On a GPU, the allocator is told that it has no more.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -100,20 +98,12 @@ def by_plan(suite: str, model: str, overhead: float, budget: int) -> dict[str, A
     return {"batch": found.size, "peak_bytes": found.measured_peak_bytes, **planned}
 
 
-def main() -> int:
-    """Print what was found as one line of JSON."""
-    suite, model, method, amount, budget = sys.argv[1:6]
+def found(suite: str, model: str, method: str, amount: float, budget: int) -> dict[str, Any]:
+    """The largest batch of a method under a budget, in this process."""
     torch.set_num_threads(1)
     if suite == "gpu":
-        share = int(budget) / torch.cuda.get_device_properties(0).total_memory
+        share = budget / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     if method == "remat":
-        found = by_plan(suite, model, float(amount), int(budget))
-    else:
-        found = by_method(suite, model, method, float(amount), int(budget))
-    print(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return by_plan(suite, model, amount, budget)
+    return by_method(suite, model, method, amount, budget)

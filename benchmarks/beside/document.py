@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.beside import causes
 from benchmarks.beside.front_plot import draw
-from benchmarks.beside.fronts import OURS, Row, best_within, front
+from benchmarks.beside.fronts import OURS, OURS_KEPT, TORCHS_KEPT, Row, best_within, front
 from benchmarks.beside.models import SUITES
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +52,9 @@ class Model:
 
     def __init__(self, suite: str, name: str, kept: dict[str, Any]) -> None:
         self.name, self.entry = name, SUITES[suite][name]
-        self.keep_all = kept.get("keep_all", {})
-        every = [Row.read(key, row) for key, row in kept.items() if key != "keep_all"]
+        read = [Row.read(key, row) for key, row in kept.items()]
+        self.kept = {row.method: row for row in read if row.method in (TORCHS_KEPT, OURS_KEPT)}
+        every = [row for row in read if row.method not in self.kept]
         self.rows = [row for row in every if row.is_measured]
         self.failed = [row for row in every if not row.is_measured]
         self.ours = [row for row in self.rows if row.method in OURS]
@@ -71,11 +72,13 @@ class Model:
     def overhead_off(self, row: Row) -> float:
         """Planned less measured overhead over the step that keeps everything.
 
-        The compiled one ran in another process: both are held against the unmodified step.
+        A compiled one is ours, or torch's where the step is as torch compiles it, and ran in
+        another process: both are held against the unmodified step.
         """
         found = row.kept.get("measured_overhead")
         if found is None:
-            found = (1 + row.over_eager) / (1 + self.keep_all["over_eager"]) - 1
+            base = self.kept[TORCHS_KEPT if row.kept["is_torchs"] else OURS_KEPT]
+            found = (1 + row.over_eager) / (1 + base.over_eager) - 1
         return row.kept["planned_overhead"] - found
 
     def description(self) -> str:

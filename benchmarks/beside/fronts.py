@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = ("remat", "remat_compiled")
+TORCHS_KEPT, OURS_KEPT = "keep_all", "remat_kept"
+"""Compiled steps that keep everything: rows that others are held against, and no method."""
 CLOSE = 0.01
 """Budgets within this share of each other are measured once."""
 

@@ -139,17 +139,17 @@ SMOKE = {
     "gpt2-tiny": Entry(partial(gpt2, layers=1, width=32, heads=2, seq=32, vocab=64), 4),
 }
 CPU = {
-    "gpt2-small": Entry(partial(gpt2, layers=12, width=192, heads=3, seq=128, vocab=2048), 6),
+    "gpt2-small": Entry(partial(gpt2, layers=12, width=192, heads=3, seq=128, vocab=2048), 4),
     "llama": Entry(
         partial(
             llama_like, layers=8, width=256, heads=4, kv_heads=2, hidden=688, seq=128, vocab=2048
         ),
-        6,
+        4,
     ),
-    "vit-b": Entry(partial(vit, layers=12, width=192, heads=3, image=112), 16),
-    "resnet-50": Entry(partial(resnet, counts=(3, 4, 6, 3), image=64), 16),
-    "unet": Entry(partial(unet, width=32, levels=3, image=32), 8),
-    "moe": Entry(partial(moe, layers=6, width=128, heads=4, seq=128, vocab=2048), 6),
+    "vit-b": Entry(partial(vit, layers=12, width=192, heads=3, image=112), 8),
+    "resnet-50": Entry(partial(resnet, counts=(3, 4, 6, 3), image=64), 12),
+    "unet": Entry(partial(unet, width=32, levels=3, image=32), 6),
+    "moe": Entry(partial(moe, layers=6, width=128, heads=4, seq=128, vocab=2048), 4),
     "lstm": Entry(partial(lstm, width=256, steps=32, stretch=4), 128),
 }
 GPU = {

@@ -15,6 +15,7 @@ from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import Trainee
 
 LIMIT_S = 10.0
+UNBOUNDED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,15 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str) -> Planned:
 
 def compiled(trainee: Trainee, budget_bytes: int) -> Planned:
     """`torch.compile(model, backend="remat")`."""
-    options = {"budget": budget_bytes}
+    return _compiled(trainee, {"budget": budget_bytes})
+
+
+def compiled_keeping_all(trainee: Trainee) -> Planned:
+    """The compiled step of the plan that keeps everything, over which plans have their overhead."""
+    return _compiled(trainee, {"budget": UNBOUNDED_BYTES, "keep": "*"})
+
+
+def _compiled(trainee: Trainee, options: dict[str, Any]) -> Planned:
     call = torch.compile(trainee.model, backend="remat", options=options)
 
     def facts() -> dict[str, Any]:
@@ -66,6 +75,7 @@ def compiled(trainee: Trainee, budget_bytes: int) -> Planned:
         return {
             "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
             "planned_overhead": plan.overhead, "gap": plan.gap, "search_s": plan.seconds,
+            "is_torchs": plan.schedule is None,
         }  # fmt: skip
 
     return Planned(Variant(call), None, facts)

@@ -1,4 +1,4 @@
-"""One measurement, in a process of its own: suite, model, method, amount and folder in, JSON out.
+"""One measurement, in a process of its own.
 
 The step of the method and the unmodified one run in turn, so that drift hits both; times are
 medians of their ratios in a round.
@@ -6,9 +6,7 @@ medians of their ratios in a round.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,13 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.beside import methods, ours
+from benchmarks.beside.fronts import OURS_KEPT, TORCHS_KEPT
 from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import SUITES, Trainee
 from benchmarks.beside.sac_ilp import ilp
 from benchmarks.beside.turns import Turns
 from remat.graph_capture.memory_events import measure_peak
 
-ROUNDS = 9
+ROUNDS = 7
 SEED = 3
 RIGHT = 0.02
 """Relative error up to which gradients count as right. Kernels that fuse otherwise round
@@ -111,13 +110,15 @@ def variant_of(bench: Bench, method: str, amount: float) -> ours.Planned:
         "sac_ilp": lambda: ilp(trainee, int(amount), bench.device),
         "aot": lambda: methods.compiled(trainee, "aot", amount),
         "inductor": lambda: methods.compiled(trainee, "inductor", amount),
-        "keep_all": lambda: methods.compiled_keeping_all(trainee),
+        TORCHS_KEPT: lambda: methods.compiled_keeping_all(trainee),
     }
     if method == "remat":
         with bench.autocast():
             return ours.rewritten(trainee, int(amount), bench.device)
     if method == "remat_compiled":
         return ours.compiled(trainee, int(amount))
+    if method == OURS_KEPT:
+        return ours.compiled_keeping_all(trainee)
     return ours.Planned(makers[method](), None, dict)
 
 
@@ -146,13 +147,13 @@ def measured(
         planned = variant_of(bench, method, amount)
         found = bench.gradients(planned.variant)
         facts: dict[str, Any] = {"setup_s": time.perf_counter() - began_s, **planned.facts()}
-        if method == "keep_all":
+        if method == TORCHS_KEPT:
             torch.save(found, folder / "gradients.pt")
-        if method in ("inductor", "remat_compiled"):
+        if method in ("inductor", "remat_compiled", OURS_KEPT):
             expected = torch.load(folder / "gradients.pt")
         if method == "aot":
             expected = bench.gradients(methods.decomposed_keeping_all(bench.trainee))
-    if method != "keep_all":
+    if method != TORCHS_KEPT:
         off = error(found, expected)
         facts |= {"gradient_error": off, "is_right": off <= RIGHT}
     variants = [eager, planned.variant, *([planned.keep_all] if planned.keep_all else [])]
@@ -173,19 +174,13 @@ def ratio(times: list[float], base: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
-def main() -> int:
-    """Print what was measured as one line of JSON."""
-    suite, model, method, amount, folder, *more = sys.argv[1:]
-    device = "cuda" if suite == "gpu" else "cpu"
+def row(
+    suite: str, model: str, method: str, amount: float, folder: Path, *, is_alone: bool
+) -> dict[str, Any]:
+    """The row of a method, in this process."""
     torch.set_num_threads(1)
-    bench = Bench(SUITES[suite][model].make(), device)
+    bench = Bench(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
     try:
-        facts = measured(bench, method, float(amount), Path(folder), is_alone="first" in more)
+        return measured(bench, method, amount, folder, is_alone=is_alone)
     except DoesNotApplyError as error_:
-        facts = {"error": str(error_), "does_not_apply": True}
-    print(json.dumps(facts))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return {"error": str(error_), "does_not_apply": True}
