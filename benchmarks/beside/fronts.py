@@ -9,7 +9,7 @@ from typing import Any
 OURS = ("remat", "remat_compiled")
 TORCHS_KEPT, OURS_KEPT = "keep_all", "remat_kept"
 """Compiled steps that keep everything: rows that others are held against, and no method."""
-CLOSE = 0.01
+CLOSE = 0.03
 """Budgets within this share of each other are measured once."""
 
 

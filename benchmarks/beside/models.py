@@ -1,7 +1,8 @@
 """The compared models, by suite: for two cores small, for a GPU of the published sizes.
 
-The shapes for a CPU keep depth, kinds of ops and proportions, and are narrow enough that a step
-takes a fraction of a second.
+The shapes for a CPU keep kinds of ops and proportions, and are narrow enough that a step takes a
+fraction of a second; transformers and the LSTM are less deep as well, as Inductor takes half a
+minute for eight layers and compiles each model more than ten times.
 """
 
 from __future__ import annotations
@@ -139,18 +140,18 @@ SMOKE = {
     "gpt2-tiny": Entry(partial(gpt2, layers=1, width=32, heads=2, seq=32, vocab=64), 4),
 }
 CPU = {
-    "gpt2-small": Entry(partial(gpt2, layers=12, width=192, heads=3, seq=128, vocab=2048), 4),
+    "gpt2-small": Entry(partial(gpt2, layers=8, width=192, heads=3, seq=128, vocab=2048), 4),
     "llama": Entry(
         partial(
-            llama_like, layers=8, width=256, heads=4, kv_heads=2, hidden=688, seq=128, vocab=2048
+            llama_like, layers=6, width=256, heads=4, kv_heads=2, hidden=688, seq=128, vocab=2048
         ),
         4,
     ),
-    "vit-b": Entry(partial(vit, layers=12, width=192, heads=3, image=112), 8),
+    "vit-b": Entry(partial(vit, layers=8, width=192, heads=3, image=112), 8),
     "resnet-50": Entry(partial(resnet, counts=(3, 4, 6, 3), image=64), 12),
     "unet": Entry(partial(unet, width=32, levels=3, image=32), 6),
-    "moe": Entry(partial(moe, layers=6, width=128, heads=4, seq=128, vocab=2048), 4),
-    "lstm": Entry(partial(lstm, width=256, steps=32, stretch=4), 128),
+    "moe": Entry(partial(moe, layers=4, width=128, heads=4, seq=128, vocab=2048), 4),
+    "lstm": Entry(partial(lstm, width=256, steps=24, stretch=4), 128),
 }
 GPU = {
     "gpt2-small": Entry(partial(gpt2, layers=12, width=768, heads=12, seq=1024, vocab=50257), 8),

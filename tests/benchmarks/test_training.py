@@ -107,6 +107,20 @@ def test_a_loss_needs_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+def test_compiled_plans_have_the_base_that_their_code_has() -> None:
+    planned = {"peak_bytes": 9, "over_eager": 0.32, "planned_overhead": 0.11}
+    model = document.Model(
+        "smoke", MODEL,
+        {
+            TORCHS_KEPT: {"peak_bytes": 9, "over_eager": 0.32}, OURS_KEPT: {"over_eager": 0.2},
+            "remat_compiled 7": {**planned, "is_torchs": False},
+            "remat_compiled 9": {**planned, "planned_overhead": 0.0, "is_torchs": True},
+        },
+    )  # fmt: skip
+    assert [row.name for row in model.rows] == ["remat_compiled 7", "remat_compiled 9"]
+    assert [round(model.overhead_off(row), 9) for row in model.rows] == [0.01, 0.0]
+
+
 def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
     keys = [("smoke", MODEL, method) for method in ("eager", "checkpoint 1", "selective")]
