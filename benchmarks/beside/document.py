@@ -17,6 +17,7 @@ from benchmarks.beside import causes
 from benchmarks.beside.front_plot import draw
 from benchmarks.beside.fronts import OURS, OURS_KEPT, TORCHS_KEPT, Row, best_within, front
 from benchmarks.beside.models import SUITES
+from benchmarks.beside.scaling_part import scaling
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
@@ -120,15 +121,16 @@ def fidelity(models: list[Model]) -> Iterator[str]:
     """Predicted against measured."""
     yield "| | rows | peak off, median | worst | overhead off, median | worst |"
     yield "|---|--:|--:|--:|--:|--:|"
-    for method in OURS:
-        pairs = [(model, row) for model in models for row in model.ours if row.method == method]
+    every = [(model, row) for model in models for row in model.ours]
+    for methods, name in (*(((m,), TITLES[m]) for m in OURS), (OURS, "both")):
+        pairs = [(model, row) for model, row in every if row.method in methods]
         if not pairs:
             continue
         peaks = [abs(row.kept["predicted_bytes"] / row.peak_bytes - 1) for _, row in pairs]
         overheads = [abs(model.overhead_off(row)) for model, row in pairs]
         off = [f"{100 * f(peaks):.2f} %" for f in (statistics.median, max)]
         off += [f"{100 * f(overheads):.1f} points" for f in (statistics.median, max)]
-        yield f"| {TITLES[method]} | {len(pairs)} | {' | '.join(off)} |"
+        yield f"| {name} | {len(pairs)} | {' | '.join(off)} |"
 
 
 def preparation(models: list[Model]) -> Iterator[str]:
@@ -220,6 +222,9 @@ def page() -> tuple[str, list[str]]:
             lines, wrong = part(suite, json.loads(file.read_text()))
             text += lines
             complaints += wrong
+    for file in sorted(RESULTS.glob("scaling-*.json")):
+        text += ["## Cost of a plan against the size of the graph\n"]
+        text += scaling(json.loads(file.read_text()))
     return "\n".join(text).rstrip() + "\n", complaints
 
 

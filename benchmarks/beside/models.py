@@ -149,7 +149,7 @@ CPU = {
     ),
     "vit-b": Entry(partial(vit, layers=8, width=192, heads=3, image=112), 8),
     "resnet-50": Entry(partial(resnet, counts=(3, 4, 6, 3), image=64), 12),
-    "unet": Entry(partial(unet, width=32, levels=3, image=32), 6),
+    "unet": Entry(partial(unet, width=32, levels=2, image=32), 6),
     "moe": Entry(partial(moe, layers=4, width=128, heads=4, seq=128, vocab=2048), 4),
     "lstm": Entry(partial(lstm, width=256, steps=24, stretch=4), 128),
 }
