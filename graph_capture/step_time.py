@@ -100,9 +100,9 @@ def peak_bytes(graph: TrainingGraph) -> int:
     for op in graph.ops:
         live += sum(sizes[name] for name in op.outputs)
         most = max(most, live + op.workspace_bytes)
-        done = [name for name in {*op.inputs} if name in sizes]
-        readers.subtract(done)
-        live -= sum(sizes[name] for name in done if not readers[name])
+        read = {name for name in op.inputs if name in sizes}
+        readers.subtract(read)
+        live -= sum(sizes[name] for name in read.union(op.outputs) if not readers[name])
     return most
 
 
