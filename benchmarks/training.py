@@ -52,6 +52,7 @@ class Results:
     path: Path
     kept: dict[str, Any]
     lock: Lock = field(default_factory=Lock)
+    written_s: float = field(default_factory=time.monotonic)
 
     @classmethod
     def at(cls, path: Path, suite: str) -> Results:
@@ -80,7 +81,10 @@ class Results:
         print(f"{model:13}{name_of(key):28}{shown(found)}", flush=True)
 
     def write(self) -> None:
-        """The whole file, so that none is ever left half written."""
+        """The whole file, so that none is ever left half written; with the time since the last."""
+        now_s = time.monotonic()
+        self.kept["seconds"] += now_s - self.written_s
+        self.written_s = now_s
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.kept, indent=1) + "\n")
         beside.replace(self.path)
@@ -193,12 +197,9 @@ def main() -> int:
     results = Results.at(asked.out, asked.suite)
     suite = Suite(asked.suite, results)
     for model in asked.models or SUITES[asked.suite]:
-        began_s = time.monotonic()
         suite.run(model)
         if asked.batches:
             suite.largest(model)
-        results.kept["seconds"] += time.monotonic() - began_s
-        results.write()
     return 0
 
 

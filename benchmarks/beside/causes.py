@@ -25,6 +25,7 @@ CAUSES: dict[tuple[str, str, str], str] = {
     ("cpu", "llama", "inductor 1"): DONATED,
     ("cpu", "llama", "inductor 0.85"): ORDER,
     ("cpu", "moe", "inductor 0.85"): ORDER,
+    ("cpu", "moe", "inductor 0.55"): ORDER,
     ("cpu", "moe", "inductor 0.4"): ORDER,
     ("cpu", "moe", "inductor 0.3"): ORDER,
 }
