@@ -158,13 +158,18 @@ def _is_enough(found: Candidate, limit_bytes: int) -> bool:
 def _next_target(
     found: Candidate, limit_bytes: int, target: int, fitting: int, failing: int
 ) -> int:
-    """Where the replayed peak would meet the limit if it stayed as far from that in the graph."""
+    """Where the replayed peak would meet the limit if it stayed as far from that in the graph.
+
+    It may move faster than that, with what other calls have left: so no further than in proportion.
+    """
     room_bytes = limit_bytes - found.replay.peak_bytes
+    ratio = limit_bytes / max(1, found.replay.peak_bytes)
     if room_bytes >= 0:
-        guess = max(found.model_peak_bytes, int(target / NARROW)) + room_bytes
+        reached = max(found.model_peak_bytes, int(target / NARROW))
+        guess = min(reached + room_bytes, int(max(reached, target) * ratio))
     else:
         least = min(target, found.model_peak_bytes)
-        guess = min(least + room_bytes, int(STEP * least))
+        guess = min(max(least + room_bytes, int(least * ratio)), int(STEP * least))
     if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
         return (fitting + failing) // 2
     return guess
