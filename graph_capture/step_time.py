@@ -26,8 +26,8 @@ from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
 
 STEP_KEY = "remat.step"
-RUNS = 5
-"""Of which the shortest counts: a step is long enough for other work to come between."""
+LEAST_RUNS, RUNS, ENOUGH_US = 2, 5, 1e6
+"""Runs are fewer the longer they are; the shortest counts, as other work may come between."""
 ROOM = 0.5
 """Part of the free memory that a run may take."""
 SPREAD = 0.02
@@ -81,7 +81,10 @@ def _step_us(joint: Joint, graph: TrainingGraph, meter: Meter) -> float | None:
                 stacklevel=2,
             )
             return None
-        return min(meter.step_us(lambda: run(*inputs)) for _ in range(RUNS))
+        times: list[float] = []
+        while len(times) < LEAST_RUNS or (len(times) < RUNS and sum(times) < ENOUGH_US):
+            times.append(meter.step_us(lambda: run(*inputs)))
+        return min(times)
 
 
 def _flat(module: fx.GraphModule) -> fx.GraphModule:
