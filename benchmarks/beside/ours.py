@@ -13,9 +13,9 @@ import torch
 import remat
 from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import Trainee
+from remat.api import UNBOUNDED_BYTES
 
 LIMIT_S = 10.0
-UNBOUNDED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str) -> Planned:
         raise DoesNotApplyError(result.message)
     with timed(seconds, "rewrite_s"):
         module = remat.rewrite(trainee.model, result.schedule)
-    everything = remat.solve(graph, 2**62, "store_all").schedule
+    everything = remat.solve(graph, UNBOUNDED_BYTES, "store_all").schedule
     assert everything is not None
     facts = {
         "budget_bytes": budget_bytes, "predicted_bytes": result.peak_bytes,

@@ -1,4 +1,4 @@
-"""A measurement in a process of its own, forked from one that has imported torch and no more.
+"""A measurement in a process of its own, forked from one that has only imported.
 
 An import takes seconds, and a suite has hundreds of rows.
 """
@@ -54,7 +54,7 @@ def _send(connection: Connection, function: Callable[..., Answer], args: tuple[A
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         try:
             connection.send(function(*args))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - told to the driver
             connection.send({"error": _cause(error)})
 
 

@@ -27,6 +27,8 @@ from remat.graph_capture.memory_events import measure_peak
 ROUNDS = 7
 SEED = 3
 SMALL = 1e-3
+"""Part of the largest gradient's norm below which one may be nothing but rounding, as that of a
+bias before a norm is."""
 RIGHT = 0.02
 """Relative error up to which gradients count as right. Kernels that fuse otherwise round
 otherwise, and batch norm makes that larger; gradients of other random numbers are off by 1."""
@@ -123,14 +125,13 @@ def variant_of(bench: Bench, method: str, amount: float) -> ours.Planned:
     return ours.Planned(makers[method](), None, dict)
 
 
-def error(found: list[Tensor], expected: list[Tensor]) -> float:
+def error(found: list[Tensor], expected: list[Tensor], floor: float = 0.0) -> float:
     """Largest difference of two lists of gradients, over the norm of the expected one.
 
-    A bias before a norm has a gradient of nothing but rounding: a norm counts as no less than a
-    thousandth of the largest.
+    A norm counts as no less than the `floor` part of the largest.
     """
     norms = [float(tensor.double().norm()) for tensor in expected]
-    least = max(SMALL * max(norms), torch.finfo(torch.float32).tiny)
+    least = max(floor * max(norms), torch.finfo(torch.float32).tiny)
     return max(
         float((a.double() - b.double()).norm()) / max(norm, least)
         for a, b, norm in zip(found, expected, norms, strict=True)
@@ -159,7 +160,7 @@ def measured(
         if method == "aot":
             expected = bench.gradients(methods.decomposed_keeping_all(bench.trainee))
     if method != TORCHS_KEPT:
-        off = error(found, expected)
+        off = error(found, expected, SMALL)
         facts |= {"gradient_error": off, "is_right": off <= RIGHT}
     variants = [eager, planned.variant, *([planned.keep_all] if planned.keep_all else [])]
     with turns.measuring():
