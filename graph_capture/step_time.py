@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from remat.graph_capture.device_table import CPU
 from remat.graph_capture.free_memory import free_bytes
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import TANGENTS, Joint
 from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
@@ -68,7 +69,7 @@ def _step_us(joint: Joint, graph: TrainingGraph, meter: Meter) -> float | None:
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
     if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
         return None
-    run = _flat(joint.module)
+    run = copy_of(joint.module)
     with meter.quiet():
         inputs = [_made(node) for node in placeholders]
         try:
@@ -85,13 +86,6 @@ def _step_us(joint: Joint, graph: TrainingGraph, meter: Meter) -> float | None:
         while len(times) < LEAST_RUNS or (len(times) < RUNS and sum(times) < ENOUGH_US):
             times.append(meter.step_us(lambda: run(*inputs)))
         return min(times)
-
-
-def _flat(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with one argument a placeholder."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

@@ -17,13 +17,13 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import Joint
 from remat.rewriter.boxed import Boxed
 from remat.rewriter.emit import emit
 from remat.rewriter.functional_draws import make_functional, underlying
 from remat.rewriter.inductor_choices import calls_in_order
 from remat.rewriter.inductor_decomposed import decomposed, inputs_of
-from remat.rewriter.inductor_lowering import copy_of
 from remat.rewriter.inductor_partition import CONFIG
 from remat.rewriter.inductor_prices import CallPrices
 from remat.rewriter.inductor_replay import replay

@@ -20,6 +20,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.node_facts import tensors_of
 from remat.rewriter.inductor_calls import as_laid_out
 
@@ -100,15 +101,6 @@ def lower(
     if isinstance(found[0], ReplayError):
         raise found[0]
     return found[0]
-
-
-def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph over the same constants and the same facts about its nodes."""
-    graph = fx.Graph()
-    results = graph.graph_copy(gm.graph, {})
-    output = graph.output(results)
-    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
-    return fx.GraphModule(gm, graph)
 
 
 class _Stopped(Exception):  # noqa: N818

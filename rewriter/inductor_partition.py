@@ -20,12 +20,12 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.node_facts import draws_randomness, is_tangent
 from remat.graph_capture.resident import storage_bytes
 from remat.rewriter.inductor_choices import calls_in_order
 from remat.rewriter.inductor_emit import emit_fused
 from remat.rewriter.inductor_graph import FusedJoint, build_fused
-from remat.rewriter.inductor_lowering import copy_of
 from remat.rewriter.inductor_masks import keep_masks_as_bytes
 from remat.rewriter.inductor_nodes import SEEDS
 from remat.rewriter.inductor_prices import CallPrices, price_fused

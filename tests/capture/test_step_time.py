@@ -86,7 +86,7 @@ def test_a_step_that_does_not_run_on_made_data_is_warned_about(
     def refuse(*_: Any) -> None:
         raise RuntimeError("no such data")
 
-    monkeypatch.setattr(step_time, "_flat", lambda module: refuse)
+    monkeypatch.setattr(step_time, "copy_of", lambda module: refuse)
     with pytest.warns(UserWarning, match=r"as a whole on made data \(no such data\)"):
         assert tangents_us(priced("plain")) == 0
 
