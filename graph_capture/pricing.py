@@ -54,8 +54,19 @@ def price(
     ------
     ProfileError : `profile` is of another machine and lacks ops of the step.
     """
-    joint, graph, meter = trace.joint, trace.graph, meter_of(trace.recipe.device)
-    cache = PriceCache(meter.title, meter.settings)
+    meter = meter_of(trace.recipe.device)
+    return price_with(trace, meter, PriceCache(meter.title, meter.settings), progress, profile)
+
+
+def price_with(
+    trace: Trace,
+    meter: Meter,
+    cache: PriceCache,
+    progress: Progress | None = None,
+    profile: Profile | None = None,
+) -> TrainingGraph:
+    """`price` by this `meter`, with what it measures added to `cache`."""
+    joint, graph = trace.joint, trace.graph
     keys = _keys(joint)
     nodes = _first_nodes(joint, keys)
     known = {} if profile is None else _taken(nodes, profile, meter)
@@ -75,7 +86,7 @@ def price(
         },
         notes=() if profile is None else (_note(profile),),
     )
-    return with_time_beyond_ops(joint, priced, meter, cache) if profile is None else priced
+    return with_time_beyond_ops(joint, priced, meter, cache, profile)
 
 
 def _keys(joint: Joint) -> dict[str, str]:

@@ -42,6 +42,7 @@ class Profile(msgspec.Struct, frozen=True):
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
     torch : the version that ran the ops. ops : by what determines their price.
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
+    steps_us : on a CPU the times of whole steps, by the hash of their graph (`step_time.py`).
     """
 
     device: str
@@ -49,6 +50,7 @@ class Profile(msgspec.Struct, frozen=True):
     torch: str
     ops: dict[str, Measured]
     versions: dict[str, str] = {}
+    steps_us: dict[str, float] = {}
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:
@@ -78,6 +80,8 @@ class Profile(msgspec.Struct, frozen=True):
         wrong = [key for key, one in found.ops.items() if not _is_sound(one)]
         if wrong:
             raise ProfileError(f"{name} has a price that cannot be, of {wrong[0]}: {again}")
+        if not all(0 <= step_us < float("inf") for step_us in found.steps_us.values()):
+            raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
         return found
 
 

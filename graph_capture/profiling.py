@@ -12,9 +12,10 @@ from remat.graph_capture.device_table import CPU, CUDA, check_measured, is_cuda
 from remat.graph_capture.meter import meter_of
 from remat.graph_capture.op_work import Work, work_of
 from remat.graph_capture.price_cache import PriceCache
-from remat.graph_capture.pricing import SAVE_RNG_KEY, examples, known_or_measured
+from remat.graph_capture.pricing import SAVE_RNG_KEY, examples, price_with
 from remat.graph_capture.profile_file import Measured, Profile
 from remat.graph_capture.step import LossFunction
+from remat.graph_capture.step_time import step_key
 from remat.graph_capture.tracing import Progress, Trace, trace
 
 
@@ -44,10 +45,11 @@ def profile(
 
 
 def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
-    """The measured ops of a trace."""
+    """The measured ops of a trace, and on a CPU the time of its whole step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = PriceCache(meter.title, meter.settings)
-    prices = known_or_measured(traced.joint, node_of, meter, cache, frozenset(), progress)
+    graph = price_with(traced, meter, cache, progress)
+    prices = cache.prices
     ops: dict[str, Measured] = {}
     for key in (*node_of, SAVE_RNG_KEY):
         one = prices[key]
@@ -56,4 +58,6 @@ def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
             one.cost_us, one.workspace_bytes, one.kept_bytes, work, one.is_estimate
         )  # fmt: skip
     kind = CUDA if is_cuda(meter.device) else CPU
-    return Profile(kind, meter.title, str(torch.__version__), ops, versions=meter.versions)
+    step = prices.get(step_key(graph))
+    steps_us = {} if step is None else {graph.hash: step.cost_us}
+    return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps_us)

@@ -25,6 +25,7 @@ from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import TANGENTS, Joint
 from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
+from remat.graph_capture.profile_file import Profile
 
 STEP_KEY = "remat.step"
 LEAST_RUNS, RUNS, ENOUGH_US = 2, 5, 1e6
@@ -35,16 +36,25 @@ SPREAD = 0.02
 
 
 def with_time_beyond_ops(
-    joint: Joint, graph: TrainingGraph, meter: Meter, cache: PriceCache
+    joint: Joint,
+    graph: TrainingGraph,
+    meter: Meter,
+    cache: PriceCache,
+    profile: Profile | None = None,
 ) -> TrainingGraph:
     """`graph` with its arrival of tangents at the cost of all that its ops do not account for.
 
     Steps on a CPU alone are run, once for each graph; the time is kept on disk. A step that needs
-    more than half of the memory that is free, or does not run on made data, is left as it is.
+    more than half of the memory that is free, or does not run on made data, is left as it is. A
+    `profile` that has the step's time says it; one of another machine that has not, leaves it.
     """
     if graph.device != CPU:
         return graph
-    key = f"{STEP_KEY} {joint.graph.hash}"
+    if profile is not None and graph.hash in profile.steps_us:
+        return booked(graph, profile.steps_us[graph.hash])
+    if profile is not None and profile.title != meter.title:
+        return graph
+    key = step_key(graph)
     if key not in cache.prices:
         found_us = _step_us(joint, graph, meter)
         if found_us is None:
@@ -52,6 +62,11 @@ def with_time_beyond_ops(
         cache.prices[key] = Price(found_us, 0)
         cache.save()
     return booked(graph, cache.prices[key].cost_us)
+
+
+def step_key(graph: TrainingGraph) -> str:
+    """By which the time of the whole step is kept among the prices."""
+    return f"{STEP_KEY} {graph.hash}"
 
 
 def booked(graph: TrainingGraph, step_us: float) -> TrainingGraph:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.graph_capture import capture, trace
+from remat.graph_capture import capture, step_time, trace
 from remat.graph_capture.device_table import Efficiency, modelled_device
 from remat.graph_capture.errors import DeviceError, ProfileError
 from remat.graph_capture.node_facts import target_name
@@ -52,9 +52,15 @@ def made_profile(shares: dict[str, Efficiency], **asked: Any) -> tuple[Profile, 
     return Profile(DEVICE, "a made H100", "2.13.0", ops), roofline
 
 
-def test_a_profile_serves_as_the_measurement_it_was() -> None:
+def test_a_profile_serves_as_the_measurement_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_time, "_step_us", lambda *_: 1e6)
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     profile = remat.profile(**step())
     measured = capture(**step())
+    assert measured.time_us == pytest.approx(1e6)
+    monkeypatch.setattr(step_time, "_step_us", lambda *_: 1.0)
     again = capture(**step(), profile=Profile.from_json(profile.to_json()))
     assert again.ops == measured.ops
     assert again.values == measured.values
@@ -110,6 +116,10 @@ def test_a_profile_of_another_torch_is_used_and_said_to_be() -> None:
             b'{"device": "cpu", "title": "x", "torch": "2", '
             b'"ops": {"aten.mm": {"cost_us": 1, "work": {"kind": "magic"}}}}',
             "magic",
+        ),
+        (
+            b'{"device": "cpu", "title": "x", "torch": "2", "ops": {}, "steps_us": {"a": -1}}',
+            "a time that cannot be",
         ),
     ],
 )
