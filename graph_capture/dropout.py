@@ -1,9 +1,10 @@
-"""Dropout as eager computes it on a CPU, to the last bit.
+"""Dropout as eager computes it on a CPU, to the last bit and in about its time.
 
 A trace replaces dropout by `aten.native_dropout`, which scales by 1 / (1 - p) rounded
 from double precision. Eager divides in the tensor's own precision, which for some p
 (0.04, 0.15, 0.45, ...) is another float32, and for most p another bfloat16 in backward.
-The nodes are changed here to scale as eager does; the mask stays one byte an element.
+The nodes are changed here to ops that scale as eager does. The mask stays one byte an element, but
+is read as a number: kernels for a CPU convert bool much slower than uint8.
 """
 
 from __future__ import annotations
@@ -21,16 +22,30 @@ _library.define(
     "dropout(Tensor x, float p, float scale) -> (Tensor, Tensor)",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
+_library.define("dropout_backward(Tensor gradient, Tensor mask, float scale) -> Tensor")
 
 
 @torch.library.impl(_library, "dropout", "CompositeExplicitAutograd")
 def dropout_as_eager(x: Tensor, p: float, scale: float) -> tuple[Tensor, Tensor]:
     """``(result, mask)`` of dropout on a CPU; draws what eager draws."""
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    return x.mul(mask).mul_(scale), mask
+    return _dropped(x, mask, scale), mask
+
+
+@torch.library.impl(_library, "dropout_backward", "CompositeExplicitAutograd")
+def dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The gradient of dropout's input."""
+    return _dropped(gradient, mask, scale)
+
+
+def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`x` times eager's noise, in the noise's own storage where that is laid out as `x` is."""
+    noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
+    return noise.mul_(x) if noise.stride() == x.stride() else x.mul(noise)
 
 
 DROPOUT = torch.ops.remat.dropout.default
+DROPOUT_BACKWARD = torch.ops.remat.dropout_backward.default
 
 
 def scale_of_eager(p: float, dtype: torch.dtype) -> float:
@@ -38,13 +53,8 @@ def scale_of_eager(p: float, dtype: torch.dtype) -> float:
     return torch.ones(1, dtype=dtype).div_(1 - p).item()
 
 
-def scale_of_trace(p: float, dtype: torch.dtype) -> float:
-    """What `aten.native_dropout` multiplies a kept element by."""
-    return torch.ones(1, dtype=dtype).mul_(1 / (1 - p)).item()
-
-
 def make_dropout_exact(gm: fx.GraphModule) -> None:
-    """Change the dropout nodes of a joint graph, and their backward, to eager's scale."""
+    """Change the dropout nodes of a joint graph on a CPU, and their backward, to eager's."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p = node.args[0], node.args[1]
         value = x.meta["val"] if isinstance(x, fx.Node) else None
@@ -53,19 +63,18 @@ def make_dropout_exact(gm: fx.GraphModule) -> None:
         if not isinstance(p, float) or not 0 < p < 1:
             continue
         scale = scale_of_eager(p, value.dtype)
-        _scale_backward(node, scale)
-        if scale != scale_of_trace(p, value.dtype):
-            node.target = DROPOUT
-            node.args = (x, p, scale)
+        node.target = DROPOUT
+        node.args = (x, p, scale)
+        _change_backward(node, scale)
 
 
-def _scale_backward(dropout: fx.Node, scale: float) -> None:
-    """Put `scale` into every backward node that reads the mask of `dropout`."""
+def _change_backward(dropout: fx.Node, scale: float) -> None:
+    """Let every backward node that reads the mask of `dropout` scale by `scale`."""
     masks: list[fx.Node] = [user for user in dropout.users if user.args[1] == 1]
     while masks:
         for user in list(masks.pop().users):
             if user.target is aten.native_dropout_backward.default:
                 args: tuple[Any, ...] = (*user.args[:2], scale)
-                user.args = args
+                user.target, user.args = DROPOUT_BACKWARD, args
             elif user.target is aten.detach.default:
                 masks.append(user)

@@ -17,10 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from remat.graph_capture.dropout import DROPOUT_BACKWARD
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.node_facts import is_getitem, mutates, target_name
 from remat.rewriter.inductor_emit import MOVED, REALIZE
 from remat.rewriter.inductor_nodes import is_generated, is_inlined, is_view
+
+aten = torch.ops.aten
 
 
 def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
@@ -51,10 +54,12 @@ def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
 
 def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     inputs = inputs_of(gm, mode)
+    table = select_decomp_table()
+    table = {**table, DROPOUT_BACKWARD: table[aten.native_dropout_backward.default]}
     with mode, preserve_node_meta(), torch.no_grad():
-        graph = make_fx(
-            fx.Interpreter(gm).run, decomposition_table=select_decomp_table(), tracing_mode="real"
-        )(*inputs)
+        graph = make_fx(fx.Interpreter(gm).run, decomposition_table=table, tracing_mode="real")(
+            *inputs
+        )
     before = gm.graph.find_nodes(op="placeholder")
     after = graph.graph.find_nodes(op="placeholder")
     for old, new, value in zip(before, after, inputs, strict=True):

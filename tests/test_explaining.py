@@ -194,7 +194,7 @@ def test_what_was_forced_names_draws_handed_over_values_and_pins() -> None:
     reasons = {one.reason: one for one in forced(graph, result.schedule)}
     assert reasons["it saves the random stream where it stands"].ops == 1 + 3 * 3
     assert reasons[HANDED_OVER].ops == 1
-    drawn = [op for op in graph.ops if op.target == "aten.native_dropout.default"]
+    drawn = [op for op in graph.ops if op.target == "remat.dropout.default"]
     again = sum(result.schedule.computations()[op.name] > 1 for op in drawn)
     assert (DRAWS in reasons) == (again > 0)
     ample_bytes = peak_bytes_of(graph) * 19 // 20

