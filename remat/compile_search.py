@@ -69,10 +69,18 @@ class PlanSearch:
         return Candidate(pair, self._replayed(pair, 0))
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
-        """The fastest candidate found whose code allocates no more than the limit."""
+        """The fastest candidate found whose code allocates no more than the limit.
+
+        Torch's own cut is, where it fits, unless it writes masks as bool, which is slow on a CPU.
+        """
         is_pinned = bool(self.options.keep or self.options.recompute)
-        if stock.replay.peak_bytes <= limit_bytes and draws_once(stock.pair) and not is_pinned:
+        fits = stock.replay.peak_bytes <= limit_bytes and draws_once(stock.pair)
+        if fits and not is_pinned and not self.step.n_masks:
             return stock
+        found = self._planned_within(limit_bytes)
+        return stock if found is None and fits and not is_pinned else found
+
+    def _planned_within(self, limit_bytes: int) -> Candidate | None:
         best: Candidate | None = None
         fitting, failing = 0, UNBOUNDED_BYTES
         target = limit_bytes

@@ -20,17 +20,24 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 _IS_SET = torch.ops.aten.ne.Scalar
 
 
-def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> None:
+def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
     """Let every reader of a mask that forward makes and backward reads do so through a byte.
+
+    Returns how many masks there are.
 
     Changes the joint graph, whose first `n_outputs` results are forward's, in place. Each reader
     compares the byte by itself, so that the byte, not the comparison, is what is kept.
     """
     forward = _makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
-    for node in list(gm.graph.nodes):
-        if node in forward and _is_mask(node) and _is_read_beyond(node, forward):
-            _through_bytes(node)
+    masks = [
+        node
+        for node in gm.graph.nodes
+        if node in forward and _is_mask(node) and _is_read_beyond(node, forward)
+    ]
+    for node in masks:
+        _through_bytes(node)
     gm.recompile()
+    return len(masks)
 
 
 def _makers(results: Sequence[Any]) -> set[fx.Node]:

@@ -59,6 +59,7 @@ class FusedStep:
     ----------
     graph : its kernels and calls, priced, with nothing resident.
     static_bytes, dynamic_bytes : of the inputs: parameters and buffers, and all others.
+    n_masks : those that a plan keeps as bytes, and torch's own cut as bool.
     calls : forwards that run before the first backward; all but one leave what they have saved,
         and their inputs, beside what is replayed.
     """
@@ -70,7 +71,7 @@ class FusedStep:
         static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
-        keep_masks_as_bytes(gm, n_outputs)
+        self.n_masks = keep_masks_as_bytes(gm, n_outputs)
         self._prices = CallPrices(gm)
         self._visible = _visible_outputs(n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import remat
 from remat.rewriter.inductor_masks import LEAST_ELEMENTS, keep_masks_as_bytes
 
 aten = torch.ops.aten
@@ -50,14 +51,15 @@ def saved_by(module: nn.Module, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor
     return saved, y, positive
 
 
-def test_masks_are_saved_as_bytes_and_seen_as_bool() -> None:
+@pytest.mark.parametrize("budget", ["90%", "200%"])
+def test_masks_are_saved_as_bytes_and_seen_as_bool(budget: str) -> None:
     model, x = Gate(), torch.randn(1024, 64)
     stock = torch.compile(model)
     _, expected, expected_mask = saved_by(stock, x)
     gradient = model.linear.weight.grad
     assert gradient is not None
     model.zero_grad()
-    ours = torch.compile(model, backend="remat", options={"budget": "90%"})
+    ours = torch.compile(model, backend="remat", options={"budget": budget})
     saved, y, mask = saved_by(ours, x)
     assert mask.dtype == torch.bool
     assert torch.equal(mask, expected_mask)
@@ -66,6 +68,10 @@ def test_masks_are_saved_as_bytes_and_seen_as_bool() -> None:
     kinds = {tensor.dtype for tensor in saved if tensor.shape == x.shape}
     assert torch.uint8 in kinds
     assert torch.bool not in kinds
+    plan = remat.compiled_plans()[-1]
+    assert plan.schedule is not None
+    if budget == "200%":
+        assert plan.recomputed == 0
 
 
 def joint(elements: int) -> tuple[fx.GraphModule, fx.Node]:
@@ -84,7 +90,7 @@ def joint(elements: int) -> tuple[fx.GraphModule, fx.Node]:
 
 def test_each_reader_compares_the_byte_by_itself() -> None:
     gm, mask = joint(LEAST_ELEMENTS)
-    keep_masks_as_bytes(gm, 1)
+    assert keep_masks_as_bytes(gm, 1) == 1
     (number,) = mask.users
     (byte,) = number.users
     assert byte.meta["val"].dtype == torch.uint8
@@ -98,7 +104,7 @@ def test_each_reader_compares_the_byte_by_itself() -> None:
 
 def test_small_masks_and_masks_of_forward_alone_stay() -> None:
     gm, mask = joint(LEAST_ELEMENTS - 1)
-    keep_masks_as_bytes(gm, 1)
+    assert keep_masks_as_bytes(gm, 1) == 0
     assert len(mask.users) == 2
     gm, mask = joint(LEAST_ELEMENTS)
     keep_masks_as_bytes(gm, 2)
