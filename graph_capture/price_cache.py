@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class Price(msgspec.Struct, frozen=True, array_like=True):

@@ -34,6 +34,19 @@ class Measured(msgspec.Struct, frozen=True):
     is_estimate: bool = False
 
 
+class WholeStep(msgspec.Struct, frozen=True):
+    """Times of a step that was run as a whole (`step_time.py`).
+
+    Attributes
+    ----------
+    step_us : the step with every op run once. keeping_us : how much less forward alone takes if it
+    keeps nothing for backward.
+    """
+
+    step_us: float
+    keeping_us: float = 0.0
+
+
 class Profile(msgspec.Struct, frozen=True):
     """The measured ops of one device.
 
@@ -42,7 +55,7 @@ class Profile(msgspec.Struct, frozen=True):
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
     torch : the version that ran the ops. ops : by what determines their price.
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
-    steps_us : on a CPU the times of whole steps, by the hash of their graph (`step_time.py`).
+    steps : on a CPU the times of whole steps, by the hash of their graph.
     """
 
     device: str
@@ -50,7 +63,7 @@ class Profile(msgspec.Struct, frozen=True):
     torch: str
     ops: dict[str, Measured]
     versions: dict[str, str] = {}
-    steps_us: dict[str, float] = {}
+    steps: dict[str, WholeStep] = {}
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:
@@ -80,7 +93,8 @@ class Profile(msgspec.Struct, frozen=True):
         wrong = [key for key, one in found.ops.items() if not _is_sound(one)]
         if wrong:
             raise ProfileError(f"{name} has a price that cannot be, of {wrong[0]}: {again}")
-        if not all(0 <= step_us < float("inf") for step_us in found.steps_us.values()):
+        times_us = [t for step in found.steps.values() for t in (step.step_us, step.keeping_us)]
+        if not all(0 <= time_us < float("inf") for time_us in times_us):
             raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
         return found
 

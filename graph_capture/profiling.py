@@ -15,7 +15,7 @@ from remat.graph_capture.price_cache import PriceCache
 from remat.graph_capture.pricing import SAVE_RNG_KEY, examples, price_with
 from remat.graph_capture.profile_file import Measured, Profile
 from remat.graph_capture.step import LossFunction
-from remat.graph_capture.step_time import step_key
+from remat.graph_capture.step_time import known
 from remat.graph_capture.tracing import Progress, Trace, trace
 
 
@@ -58,6 +58,6 @@ def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
             one.cost_us, one.workspace_bytes, one.kept_bytes, work, one.is_estimate
         )  # fmt: skip
     kind = CUDA if is_cuda(meter.device) else CPU
-    step = prices.get(step_key(graph))
-    steps_us = {} if step is None else {graph.hash: step.cost_us}
-    return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps_us)
+    step = known(graph, cache)
+    steps = {} if step is None else {graph.hash: step}
+    return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps)

@@ -5,13 +5,15 @@ an op alone is right for that. In a step the same op finds less in the caches, a
 between ops, so that the sum of prices is too low for a step, by a tenth or two on a CPU. The whole
 step is therefore run on made data where it fits into memory, and what it takes beyond its ops is
 booked on the one op that every schedule runs exactly once and that costs nothing itself: the
-arrival of the tangents.
+arrival of the tangents. So is what keeping results for backward takes, as far as computing them
+again saves it (`keeping_time.py`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,11 +25,12 @@ from remat.graph_capture.free_memory import free_bytes
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import TANGENTS, Joint
+from remat.graph_capture.keeping_time import keeping_us, less_for_kept
 from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
-from remat.graph_capture.profile_file import Profile
+from remat.graph_capture.profile_file import Profile, WholeStep
 
-STEP_KEY = "remat.step"
+STEP_KEY, KEEPING_KEY = "remat.step", "remat.keeping"
 LEAST_RUNS, RUNS, ENOUGH_US = 2, 5, 1e6
 """Runs are fewer the longer they are; the shortest counts, as other work may come between."""
 ROOM = 0.5
@@ -50,36 +53,40 @@ def with_time_beyond_ops(
     """
     if graph.device != CPU:
         return graph
-    if profile is not None and graph.hash in profile.steps_us:
-        return booked(graph, profile.steps_us[graph.hash])
+    if profile is not None and graph.hash in profile.steps:
+        return booked(graph, profile.steps[graph.hash])
     if profile is not None and profile.title != meter.title:
         return graph
-    key = step_key(graph)
-    if key not in cache.prices:
-        found_us = _step_us(joint, graph, meter)
-        if found_us is None:
+    step = known(graph, cache)
+    if step is None:
+        step = _measured(joint, graph, meter)
+        if step is None:
             return graph
-        cache.prices[key] = Price(found_us, 0)
+        cache.prices[f"{STEP_KEY} {graph.hash}"] = Price(step.step_us, 0)
+        cache.prices[f"{KEEPING_KEY} {graph.hash}"] = Price(step.keeping_us, 0)
         cache.save()
-    return booked(graph, cache.prices[key].cost_us)
+    return booked(graph, step)
 
 
-def step_key(graph: TrainingGraph) -> str:
-    """By which the time of the whole step is kept among the prices."""
-    return f"{STEP_KEY} {graph.hash}"
+def known(graph: TrainingGraph, cache: PriceCache) -> WholeStep | None:
+    """The times of the whole step, if `cache` has them."""
+    keys = f"{STEP_KEY} {graph.hash}", f"{KEEPING_KEY} {graph.hash}"
+    found = [cache.prices[key].cost_us for key in keys if key in cache.prices]
+    return WholeStep(*found) if len(found) == len(keys) else None
 
 
-def booked(graph: TrainingGraph, step_us: float) -> TrainingGraph:
-    """`graph` taking `step_us` in all, unless its ops alone take longer."""
-    beyond_us = max(0.0, step_us - graph.time_us)
+def booked(graph: TrainingGraph, step: WholeStep) -> TrainingGraph:
+    """`graph` taking the step's time in all, unless its ops alone take longer."""
+    cheaper = less_for_kept(graph, step.keeping_us)
+    beyond_us = max(step.step_us, graph.time_us) - cheaper.time_us
     ops = tuple(
         msgspec.structs.replace(op, cost_us=op.cost_us + beyond_us) if op.target == TANGENTS else op
-        for op in graph.ops
+        for op in cheaper.ops
     )
     return msgspec.structs.replace(graph, ops=ops)
 
 
-def _step_us(joint: Joint, graph: TrainingGraph, meter: Meter) -> float | None:
+def _measured(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeStep | None:
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
     if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
@@ -97,10 +104,18 @@ def _step_us(joint: Joint, graph: TrainingGraph, meter: Meter) -> float | None:
                 stacklevel=2,
             )
             return None
-        times: list[float] = []
-        while len(times) < LEAST_RUNS or (len(times) < RUNS and sum(times) < ENOUGH_US):
-            times.append(meter.step_us(lambda: run(*inputs)))
-        return min(times)
+
+        def time_us(graph: Callable[..., Any]) -> float:
+            return _least_us(meter, lambda: graph(*inputs))
+
+        return WholeStep(time_us(run), keeping_us(joint, time_us))
+
+
+def _least_us(meter: Meter, run: Callable[[], Any]) -> float:
+    times: list[float] = []
+    while len(times) < LEAST_RUNS or (len(times) < RUNS and sum(times) < ENOUGH_US):
+        times.append(meter.step_us(run))
+    return min(times)
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

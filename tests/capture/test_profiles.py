@@ -20,7 +20,7 @@ from remat.graph_capture.errors import DeviceError, ProfileError
 from remat.graph_capture.node_facts import target_name
 from remat.graph_capture.op_work import Work, work_of
 from remat.graph_capture.pricing import examples
-from remat.graph_capture.profile_file import Measured, Profile
+from remat.graph_capture.profile_file import Measured, Profile, WholeStep
 from remat.graph_capture.roofline import Roofline
 
 DEVICE = "h100"
@@ -55,12 +55,12 @@ def made_profile(shares: dict[str, Efficiency], **asked: Any) -> tuple[Profile, 
 def test_a_profile_serves_as_the_measurement_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_time, "_step_us", lambda *_: 1e6)
+    monkeypatch.setattr(step_time, "_measured", lambda *_: WholeStep(1e6, 5.0))
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     profile = remat.profile(**step())
     measured = capture(**step())
     assert measured.time_us == pytest.approx(1e6)
-    monkeypatch.setattr(step_time, "_step_us", lambda *_: 1.0)
+    monkeypatch.setattr(step_time, "_measured", lambda *_: WholeStep(1.0))
     again = capture(**step(), profile=Profile.from_json(profile.to_json()))
     assert again.ops == measured.ops
     assert again.values == measured.values
@@ -74,7 +74,7 @@ def test_prices_of_another_machine_are_taken_as_they_are(tmp_path: Path) -> None
     profile = changed(remat.profile(**step()), title=ELSEWHERE)
     slow = {k: msgspec.structs.replace(one, cost_us=1e6) for k, one in profile.ops.items()}
     path = tmp_path / "profile.json"
-    path.write_bytes(changed(profile, ops=slow).to_json())
+    path.write_bytes(changed(profile, ops=slow, steps={}).to_json())
     graph = capture(**step(), profile=path)
     assert {op.cost_us for op in graph.ops} == {0.0, 1e6}
     assert graph.versions["priced_on"] == ELSEWHERE
@@ -118,7 +118,8 @@ def test_a_profile_of_another_torch_is_used_and_said_to_be() -> None:
             "magic",
         ),
         (
-            b'{"device": "cpu", "title": "x", "torch": "2", "ops": {}, "steps_us": {"a": -1}}',
+            b'{"device": "cpu", "title": "x", "torch": "2", "ops": {}, '
+            b'"steps": {"a": {"step_us": -1}}}',
             "a time that cannot be",
         ),
     ],

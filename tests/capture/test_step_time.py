@@ -15,6 +15,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint import TANGENTS
 from remat.graph_capture.meter import CpuMeter
 from remat.graph_capture.price_cache import PriceCache
+from remat.graph_capture.profile_file import WholeStep
 from remat.schedules.simulate import simulate
 from tests.models import make
 
@@ -35,7 +36,7 @@ def tangents_us(graph: TrainingGraph) -> float:
 
 
 def taking(step_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "_step_us", lambda *_: step_us)
+    monkeypatch.setattr(step_time, "_measured", lambda *_: WholeStep(step_us))
 
 
 def test_what_no_op_accounts_for_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,95 @@
+"""What keeping results for backward takes: measured on forward alone, taken off what keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture import trace
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint import TANGENTS
+from remat.graph_capture.keeping_time import LEAST, SAVED, keeping_us, less_for_kept
+from remat.graph_capture.profile_file import WholeStep
+from remat.graph_capture.step_time import booked
+from remat.graph_capture.tracing import Trace
+from tests.models import make
+
+NAMES = ["plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]
+
+
+def traced(name: str) -> Trace:
+    model, args, kwargs, loss_fn, target = make(name)
+    return trace(model, args, kwargs, loss_fn=loss_fn, target=target)
+
+
+def at_100_us(graph: TrainingGraph) -> TrainingGraph:
+    ops = tuple(
+        msgspec.structs.replace(op, cost_us=0.0 if op.target == TANGENTS else 100.0)
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=ops)
+
+
+def kept_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """Bytes of each forward op that backward reads."""
+    read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    return {
+        op.name: sum(graph.value_by_name[name].size_bytes for name in op.outputs if name in read)
+        for op in graph.ops
+        if op.phase == "forward"
+    }
+
+
+def _zeros(like: Any) -> Any:
+    return torch.zeros(like.shape, dtype=like.dtype) if isinstance(like, Tensor) else like
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_forwards_run_and_differ_by_what_backward_reads(name: str) -> None:
+    one = traced(name)
+    placeholders = one.joint.module.graph.find_nodes(op="placeholder")
+    sizes: list[int] = []
+
+    def run(forward: Callable[..., Any]) -> float:
+        assert isinstance(forward, fx.GraphModule)
+        inputs = [_zeros(node.meta.get("val")) for node in placeholders]
+        results = forward(*inputs)
+        storages = {r.untyped_storage()._cdata: r.untyped_storage().nbytes() for r in results}
+        given = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
+        sizes.append(sum(size for key, size in storages.items() if key not in given))
+        return float(len(sizes))
+
+    assert keeping_us(one.joint, run) == 0.0
+    kept, dropped = sizes
+    assert kept > dropped
+    assert kept >= 0.9 * sum(kept_bytes(one.graph).values())
+
+
+def test_what_backward_reads_is_cheaper_by_its_bytes() -> None:
+    graph = at_100_us(traced("plain").graph)
+    sizes = kept_bytes(graph)
+    keeping = 50.0
+    found = less_for_kept(graph, keeping)
+    less = {a.name: a.cost_us - b.cost_us for a, b in zip(graph.ops, found.ops, strict=True)}
+    assert sum(less.values()) == pytest.approx(SAVED * keeping)
+    whole = sum(sizes.values())
+    for name, us in less.items():
+        assert us == pytest.approx(SAVED * keeping * sizes.get(name, 0) / whole)
+
+
+def test_no_op_is_cheaper_than_a_part_of_its_price() -> None:
+    graph = at_100_us(traced("plain").graph)
+    assert {op.cost_us for op in less_for_kept(graph, 1e9).ops} == {0.0, 100.0, 100.0 * LEAST}
+
+
+@pytest.mark.parametrize("step_us", [1.0, 1e6])
+def test_the_time_of_the_step_is_what_it_was(step_us: float) -> None:
+    graph = at_100_us(traced("plain").graph)
+    found = booked(graph, WholeStep(step_us, 300.0))
+    assert found.time_us == pytest.approx(max(step_us, graph.time_us))
+    assert found.hash == graph.hash
