@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import make_contiguous_strides_for
 
 aten = torch.ops.aten
 
@@ -39,9 +40,19 @@ def dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> T
 
 
 def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`x` times eager's noise, in the noise's own storage where that is laid out as `x` is."""
+    """`x` times eager's noise, in the noise's own storage where that is laid out as the product."""
     noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
-    return noise.mul_(x) if noise.stride() == x.stride() else x.mul(noise)
+    return noise.mul_(x) if _has_layout_of_product(noise, x) else x.mul(noise)
+
+
+def _has_layout_of_product(noise: Tensor, x: Tensor) -> bool:
+    """Whether `noise` is laid out as `x * noise` would be.
+
+    A product's strides along dimensions of one element are not always those of its factors.
+    """
+    if noise.stride() != x.stride():
+        return False
+    return 1 not in x.shape or x.stride() == make_contiguous_strides_for(x.shape)
 
 
 DROPOUT = torch.ops.remat.dropout.default
