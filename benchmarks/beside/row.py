@@ -143,12 +143,14 @@ def measured(
 ) -> dict[str, Any]:
     """The row; gradients of the compiled step that keeps everything lie in `folder`.
 
+    Gradients are right if they are eager's or those: with other random numbers they cannot be
+    eager's, and torch 2.13's `default_partition` under Inductor gets a U-Net's attention wrong.
     One that times ops while it plans is alone; the rows after it find their prices kept.
     """
     turns = Turns(folder / "turns")
     eager = methods.eager(bench.trainee)
     with turns.measuring() if is_alone else turns.preparing():
-        expected = bench.gradients(eager)
+        references = [bench.gradients(eager)]
         began_s = time.perf_counter()
         planned = variant_of(bench, method, amount)
         found = bench.gradients(planned.variant)
@@ -156,11 +158,11 @@ def measured(
         if method == TORCHS_KEPT:
             torch.save(found, folder / "gradients.pt")
         if method in ("inductor", "remat_compiled", OURS_KEPT):
-            expected = torch.load(folder / "gradients.pt")
+            references.append(torch.load(folder / "gradients.pt"))
         if method == "aot":
-            expected = bench.gradients(methods.decomposed_keeping_all(bench.trainee))
+            references.append(bench.gradients(methods.decomposed_keeping_all(bench.trainee)))
     if method != TORCHS_KEPT:
-        off = error(found, expected, SMALL)
+        off = min(error(found, expected, SMALL) for expected in references)
         facts |= {"gradient_error": off, "is_right": off <= RIGHT}
     variants = [eager, planned.variant, *([planned.keep_all] if planned.keep_all else [])]
     with turns.measuring():
