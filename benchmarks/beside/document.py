@@ -73,13 +73,11 @@ class Model:
     def overhead_off(self, row: Row) -> float:
         """Planned less measured overhead over the step that keeps everything.
 
-        A compiled one is ours, or torch's where the step is as torch compiles it, and ran in
-        another process: both are held against the unmodified step.
+        A compiled one ran in another process: both are held against the unmodified step.
         """
         found = row.kept.get("measured_overhead")
         if found is None:
-            base = self.kept[TORCHS_KEPT if row.kept["is_torchs"] else OURS_KEPT]
-            found = (1 + row.over_eager) / (1 + base.over_eager) - 1
+            found = (1 + row.over_eager) / (1 + self.kept[OURS_KEPT].over_eager) - 1
         return row.kept["planned_overhead"] - found
 
     def description(self) -> str:
