@@ -32,8 +32,11 @@ def keeping_us(joint: Joint, time_us: Callable[[Callable[..., Any]], float]) -> 
     ----------
     time_us : time of a graph's run.
     """
-    kept, dropped = _forward(joint, is_kept=True), _forward(joint, is_kept=False)
-    return max(0.0, time_us(kept) - time_us(dropped))
+    forward, own = _forward(joint)
+    keeping = time_us(forward)
+    forward.graph.output_node().args = (own,)
+    forward.recompile()
+    return max(0.0, keeping - time_us(forward))
 
 
 def less_for_kept(graph: TrainingGraph, keeping: float) -> TrainingGraph:
@@ -55,8 +58,8 @@ def less_for_kept(graph: TrainingGraph, keeping: float) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=ops)
 
 
-def _forward(joint: Joint, *, is_kept: bool) -> fx.GraphModule:
-    """Forward alone, returning what backward reads of it, or its own results."""
+def _forward(joint: Joint) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """Forward alone, returning what backward reads of it too, and which are its own results."""
     gm = copy_of(joint.module)
     phases = {op.name: op.phase for op in joint.graph.ops}
     backward = {n.name for name, n in joint.node_of_op.items() if phases[name] == "backward"}
@@ -66,14 +69,13 @@ def _forward(joint: Joint, *, is_kept: bool) -> fx.GraphModule:
     made = [node for node in forward if node.op == "call_function" and not _has_parts(node)]
     after = {*later, nodes[-1]}
     returned = [node for node in made if any(user in after for user in node.users)]
-    if not is_kept:
-        returned = [node for node in returned if nodes[-1] in node.users]
+    own = tuple(node for node in returned if nodes[-1] in node.users)
     nodes[-1].args = (tuple(returned),)
     for node in reversed(later):
         if node.op != "placeholder":
             gm.graph.erase_node(node)
     gm.recompile()
-    return gm
+    return gm, own
 
 
 def _has_parts(node: fx.Node) -> bool:
