@@ -167,8 +167,8 @@ class Suite:
         """All rows of a model; ours come last, at the peaks that others reached."""
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
         decomposed = [("aot", share) for share in shares]
-        self.take(model, [(TORCHS_KEPT, 0), *CHECKPOINTS, ("sac_ilp", 0), *decomposed])
-        self.take(model, [("inductor", share) for share in shares])
+        inductors = [("inductor", share) for share in shares]
+        self.take(model, [*CHECKPOINTS, ("sac_ilp", 0), *decomposed, (TORCHS_KEPT, 0), *inductors])
         rows = self.results.rows(model)
         eager_bytes = next(row.peak_bytes for row in rows if row.method == "eager")
         parts = [percent * eager_bytes // 100 for percent in PERCENTS]

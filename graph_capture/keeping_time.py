@@ -39,16 +39,10 @@ def keeping_us(joint: Joint, time_us: Callable[[Callable[..., Any]], float]) -> 
     return max(0.0, keeping - time_us(forward))
 
 
-def less_for_kept(graph: TrainingGraph, keeping: float) -> TrainingGraph:
-    """`graph` with ops that backward reads from cheaper by their share of `keeping`, in us."""
-    read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
-    sizes = {value.name: value.size_bytes for value in graph.values if value.name in read}
-    of_op = {
-        op.name: sum(sizes.get(name, 0) for name in op.outputs)
-        for op in graph.ops
-        if op.phase == "forward"
-    }
-    us_per_byte = SAVED * keeping / max(1, sum(of_op.values()))
+def less_for_kept(graph: TrainingGraph, saved_us: float) -> TrainingGraph:
+    """`graph` with what backward reads of forward cheaper by `saved_us` in all, by its bytes."""
+    of_op = kept_bytes(graph)
+    us_per_byte = saved_us / max(1, sum(of_op.values()))
     ops = tuple(
         msgspec.structs.replace(
             op, cost_us=max(LEAST * op.cost_us, op.cost_us - us_per_byte * of_op.get(op.name, 0))
@@ -56,6 +50,17 @@ def less_for_kept(graph: TrainingGraph, keeping: float) -> TrainingGraph:
         for op in graph.ops
     )
     return msgspec.structs.replace(graph, ops=ops)
+
+
+def kept_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """What backward reads of each op in forward."""
+    read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    sizes = {value.name: value.size_bytes for value in graph.values if value.name in read}
+    return {
+        op.name: sum(sizes.get(name, 0) for name in op.outputs)
+        for op in graph.ops
+        if op.phase == "forward"
+    }
 
 
 def _forward(joint: Joint) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:

@@ -25,7 +25,7 @@ from remat.graph_capture.free_memory import free_bytes
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import TANGENTS, Joint
-from remat.graph_capture.keeping_time import keeping_us, less_for_kept
+from remat.graph_capture.keeping_time import SAVED, keeping_us, less_for_kept
 from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile, WholeStep
@@ -77,11 +77,16 @@ def known(graph: TrainingGraph, cache: PriceCache) -> WholeStep | None:
 
 def booked(graph: TrainingGraph, step: WholeStep) -> TrainingGraph:
     """`graph` taking the step's time in all, unless its ops alone take longer."""
-    cheaper = less_for_kept(graph, step.keeping_us)
-    beyond_us = max(step.step_us, graph.time_us) - cheaper.time_us
+    cheaper = less_for_kept(graph, SAVED * step.keeping_us)
+    return taking(cheaper, max(step.step_us, graph.time_us))
+
+
+def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
+    """`graph` with its arrival of tangents at the cost of what its ops take less than `time_us`."""
+    beyond_us = time_us - graph.time_us
     ops = tuple(
         msgspec.structs.replace(op, cost_us=op.cost_us + beyond_us) if op.target == TANGENTS else op
-        for op in cheaper.ops
+        for op in graph.ops
     )
     return msgspec.structs.replace(graph, ops=ops)
 

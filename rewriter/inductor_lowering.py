@@ -1,9 +1,10 @@
 """What Inductor's generated code allocates and frees, read off before anything is compiled.
 
-With `inductor_calls`, the one place that stands on Inductor's private code. It runs
-`compile_fx_inner` on copies of the two graphs, up to and including `GraphLowering.codegen`, and
-reads the lines of the wrapper that this leaves behind: allocations, frees, reuses, and calls of
-kernels that are not generated. A kind of line that it does not know is an error, not a guess.
+With `inductor_calls` and `inductor_unwritten`, the one place that stands on Inductor's private
+code. It runs `compile_fx_inner` on copies of the two graphs, up to and including
+`GraphLowering.codegen`, and reads the lines of the wrapper that this leaves behind: allocations,
+frees, reuses, and calls of kernels that are not generated. A kind of line that it does not know
+is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.node_facts import tensors_of
 from remat.rewriter.inductor_calls import as_laid_out
+from remat.rewriter.inductor_unwritten import kernels_unwritten
 
 EventKind = Literal["allocate", "free", "alias", "rename", "call"]
 
@@ -113,7 +115,8 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
     found: list[Any] = []
 
     def stop(graph: GraphLowering) -> None:
-        graph.codegen()
+        with kernels_unwritten():
+            graph.codegen()
         try:
             found.append(_read(graph))
         except ReplayError as error:

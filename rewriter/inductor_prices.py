@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.keeping_time import kept_bytes, less_for_kept
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.meter import CpuMeter
 from remat.graph_capture.node_facts import fresh_storages, node_inputs, tensors_of
@@ -21,6 +22,7 @@ from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.pricing import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
+from remat.graph_capture.step_time import taking
 from remat.rewriter.draw_price import draw_us_per_element
 from remat.rewriter.inductor_graph import FusedJoint
 from remat.rewriter.inductor_nodes import DRAWS, is_generated, is_inlined, is_reduction, is_view
@@ -28,6 +30,8 @@ from remat.rewriter.inductor_stored import is_added_product
 
 BANDWIDTH_KEY = "remat.copy_bandwidth"
 BANDWIDTH_BYTES = 1 << 25
+NEAR = 0.8
+"""Part of the time to read a result from memory that is saved while it is near the core."""
 
 
 class CallPrices:
@@ -106,7 +110,8 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
     """The joint's graph with costs and workspaces.
 
     What is generated costs what it takes to read and write its values, and what it draws; what
-    is inlined costs nothing more.
+    is inlined costs nothing more. What is computed again is near the core when it is read, what
+    was kept is not: most of what reading it takes is no part of its price, but of the step's.
     """
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, prices.of(calls.values()), strict=True))
@@ -122,7 +127,10 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
             cost_us += draw_us * _drawn(node, stored)
             op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
         ops.append(op)
-    return msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
+    priced = msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
+    read_us = sum(kept_bytes(priced).values()) / bytes_per_us
+    cheaper = less_for_kept(priced, NEAR * read_us)
+    return taking(cheaper, priced.time_us)
 
 
 def _called(op: Op, price: Price) -> Op:

@@ -1,0 +1,52 @@
+"""What ops of a compiled step cost, from prices of calls and the rate of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from remat.graph_capture.graph import Resident
+from remat.graph_capture.joint import TANGENTS
+from remat.graph_capture.price_cache import Price
+from remat.rewriter.inductor_graph import build_fused
+from remat.rewriter.inductor_prices import NEAR, price_fused
+
+CALL_US, BYTES_PER_US, SIZE = 1000.0, 64.0, 16 * 16 * 4
+
+
+class Fixed:
+    """Prices that depend on nothing."""
+
+    def of(self, nodes: Sequence[Any]) -> list[Price]:
+        return [Price(CALL_US, 0) for _ in nodes]
+
+    def bytes_per_us(self) -> float:
+        return BYTES_PER_US
+
+    def draw_us_per_element(self) -> float:
+        return 0.0
+
+
+def step(x: Tensor) -> list[Tensor]:
+    """Forward's result, then a gradient that reads the first product again."""
+    first = x @ x
+    return [(first @ x).sum(), (first.exp() @ x)]
+
+
+def test_what_backward_reads_is_cheaper_and_the_step_is_not() -> None:
+    traced = make_fx(step, tracing_mode="fake")(torch.ones(16, 16))
+    fused = build_fused(traced, 1, "step", Resident(), "cpu")
+    prices: Any = Fixed()
+    found = price_fused(fused, prices)
+    saved_us = NEAR * SIZE / BYTES_PER_US
+    calls = [op.cost_us for op in found.ops if op.target == "aten.mm.default"]
+    assert sorted(calls) == [pytest.approx(CALL_US - saved_us), CALL_US, CALL_US]
+    (tangents,) = (op for op in found.ops if op.target == TANGENTS)
+    assert tangents.cost_us == pytest.approx(saved_us)
+    kernels_us = ((SIZE + 4) + 2 * SIZE) / BYTES_PER_US
+    assert found.time_us == pytest.approx(3 * CALL_US + kernels_us)

@@ -1,0 +1,129 @@
+"""A replay of kernels that were never written has the events of kernels that were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor.codegen.cpp import CppKernel, OuterLoopFusedSchedulerNode
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.replace_random import replace_random_passes
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from remat.rewriter import inductor_lowering
+from remat.rewriter.inductor_choices import calls_in_order
+from remat.rewriter.inductor_lowering import Event, Lowered, lower
+
+SQUARE = (64, 64)
+
+
+def softmax_and_norm(x: Tensor, w: Tensor) -> list[Tensor]:
+    y = functional.layer_norm(torch.softmax(x @ w, -1), SQUARE[-1:])
+    return [y @ w, torch.softmax(y.sum(0), -1)]
+
+
+def two_sums_of_rows(x: Tensor, w: Tensor) -> list[Tensor]:
+    return [torch.softmax(x * w, -1) + functional.layer_norm(x, SQUARE[-1:])]
+
+
+def read_in_its_own_sum(x: Tensor, w: Tensor) -> list[Tensor]:
+    y = x.exp()
+    return [y / y.sum(-1, keepdim=True), (y - y.mean()).abs() @ w]
+
+
+def added_at_indices(x: Tensor, w: Tensor) -> list[Tensor]:
+    rows = (x.abs()[0] * 10).long().clamp(max=63)
+    return [torch.zeros_like(w).index_add(0, rows, x.relu()) + w, w[rows] * 2]
+
+
+def written_over_an_input(x: Tensor, w: Tensor) -> list[Tensor]:
+    x.copy_(x * w + 1)
+    return [(x @ w).tanh() * x]
+
+
+def drawn(x: Tensor, w: Tensor) -> list[Tensor]:
+    return [functional.dropout(x.tanh(), 0.5) @ w, torch.rand_like(w) * x]
+
+
+def sought(x: Tensor, w: Tensor) -> list[Tensor]:
+    return [torch.bucketize(x.exp(), w.sum(0)) + 1, torch.searchsorted(w.exp(), x)]
+
+
+def chain_of_one_size(x: Tensor, w: Tensor) -> list[Tensor]:
+    for _ in range(6):
+        x = ((x @ w).relu() + x).sigmoid()
+    return [x, x.t().contiguous().sum()]
+
+
+FUNCTIONS = [
+    softmax_and_norm, two_sums_of_rows, read_in_its_own_sum, added_at_indices,
+    written_over_an_input, drawn, sought, chain_of_one_size,
+]  # fmt: skip
+
+
+def lowered(function: Callable[..., list[Tensor]], dtype: torch.dtype) -> Lowered:
+    examples = (torch.rand(SQUARE).to(dtype), torch.rand(SQUARE).to(dtype))
+    table = select_decomp_table()
+    graph: fx.GraphModule = make_fx(function, table, tracing_mode="fake")(*examples)
+    with V.set_fake_mode(FakeTensorMode()):
+        replace_random_passes(graph)
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    return lower(graph, inputs, is_backward=False, visible=())
+
+
+def of_memory(found: Lowered) -> list[tuple[object, ...]]:
+    def facts(event: Event) -> tuple[object, ...]:
+        return (event.kind, event.name, event.of, event.sizes_bytes, event.element)
+
+    return [*map(facts, found.events), (found.inputs, found.outputs, found.output_strides)]
+
+
+def refuse(*args: object) -> None:
+    raise AssertionError("a kernel is written")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_events_are_those_of_written_kernels(
+    function: Callable[..., list[Tensor]],
+    in_order: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with calls_in_order(in_order):
+        with monkeypatch.context() as patched:
+            patched.setattr(inductor_lowering, "kernels_unwritten", contextlib.nullcontext)
+            written = lowered(function, dtype)
+        monkeypatch.setattr(CppKernel, "codegen_loops", refuse)
+        unwritten = lowered(function, dtype)
+    assert of_memory(unwritten) == of_memory(written)
+    assert any(event.kind in ("allocate", "rename") for event in unwritten.events)
+
+
+def test_loops_are_fused_at_an_outer_level_where_written_ones_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = list[bool]()
+    check = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
+
+    def checked(*args: object) -> bool:
+        found.append(check(*args))  # pyright: ignore[reportArgumentType]
+        return found[-1]
+
+    monkeypatch.setattr(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", checked)
+    for function in FUNCTIONS:
+        lowered(function, torch.float32)
+    unwritten = list(found)
+    found.clear()
+    monkeypatch.setattr(inductor_lowering, "kernels_unwritten", contextlib.nullcontext)
+    for function in FUNCTIONS:
+        lowered(function, torch.float32)
+    assert unwritten == found
+    assert set(found) == {True, False}
