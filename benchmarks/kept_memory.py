@@ -2,7 +2,8 @@
 
 When all tensors of a step are dropped, glibc returns their pages, and the next step pays for
 new ones: the more, the higher its peak. In turns, a step pays for what the one before it returned,
-which says nothing of either.
+which says nothing of either. A thread that once found glibc's first arena busy stays with another,
+and those return their pages whatever they are told: so there is only one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import os
 import sys
 
-SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
+SETTINGS = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1",
+}  # fmt: skip
 """Read by glibc when a process starts; others ignore them."""
 
 

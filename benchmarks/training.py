@@ -37,7 +37,7 @@ from benchmarks.kept_memory import SETTINGS
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"
 LIMIT_S = 420.0
-WORKERS = 2
+WORKERS = 3
 Key = tuple[str, float]
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)

@@ -43,7 +43,7 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str) -> Planned:
     with timed(seconds, "solve_s"):
         result = remat.solve(graph, budget_bytes, time_limit_s=LIMIT_S)
     if result.schedule is None:
-        raise DoesNotApplyError(result.message)
+        raise DoesNotApplyError(result.message or f"no schedule found in {LIMIT_S:.0f} s")
     with timed(seconds, "rewrite_s"):
         module = remat.rewrite(trainee.model, result.schedule)
     everything = remat.solve(graph, UNBOUNDED_BYTES, "store_all").schedule

@@ -141,7 +141,7 @@ def error(found: list[Tensor], expected: list[Tensor], floor: float = 0.0) -> fl
 
 
 def measured(
-    bench: Bench, method: str, amount: float, folder: Path, *, is_alone: bool
+    make: Callable[[], Bench], method: str, amount: float, folder: Path, *, is_alone: bool
 ) -> dict[str, Any]:
     """The row; gradients of the compiled step that keeps everything lie in `folder`.
 
@@ -151,8 +151,9 @@ def measured(
     One that times ops while it plans is alone; the rows after it find their prices kept.
     """
     turns = Turns(folder / "turns")
-    eager = methods.eager(bench.trainee)
     with turns.measuring() if is_alone else turns.preparing():
+        bench = make()
+        eager = methods.eager(bench.trainee)
         references = [bench.gradients(eager)]
         began_s = time.perf_counter()
         planned = variant_of(bench, method, amount)
@@ -191,8 +192,11 @@ def row(
 ) -> dict[str, Any]:
     """The row of a method, in this process."""
     torch.set_num_threads(1)
-    bench = Bench(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
+
+    def make() -> Bench:
+        return Bench(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
+
     try:
-        return measured(bench, method, amount, folder, is_alone=is_alone)
+        return measured(make, method, amount, folder, is_alone=is_alone)
     except DoesNotApplyError as error_:
         return {"error": str(error_), "does_not_apply": True}
