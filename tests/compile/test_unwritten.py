@@ -8,8 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._inductor.codegen.cpp import CppKernel, OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.cpp import (
+    CppKernel,
+    CppKernelProxy,
+    CppScheduling,
+    KernelGroup,
+    OuterLoopFusedSchedulerNode,
+)
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +26,7 @@ from torch.nn import functional
 from remat.rewriter import inductor_lowering
 from remat.rewriter.inductor_choices import calls_in_order
 from remat.rewriter.inductor_lowering import Event, Lowered, lower
+from remat.rewriter.inductor_unwritten import kernels_unwritten
 
 SQUARE = (64, 64)
 
@@ -127,3 +135,27 @@ def test_loops_are_fused_at_an_outer_level_where_written_ones_are(
         lowered(function, torch.float32)
     assert unwritten == found
     assert set(found) == {True, False}
+
+
+def test_inductor_writes_kernels_again_after_an_error_inside() -> None:
+    finalize = KernelGroup.finalize_kernel
+    with pytest.raises(ZeroDivisionError), kernels_unwritten(), kernels_unwritten():
+        raise ZeroDivisionError
+    assert CppScheduling.kernel_proxy_cls is CppKernelProxy
+    assert KernelGroup.finalize_kernel is finalize
+
+
+def test_a_graph_that_inductor_refuses_leaves_it_as_it_was() -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"), graph.call_function(len, ((),))))
+    with pytest.raises(InductorError, match="not an OpOverload"):
+        lower(fx.GraphModule({}, graph), [torch.ones(2)], is_backward=False, visible=())
+    assert CppScheduling.kernel_proxy_cls is CppKernelProxy
+
+
+def test_an_op_without_a_lowering_is_a_call() -> None:
+    def sorted_eigenvalues(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [torch.linalg.eigvalsh(x @ w) + 1]
+
+    events = lowered(sorted_eigenvalues, torch.float32).events
+    assert sum(event.kind == "call" for event in events) >= 2
