@@ -21,7 +21,7 @@ from remat.graph_capture.node_facts import (
 )
 from remat.rewriter.fewer_views import leave_out_views
 from remat.rewriter.rng import run_with_rng_state, save_rng_state
-from remat.schedules.kept_in_forward import end_of_forward
+from remat.schedules.kept_in_forward import end_of_forward, live_after_forward
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 
 RNG_STATE = "rng_state_"
@@ -38,14 +38,24 @@ class PhaseEmitter:
         (None for a saved RNG state) when the value is not in this graph yet; returns
         the placeholder that brings it.
     again : names of ops that have run before; updated as ops are emitted.
+    kept : values that the graph before this one left live; what an op that runs again makes of
+        them is not theirs.
     """
 
-    def __init__(self, joint: Joint, demand: Demand, again: set[str], repeated: set[str]) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        demand: Demand,
+        again: set[str],
+        repeated: set[str],
+        kept: frozenset[str] = frozenset(),
+    ) -> None:
         self.joint = joint
         self.graph = fx.Graph()
         self.demand = demand
         self.again = again
         self.repeated = repeated
+        self.kept = set(kept)
         self.copies: dict[str, dict[fx.Node, fx.Node]] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
@@ -60,6 +70,7 @@ class PhaseEmitter:
         if isinstance(step, Compute):
             self._compute(self.joint.graph.ops[self.joint.graph.op_index[step.op]])
         elif isinstance(step, Free):
+            self.kept.discard(step.value)
             self.copies.pop(step.value, None)
             self.states.pop(step.value, None)
         else:
@@ -182,7 +193,8 @@ class PhaseEmitter:
         """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
             picked = self.joint.base_of_value.get(name)
-            if picked is None or not is_getitem(picked) or picked in self.copies.get(name, {}):
+            is_live = name in self.kept or picked in self.copies.get(name, {})
+            if picked is None or not is_getitem(picked) or is_live:
                 continue
             copy = self.graph.create_node(
                 "call_function", picked.target, (self.tuples[node], picked.args[1]), {}, picked.name
@@ -208,7 +220,8 @@ def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModu
     assert isinstance(results, (tuple, list))
     given = forward.results(list(results[: joint.num_forward_outputs]))
     saved: list[fx.Node] = []
-    backward = _start_backward(joint, again, repeated, forward, saved)
+    kept = live_after_forward(joint.graph, schedule)
+    backward = _start_backward(joint, again, repeated, forward, saved, kept)
     for step in schedule.steps[end:]:
         backward.step(step)
     gradients = backward.results(list(results[joint.num_forward_outputs :]))
@@ -249,6 +262,7 @@ def _start_backward(
     repeated: set[str],
     forward: PhaseEmitter,
     saved: list[fx.Node],
+    kept: frozenset[str],
 ) -> PhaseEmitter:
     """An emitter whose demands are met by saving from forward."""
 
@@ -257,7 +271,7 @@ def _start_backward(
         with backward.graph.inserting_before(first_tangent):
             return placeholder_like(backward.graph, value if node is None else node.name, saved[-1])
 
-    backward = PhaseEmitter(joint, save, again, repeated)
+    backward = PhaseEmitter(joint, save, again, repeated, kept)
     tangents = [n for n in joint.module.graph.find_nodes(op="placeholder") if is_tangent(n)]
     for node in tangents:
         backward.put(node, placeholder_like(backward.graph, node.name, node))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
+from torch import nn
 
 from remat import solver
 from remat.graph_capture import TrainingGraph, capture
 from remat.rewriter import check, rewrite
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from tests.models import MODELS, make
 
@@ -66,3 +68,23 @@ def test_equal_to_eager_under_autocast(name: str) -> None:
         module = rewrite(model, schedule_of(graph, "chen_sqrt"))
         found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
+
+
+def test_statistics_that_forward_keeps_stay_its_own_where_a_norm_runs_again() -> None:
+    """Kept, they are saved for backward and fill memory there, as the schedule says."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), torch.randn(32, 64)
+    graph = capture(model, (x,), loss_fn=lambda y: y.square().mean())
+    stored = solver.make_solver("store_all").schedule(graph)
+    normed, *statistics = graph.ops[graph.op_index["native_layer_norm"]].outputs
+    steps = list(stored.steps)
+    steps.insert(steps.index(Compute("tangents")), Free(normed))
+    steps.insert(steps.index(Compute("mm_1")), Compute("native_layer_norm"))
+    schedule = msgspec.structs.replace(stored, steps=tuple(steps))
+    module = rewrite(model, schedule, loss_fn=lambda y: y.square().mean())
+    taken = {node.name for node in module.backward_module.graph.find_nodes(op="placeholder")}
+    assert taken.issuperset(statistics)
+    assert normed not in taken
+    found = check(model, module, (x,), loss_fn=lambda y: y.square().mean(), steps=1)
+    assert found.differences == ()
+    assert found.plan_peak_bytes == simulate(graph, schedule).peak_bytes
