@@ -2,11 +2,11 @@
 
 Solves: least time under a budget on the true peak, any number of recomputations; first runs
 in captured order, or in any (`order`). Keeps everything if that fits, which is optimal.
-Otherwise a single cut gives a bound and schedules; graphs of thousands of ops get their first
-one from `hierarchical`. Where the gap stays open, schedules of online policies are added as
-starts, or on large graphs exchanges, and lazy cuts and large neighbourhoods work side by side
-(`improve`); small graphs end with `checkmate`, tiny ones are searched exhaustively. In a free
-order several orders are solved (`free_order`).
+Otherwise a single cut, and segments between lower sets, give a bound and schedules; graphs of
+thousands of ops get their first one from `hierarchical`. Where the gap stays open, schedules of
+online policies are added as starts, or on large graphs exchanges, and lazy cuts and large
+neighbourhoods work side by side (`improve`); small graphs end with `checkmate`, tiny ones are
+searched exhaustively. In a free order several orders are solved (`free_order`).
 Optimal where the result says so. Cost: near-linear where one cut closes the gap, which is
 the rule on transformers; else the time limit. Shortcomings: those of its parts.
 """

@@ -7,7 +7,8 @@ knapsack problem of "selective activation recomputation" with recompute chains c
 Solves: least time under a budget on the true peak, first runs in captured order, any number
 of recomputations. The program of `cut_bound` gives a proven bound and a start; the start
 is expanded just in time, repaired under the true peak and filled with what still fits.
-Where the gap stays open, the fullest stage becomes a further cut, bound and start in one.
+Where the gap stays open, segments between lower sets and cuts at lower targets give more
+starts, and the fullest stage becomes a further cut, bound and start in one.
 Optimal: where bound and schedule meet, which is the rule on transformers (gap below 1 %).
 Cost: about one MILP of n binaries and one dense row; near-linear up to some 5,000 ops.
 Shortcomings: the order of first runs is given; in a stage an op runs at most once again;
@@ -37,6 +38,7 @@ from remat.solver.mip import Limits
 from remat.solver.repair import Repair, fill
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
+from remat.solver.segment_starts import take_segments
 from remat.solver.stages import State
 from remat.solver.store_all import store_all_state
 
@@ -45,10 +47,13 @@ MANY_OPS = 1000
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
+WIDE = 0.05
+"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds."""
 GAP_PART = 0.1
 """Part of the open gap that a program of cuts may leave, where less than that is asked for."""
-NODE_LIMIT = 500
-"""Branch-and-bound nodes a program may take: a limit that is the same on every machine."""
+NODE_LIMIT, FIRST_NODES = 500, 50
+"""Branch-and-bound nodes a program may take: a limit that is the same on every machine. The first
+program may take fewer, as the starts that come after it are often better ones."""
 FEW_NODES = 20
 """The same for a program of many ops, whose nodes are slow."""
 FIRST_WORK, REPAIR_WORK = 100_000, 20_000
@@ -118,7 +123,9 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     if place is None:
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
-    climb(search, lazy, gap)
+    climb(search, lazy, gap, FIRST_NODES)
+    if is_open(search, gap) and search.gap > WIDE and not has_start:
+        take_segments(search)
     for target_bytes in targets(search, () if has_start else TARGETS):
         if is_open(search, gap) and not has_worked(search, FIRST_WORK):
             search.say(f"start for {target_bytes} bytes")
@@ -129,10 +136,10 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     return lazy
 
 
-def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
+def climb(search: Search, lazy: LazyCuts, gap: float, most_nodes: int = NODE_LIMIT) -> None:
     """Solve the cuts so far for a bound and a start."""
     search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
-    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
+    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap, most_nodes)))
 
 
 def take_climbed(search: Search, climbed: Climbed) -> None:
@@ -145,13 +152,15 @@ def take_climbed(search: Search, climbed: Climbed) -> None:
         repair_from(search, climbed.start)
 
 
-def limits_of(search: Search, lazy: LazyCuts, gap: float, open_gap: float) -> Limits:
+def limits_of(
+    search: Search, lazy: LazyCuts, gap: float, open_gap: float, most_nodes: int = NODE_LIMIT
+) -> Limits:
     """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known."""
     tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
         time_limit_s=max(search.left_s, 0.1),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
-        node_limit=FEW_NODES if is_large(search) else NODE_LIMIT,
+        node_limit=FEW_NODES if is_large(search) else most_nodes,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.beside import causes
 from benchmarks.beside.front_plot import draw
-from benchmarks.beside.fronts import OURS, OURS_KEPT, TORCHS_KEPT, Row, best_within, front
+from benchmarks.beside.fronts import OURS, TORCHS_KEPT, Row, best_within, front
 from benchmarks.beside.models import SUITES
 from benchmarks.beside.scaling_part import scaling
 
@@ -54,8 +54,7 @@ class Model:
     def __init__(self, suite: str, name: str, kept: dict[str, Any]) -> None:
         self.name, self.entry = name, SUITES[suite][name]
         read = [Row.read(key, row) for key, row in kept.items()]
-        self.kept = {row.method: row for row in read if row.method in (TORCHS_KEPT, OURS_KEPT)}
-        every = [row for row in read if row.method not in self.kept]
+        every = [row for row in read if row.method != TORCHS_KEPT]
         self.rows = [row for row in every if row.is_measured]
         self.failed = [row for row in every if not row.is_measured]
         self.ours = [row for row in self.rows if row.method in OURS]
@@ -70,21 +69,16 @@ class Model:
                 found.append((row, ours))
         return found
 
-    def overhead_off(self, row: Row) -> float:
-        """Planned less measured overhead over the step that keeps everything.
-
-        A compiled one ran in another process: both are held against the unmodified step.
-        """
-        found = row.kept.get("measured_overhead")
-        if found is None:
-            found = (1 + row.over_eager) / (1 + self.kept[OURS_KEPT].over_eager) - 1
-        return row.kept["planned_overhead"] - found
-
     def description(self) -> str:
         """What the model is, and the sizes that it has in this suite."""
         build: Any = self.entry.build
         sizes = ", ".join(f"{key} {value}" for key, value in build.keywords.items())
         return f"{build.func.__doc__.strip()} Sizes: {sizes}; batch {self.entry.batch}."
+
+
+def overhead_off(row: Row) -> float:
+    """Planned less measured overhead over the step that keeps everything, in the same process."""
+    return row.kept["planned_overhead"] - row.kept["measured_overhead"]
 
 
 def section(model: Model) -> Iterator[str]:
@@ -119,16 +113,16 @@ def fidelity(models: list[Model]) -> Iterator[str]:
     """Predicted against measured."""
     yield "| | rows | peak off, median | worst | overhead off, median | worst |"
     yield "|---|--:|--:|--:|--:|--:|"
-    every = [(model, row) for model in models for row in model.ours]
+    every = [row for model in models for row in model.ours]
     for methods, name in (*(((m,), TITLES[m]) for m in OURS), (OURS, "both")):
-        pairs = [(model, row) for model, row in every if row.method in methods]
-        if not pairs:
+        rows = [row for row in every if row.method in methods]
+        if not rows:
             continue
-        peaks = [abs(row.kept["predicted_bytes"] / row.peak_bytes - 1) for _, row in pairs]
-        overheads = [abs(model.overhead_off(row)) for model, row in pairs]
+        peaks = [abs(row.kept["predicted_bytes"] / row.peak_bytes - 1) for row in rows]
+        overheads = [abs(overhead_off(row)) for row in rows]
         off = [f"{100 * f(peaks):.2f} %" for f in (statistics.median, max)]
         off += [f"{100 * f(overheads):.1f} points" for f in (statistics.median, max)]
-        yield f"| {name} | {len(pairs)} | {' | '.join(off)} |"
+        yield f"| {name} | {len(rows)} | {' | '.join(off)} |"
 
 
 def preparation(models: list[Model]) -> Iterator[str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = ("remat", "remat_compiled")
-TORCHS_KEPT, OURS_KEPT = "keep_all", "remat_kept"
-"""Compiled steps that keep everything: rows that others are held against, and no method."""
+TORCHS_KEPT = "keep_all"
+"""Torch's compiled step that keeps everything: a row that others are held against, no method."""
 CLOSE = 0.03
 """Budgets within this share of each other are measured once."""
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
 
 import remat
 from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import Trainee
 from remat.api import UNBOUNDED_BYTES
+from remat.rewriter.inductor_partition import FusedStep, Pair, Partitioner, planned
 
 LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A variant, its step that keeps everything if there is one, and what was predicted."""
+    """A variant, its step that keeps everything if there is one, and what was predicted.
+
+    `facts` are those of the variant's first step, and asked for before any other is compiled.
+    """
 
     variant: Variant
     keep_all: Variant | None
@@ -59,23 +66,28 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str) -> Planned:
 
 def compiled(trainee: Trainee, budget_bytes: int) -> Planned:
     """`torch.compile(model, backend="remat")`."""
-    return _compiled(trainee, {"budget": budget_bytes})
+    call = torch.compile(trainee.model, backend="remat", options={"budget": budget_bytes})
+    keep_all = torch.compile(trainee.model, backend=_keeping_all)
+    return Planned(Variant(call), Variant(keep_all), _facts_of_last_plan)
 
 
-def compiled_keeping_all(trainee: Trainee) -> Planned:
-    """The compiled step of the plan that keeps everything, over which plans have their overhead."""
-    return _compiled(trainee, {"budget": UNBOUNDED_BYTES, "keep": "*"})
+def _keeping_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """As the backend compiles its plan that keeps everything, without the search for others."""
+    (outputs,) = gm.graph.output_node().args
+    partitioner = Partitioner(_everything_kept, len(pytree.tree_leaves(outputs)))
+    with planned(partitioner) as patches:
+        return compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
 
 
-def _compiled(trainee: Trainee, options: dict[str, Any]) -> Planned:
-    call = torch.compile(trainee.model, backend="remat", options=options)
+def _everything_kept(step: FusedStep) -> Pair:
+    schedule = remat.solve(step.graph, UNBOUNDED_BYTES, "store_all").schedule
+    assert schedule is not None
+    return step.emit(schedule)
 
-    def facts() -> dict[str, Any]:
-        plan = remat.compiled_plans()[-1]
-        return {
-            "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
-            "planned_overhead": plan.overhead, "gap": plan.gap, "search_s": plan.seconds,
-            "is_torchs": plan.schedule is None,
-        }  # fmt: skip
 
-    return Planned(Variant(call), None, facts)
+def _facts_of_last_plan() -> dict[str, Any]:
+    plan = remat.compiled_plans()[-1]
+    return {
+        "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
+        "planned_overhead": plan.overhead, "gap": plan.gap, "search_s": plan.seconds,
+    }  # fmt: skip

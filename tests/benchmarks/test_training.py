@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.beside import causes, document
 from benchmarks.beside.batches import largest
-from benchmarks.beside.fronts import OURS_KEPT, TORCHS_KEPT, Row, best_within, front, targets
+from benchmarks.beside.fronts import TORCHS_KEPT, Row, best_within, front, targets
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2-tiny"
@@ -41,14 +41,14 @@ def test_every_row_is_measured_or_does_not_apply(results: Path) -> None:
     assert missing["sac_ilp"]["error"] == "its estimators of time need CUDA"
     assert all(name.startswith("remat ") for name in missing.keys() - {"sac_ilp"})
     methods = {name.split()[0] for name in rows}
-    assert methods == {*document.TITLES, TORCHS_KEPT, OURS_KEPT}
+    assert methods == {*document.TITLES, TORCHS_KEPT}
 
 
 def test_ours_keep_to_the_peaks_they_were_given_and_are_right(results: Path) -> None:
     rows = json.loads(results.read_text())["rows"][MODEL]
     ours = {name: kept for name, kept in rows.items() if name.startswith("remat")}
     ours = {name: kept for name, kept in ours.items() if "error" not in kept}
-    assert {name.split()[0] for name in ours} == {"remat", "remat_compiled", OURS_KEPT}
+    assert {name.split()[0] for name in ours} == {"remat", "remat_compiled"}
     for kept in ours.values():
         assert kept["peak_bytes"] <= kept["budget_bytes"]
         assert abs(kept["predicted_bytes"] / kept["peak_bytes"] - 1) < 0.02
@@ -105,20 +105,6 @@ def test_a_loss_needs_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         f"no cause is written down for ('smoke', '{MODEL}', 'eager')",
         f"no cause is written down for ('smoke', '{MODEL}', 'checkpoint 1')",
     ]
-
-
-def test_compiled_plans_are_held_against_our_code_that_keeps_everything() -> None:
-    planned = {"peak_bytes": 9, "over_eager": 0.32, "planned_overhead": 0.11}
-    model = document.Model(
-        "smoke", MODEL,
-        {
-            TORCHS_KEPT: {"peak_bytes": 9, "over_eager": 0.32}, OURS_KEPT: {"over_eager": 0.2},
-            "remat_compiled 7": planned,
-            "remat_compiled 9": {**planned, "planned_overhead": 0.0, "over_eager": 0.194},
-        },
-    )  # fmt: skip
-    assert [row.name for row in model.rows] == ["remat_compiled 7", "remat_compiled 9"]
-    assert [round(model.overhead_off(row), 9) for row in model.rows] == [0.01, 0.005]
 
 
 def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
