@@ -40,3 +40,12 @@ def test_the_calmest_try_counts(
     assert found.times_s[1] == [2 * kept_s]
     assert found.was_slow is was_slow
     assert float(fastest.read_text()) == fastest_s
+
+
+def test_short_steps_are_taken_as_they_are(tmp_path: Path) -> None:
+    fastest = tmp_path / "fastest_s"
+    left = iter([0.019, 0.001])
+    found = calm.timed_calmly(lambda: [[next(left)]], fastest)
+    assert found == calm.Timed([[0.019]], was_slow=False)
+    assert list(left) == [0.001]
+    assert not fastest.exists()
