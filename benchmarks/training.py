@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.beside import batches
 from benchmarks.beside.batches import CHECKPOINTS, GPU_GIB, METHODS
-from benchmarks.beside.fronts import OURS, TORCHS_KEPT, Row, front, targets
+from benchmarks.beside.fronts import TORCHS_KEPT, Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
 from benchmarks.beside.own_process import OwnProcesses
@@ -37,8 +36,9 @@ from benchmarks.kept_memory import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"
-LIMIT_S = 420.0
-WORKERS = 3
+LIMIT_S = 900.0
+WORKERS, MODELS = 6, 2
+"""Rows and models under way at once: while the last rows of one are set up, the next begins."""
 Key = tuple[str, float]
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)
@@ -134,6 +134,7 @@ class Suite:
         self.name, self.results = name, results
         kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
         self.processes = OwnProcesses({**kept, **SETTINGS}, LIMIT_S)
+        self.workers = ThreadPoolExecutor(WORKERS)
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
         """Measure the rows that are missing; preparations run side by side."""
@@ -141,18 +142,14 @@ class Suite:
         folder = WORK / self.name / model
         folder.mkdir(parents=True, exist_ok=True)
 
-        def one(key: Key, *, is_alone: bool = False) -> None:
-            measured = partial(row, is_alone=is_alone)
+        def one(key: Key) -> None:
             arguments = (self.name, model, *key, folder)
-            found = self.processes.answer(measured, *arguments)
+            found = self.processes.answer(row, *arguments)
             if found.get("was_slow", False):
-                found = min(found, self.processes.answer(measured, *arguments), key=_eager_s)
+                found = min(found, self.processes.answer(row, *arguments), key=_eager_s)
             self.results.keep(model, key, found)
 
-        if missing and missing[0][0] in OURS:
-            one(missing.pop(0), is_alone=True)
-        with ThreadPoolExecutor(WORKERS) as pool:
-            list(pool.map(one, missing))
+        list(self.workers.map(one, missing))
 
     def largest(self, model: str) -> None:
         """The largest batches of a model, within its unmodified peak, or the sizes of GPUs."""
@@ -205,10 +202,11 @@ def main() -> int:
         raise SystemExit("there is no CUDA device here")
     results = Results.at(asked.out, asked.suite)
     suite = Suite(asked.suite, results)
-    for model in asked.models or SUITES[asked.suite]:
-        suite.run(model)
-        if asked.batches:
-            suite.largest(model)
+    models = asked.models or list(SUITES[asked.suite])
+    with ThreadPoolExecutor(MODELS) as pool:
+        list(pool.map(suite.run, models))
+    for model in models if asked.batches else ():
+        suite.largest(model)
     return 0
 
 

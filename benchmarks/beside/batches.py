@@ -55,7 +55,7 @@ def by_method(suite: str, model: str, method: str, amount: float, budget: int) -
     @cache
     def peak_bytes(batch: int) -> int:
         bench = Bench(entry.make(batch), device)
-        variant = variant_of(bench, method, amount).variant
+        variant = variant_of(bench, method, amount)
         bench.step(variant)
         return bench.peaks(variant)["peak_bytes"]
 
@@ -74,7 +74,7 @@ def by_method(suite: str, model: str, method: str, amount: float, budget: int) -
     if not batch:
         return {"batch": 0}
     bench = Bench(entry.make(batch), device)
-    eager, variant = methods.eager(bench.trainee), variant_of(bench, method, amount).variant
+    eager, variant = methods.eager(bench.trainee), variant_of(bench, method, amount)
     times = bench.times_s(eager, variant)
     return {
         "batch": batch, "peak_bytes": peak_bytes(batch),

@@ -16,7 +16,9 @@ from torch._inductor.compile_fx import compile_fx
 import remat
 from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import Trainee
+from benchmarks.beside.turns import Quiet
 from remat.api import UNBOUNDED_BYTES
+from remat.rewriter import inductor_partition
 from remat.rewriter.inductor_partition import FusedStep, Pair, Partitioner, planned
 
 LIMIT_S = 10.0
@@ -42,12 +44,12 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began_s
 
 
-def rewritten(trainee: Trainee, budget_bytes: int, device: str) -> Planned:
+def rewritten(trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet) -> Planned:
     """`remat.rewrite` of the schedule for a budget."""
     seconds: dict[str, float] = {}
-    with timed(seconds, "capture_and_price_s"):
+    with quiet.pricing(), timed(seconds, "capture_and_price_s"):
         graph = remat.capture(trainee.model, trainee.args, device=device)
-    with timed(seconds, "solve_s"):
+    with quiet.solving(), timed(seconds, "solve_s"):
         result = remat.solve(graph, budget_bytes, time_limit_s=LIMIT_S)
     if result.schedule is None:
         raise DoesNotApplyError(result.message or f"no schedule found in {LIMIT_S:.0f} s")
@@ -64,8 +66,15 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str) -> Planned:
     )
 
 
-def compiled(trainee: Trainee, budget_bytes: int) -> Planned:
-    """`torch.compile(model, backend="remat")`."""
+def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
+    """`torch.compile(model, backend="remat")`, in a process that it changes for good."""
+
+    class PricedAlone(FusedStep):
+        def __init__(self, *args: Any) -> None:
+            with quiet.pricing():
+                super().__init__(*args)
+
+    inductor_partition.FusedStep = PricedAlone
     call = torch.compile(trainee.model, backend="remat", options={"budget": budget_bytes})
     keep_all = torch.compile(trainee.model, backend=_keeping_all)
     return Planned(Variant(call), Variant(keep_all), _facts_of_last_plan)

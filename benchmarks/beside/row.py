@@ -22,7 +22,7 @@ from benchmarks.beside.fronts import TORCHS_KEPT
 from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import SUITES, Trainee
 from benchmarks.beside.sac_ilp import ilp
-from benchmarks.beside.turns import Turns
+from benchmarks.beside.turns import Quiet, Turns
 from remat.graph_capture.memory_events import measure_peak
 
 ROUNDS = 9
@@ -104,8 +104,8 @@ class Bench:
         }
 
 
-def variant_of(bench: Bench, method: str, amount: float) -> ours.Planned:
-    """The method's variant of the model; predictions are ours alone."""
+def variant_of(bench: Bench, method: str, amount: float) -> Variant:
+    """The variant of the model by a method that is not ours."""
     trainee = bench.trainee
     makers: dict[str, Callable[[], Variant]] = {
         "eager": lambda: methods.eager(trainee),
@@ -117,12 +117,17 @@ def variant_of(bench: Bench, method: str, amount: float) -> ours.Planned:
         "inductor": lambda: methods.compiled(trainee, "inductor", amount),
         TORCHS_KEPT: lambda: methods.compiled_keeping_all(trainee),
     }
+    return makers[method]()
+
+
+def planned_of(bench: Bench, method: str, amount: float, quiet: Quiet) -> ours.Planned:
+    """The variant by any method; predictions are ours alone."""
     if method == "remat":
         with bench.autocast():
-            return ours.rewritten(trainee, int(amount), bench.device)
+            return ours.rewritten(bench.trainee, int(amount), bench.device, quiet)
     if method == "remat_compiled":
-        return ours.compiled(trainee, int(amount))
-    return ours.Planned(makers[method](), None, dict)
+        return ours.compiled(bench.trainee, int(amount), quiet)
+    return ours.Planned(variant_of(bench, method, amount), None, dict)
 
 
 def error(found: list[Tensor], expected: list[Tensor], floor: float = 0.0) -> float:
@@ -138,25 +143,25 @@ def error(found: list[Tensor], expected: list[Tensor], floor: float = 0.0) -> fl
     )
 
 
-def measured(
-    make: Callable[[], Bench], method: str, amount: float, folder: Path, *, is_alone: bool
-) -> dict[str, Any]:
+def measured(make: Callable[[], Bench], method: str, amount: float, folder: Path) -> dict[str, Any]:
     """The row; gradients of the compiled step that keeps everything lie in `folder`.
 
     Gradients are right if they are eager's or those: with other random numbers they cannot be
     eager's, and torch 2.13's `default_partition` under Inductor gets a U-Net's attention wrong.
     That step's row may be set up beside those that read them, so they do when it is their turn.
-    One that times ops while it plans is alone; the rows after it find their prices kept.
+    Models of a suite take their turns together.
     """
-    turns = Turns(folder / "turns")
-    with turns.measuring() if is_alone else turns.preparing():
+    turns = Turns(folder.parent / "turns")
+    with turns.preparing():
         bench = make()
         eager = methods.eager(bench.trainee)
         references = [bench.gradients(eager)]
-        began_s = time.perf_counter()
-        planned = variant_of(bench, method, amount)
+        began_s = time.perf_counter() - turns.waited_s
+        quiet = Quiet(turns, folder / f"{method}.priced")
+        planned = planned_of(bench, method, amount, quiet)
         found = bench.gradients(planned.variant)
-        facts: dict[str, Any] = {"setup_s": time.perf_counter() - began_s, **planned.facts()}
+        setup_s = time.perf_counter() - turns.waited_s - began_s
+        facts: dict[str, Any] = {"setup_s": setup_s, **planned.facts()}
         if method == TORCHS_KEPT:
             torch.save(found, folder / GRADIENTS)
         if method == "aot" and error(found, references[0], SMALL) > RIGHT:
@@ -188,9 +193,7 @@ def ratio(times: list[float], base: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
-def row(
-    suite: str, model: str, method: str, amount: float, folder: Path, *, is_alone: bool
-) -> dict[str, Any]:
+def row(suite: str, model: str, method: str, amount: float, folder: Path) -> dict[str, Any]:
     """The row of a method, in this process."""
     torch.set_num_threads(1)
 
@@ -198,6 +201,6 @@ def row(
         return Bench(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
 
     try:
-        return measured(make, method, amount, folder, is_alone=is_alone)
+        return measured(make, method, amount, folder)
     except DoesNotApplyError as error_:
         return {"error": str(error_), "does_not_apply": True}
