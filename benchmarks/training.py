@@ -37,8 +37,8 @@ from benchmarks.kept_memory import SETTINGS
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"
 LIMIT_S = 900.0
-WORKERS, MODELS = 6, 2
-"""Rows and models under way at once: while the last rows of one are set up, the next begins."""
+WORKERS = 3
+"""Rows under way at once on a CPU; a GPU's memory is for one."""
 Key = tuple[str, float]
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)
@@ -62,6 +62,7 @@ class Results:
             kept = json.loads(path.read_text())
             if kept["suite"] != suite:
                 raise SystemExit(f"{path} holds the suite {kept['suite']}, not {suite}")
+            kept["resumed"] = {key: facts(suite)[key] for key in ("date", "commit")}
             return cls(path, kept)
         return cls(path, {"suite": suite, **facts(suite), "seconds": 0.0, "rows": {}})
 
@@ -134,7 +135,7 @@ class Suite:
         self.name, self.results = name, results
         kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
         self.processes = OwnProcesses({**kept, **SETTINGS}, LIMIT_S)
-        self.workers = ThreadPoolExecutor(WORKERS)
+        self.workers = ThreadPoolExecutor(1 if name == "gpu" else WORKERS)
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
         """Measure the rows that are missing; preparations run side by side."""
@@ -202,11 +203,10 @@ def main() -> int:
         raise SystemExit("there is no CUDA device here")
     results = Results.at(asked.out, asked.suite)
     suite = Suite(asked.suite, results)
-    models = asked.models or list(SUITES[asked.suite])
-    with ThreadPoolExecutor(MODELS) as pool:
-        list(pool.map(suite.run, models))
-    for model in models if asked.batches else ():
-        suite.largest(model)
+    for model in asked.models or SUITES[asked.suite]:
+        suite.run(model)
+        if asked.batches:
+            suite.largest(model)
     return 0
 
 

@@ -190,9 +190,11 @@ def part(suite: str, kept: dict[str, Any]) -> tuple[list[str], list[str]]:
     lost, wrong = losses(suite, models)
     picture = PAGE.with_name(f"benchmarks-{suite}.png")
     draw({model.name: model.rows for model in models}, picture)
+    last = kept.get("resumed")
+    resumed = f" (resumed {last['date']}, commit {last['commit']})" if last else ""
     return [
         f"{kept['device']}; torch {kept['torch']}, Python {kept['python']}; {kept['date']}, commit "
-        f"{kept['commit']}. All rows took {kept['seconds'] / 60:.0f} minutes.\n",
+        f"{kept['commit']}{resumed}. All rows took {kept['seconds'] / 60:.0f} minutes.\n",
         f"![Time against measured peak of each model]({picture.name})\n",
         "#### Losses\n", *lost, "",
         "#### Predicted against measured\n", *fidelity(models), "",

@@ -149,9 +149,8 @@ def measured(make: Callable[[], Bench], method: str, amount: float, folder: Path
     Gradients are right if they are eager's or those: with other random numbers they cannot be
     eager's, and torch 2.13's `default_partition` under Inductor gets a U-Net's attention wrong.
     That step's row may be set up beside those that read them, so they do when it is their turn.
-    Models of a suite take their turns together.
     """
-    turns = Turns(folder.parent / "turns")
+    turns = Turns(folder / "turns")
     with turns.preparing():
         bench = make()
         eager = methods.eager(bench.trainee)
