@@ -28,22 +28,20 @@ class Turns:
         self.waited_s += time.perf_counter() - began_s
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """While this is held, nobody measures."""
-        self._take(fcntl.LOCK_SH)
+    def _held(self, kind: int) -> Iterator[None]:
+        self._take(kind)
         try:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
+    def preparing(self) -> AbstractContextManager[None]:
+        """While this is held, nobody measures."""
+        return self._held(fcntl.LOCK_SH)
+
+    def measuring(self) -> AbstractContextManager[None]:
         """While this is held, nobody else prepares or measures."""
-        self._take(fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return self._held(fcntl.LOCK_EX)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
