@@ -62,7 +62,8 @@ class Results:
             kept = json.loads(path.read_text())
             if kept["suite"] != suite:
                 raise SystemExit(f"{path} holds the suite {kept['suite']}, not {suite}")
-            kept["resumed"] = {key: facts(suite)[key] for key in ("date", "commit")}
+            now = facts(suite)
+            kept["resumed"] = {key: now[key] for key in ("date", "commit")}
             return cls(path, kept)
         return cls(path, {"suite": suite, **facts(suite), "seconds": 0.0, "rows": {}})
 

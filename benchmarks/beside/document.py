@@ -127,6 +127,10 @@ def fidelity(models: list[Model]) -> Iterator[str]:
 
 def preparation(models: list[Model]) -> Iterator[str]:
     """Seconds before the first step is done."""
+    yield (
+        "Rows are set up side by side on the same cores, and not equally many at a time: these are "
+        "longer than a row alone takes, and do not compare methods.\n"
+    )
     yield "| | " + " | ".join(model.name for model in models) + " |"
     yield "|---|" + "--:|" * len(models)
     for method in ("checkpoint", "aot", "inductor", "remat", "remat_compiled"):

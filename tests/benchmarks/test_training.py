@@ -107,6 +107,18 @@ def test_a_loss_needs_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+def test_overheads_are_held_against_the_kept_step_of_the_same_row() -> None:
+    kept = {
+        TORCHS_KEPT: {"peak_bytes": 9, "over_eager": 0.32},
+        "remat_compiled 7": {
+            "peak_bytes": 9, "over_eager": 0.32, "planned_overhead": 0.11, "measured_overhead": 0.1,
+        },
+    }  # fmt: skip
+    model = document.Model("smoke", MODEL, kept)
+    assert [row.name for row in model.rows] == ["remat_compiled 7"]
+    assert round(document.overhead_off(model.rows[0]), 9) == 0.01
+
+
 def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
     keys = [("smoke", MODEL, method) for method in ("eager", "checkpoint 1", "selective")]
