@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 
 from benchmarks.beside import batches
 from benchmarks.beside.batches import CHECKPOINTS, GPU_GIB, METHODS
+from benchmarks.beside.cores import CORES
 from benchmarks.beside.fronts import TORCHS_KEPT, Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
@@ -37,8 +39,8 @@ from benchmarks.kept_memory import SETTINGS
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"
 LIMIT_S = 900.0
-WORKERS = 3
-"""Rows under way at once on a CPU; a GPU's memory is for one."""
+WORKERS = 4
+"""Rows under way at once on CPUs with more than one core; a GPU's memory is for one."""
 Key = tuple[str, float]
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)
@@ -111,11 +113,6 @@ def name_of(key: Key) -> str:
     return Row(*key, {}).name
 
 
-def _eager_s(found: dict[str, Any]) -> float:
-    """Of a row that was measured; a failed one comes after all others."""
-    return found.get("eager_s", math.inf)
-
-
 def shown(found: dict[str, Any]) -> str:
     """A row in one line."""
     if "error" in found:
@@ -126,6 +123,7 @@ def shown(found: dict[str, Any]) -> str:
         text += f"  peak off {off:+.2f} %, planned {100 * found['planned_overhead']:.1f} %"
     if "measured_overhead" in found:
         text += f", measured {100 * found['measured_overhead']:.1f} %"
+    text += "  SLOW" if found.get("was_slow", False) else ""
     return text + ("" if found.get("is_right", True) else "  WRONG GRADIENTS")
 
 
@@ -136,19 +134,16 @@ class Suite:
         self.name, self.results = name, results
         kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
         self.processes = OwnProcesses({**kept, **SETTINGS}, LIMIT_S)
-        self.workers = ThreadPoolExecutor(1 if name == "gpu" else WORKERS)
+        self.workers = ThreadPoolExecutor(1 if name == "gpu" or len(CORES) < 2 else WORKERS)
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
-        """Measure the rows that are missing; preparations run side by side."""
+        """Measure the rows that are missing; several are under way at once."""
         missing = [key for key in keys if not self.results.has(model, key)]
         folder = WORK / self.name / model
         folder.mkdir(parents=True, exist_ok=True)
 
         def one(key: Key) -> None:
-            arguments = (self.name, model, *key, folder)
-            found = self.processes.answer(row, *arguments)
-            if found.get("was_slow", False):
-                found = min(found, self.processes.answer(row, *arguments), key=_eager_s)
+            found = self.processes.answer(row, self.name, model, *key, folder)
             self.results.keep(model, key, found)
 
         list(self.workers.map(one, missing))
@@ -173,18 +168,25 @@ class Suite:
 
     def run(self, model: str) -> None:
         """All rows of a model; ours come last, at the peaks that others reached."""
+        if not self.results.rows(model):
+            shutil.rmtree(WORK / self.name / model, ignore_errors=True)
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
-        decomposed = [("aot", share) for share in shares]
-        inductors = [("inductor", share) for share in shares]
-        self.take(model, [*CHECKPOINTS, ("sac_ilp", 0), *decomposed, (TORCHS_KEPT, 0), *inductors])
+        compiled: list[Key] = [(TORCHS_KEPT, 0), *(("inductor", share) for share in shares)]
+        eager_like = [*CHECKPOINTS, ("sac_ilp", 0), *(("aot", share) for share in shares)]
+        self.take(model, in_turn(compiled, eager_like))
         rows = self.results.rows(model)
         eager_bytes = next(row.peak_bytes for row in rows if row.method == "eager")
         parts = [percent * eager_bytes // 100 for percent in PERCENTS]
-        compiled = [row for row in rows if row.method == "inductor"]
-        eager_like = [row for row in rows if row.method in EAGER_LIKE]
-        self.take(model, [("remat", peak) for peak in targets(front(eager_like), parts)])
-        peaks = targets(front(compiled), [])
-        self.take(model, [("remat_compiled", peak) for peak in peaks])
+        peaks = targets(front([row for row in rows if row.method == "inductor"]), [])
+        planned = [("remat_compiled", peak) for peak in peaks]
+        peaks = targets(front([row for row in rows if row.method in EAGER_LIKE]), parts)
+        self.take(model, in_turn(planned, [("remat", peak) for peak in peaks]))
+
+
+def in_turn(slow: Iterable[Key], fast: Iterable[Key]) -> list[Key]:
+    """One of each, so that while those are set up that take long, others are timed."""
+    pairs = zip_longest(slow, fast)
+    return [key for pair in pairs for key in pair if key is not None]
 
 
 def main() -> int:

@@ -81,10 +81,14 @@ def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
 
 
 def _keeping_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """As the backend compiles its plan that keeps everything, without the search for others."""
+    """As the backend compiles its plan that keeps everything, without the search for others.
+
+    Its code is the same in all rows of a model, and generated in the first.
+    """
     (outputs,) = gm.graph.output_node().args
     partitioner = Partitioner(_everything_kept, len(pytree.tree_leaves(outputs)))
     with planned(partitioner) as patches:
+        patches |= {"fx_graph_cache": True}
         return compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
 
 

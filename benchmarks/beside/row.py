@@ -6,7 +6,7 @@ medians of their ratios in a round.
 
 from __future__ import annotations
 
-import statistics
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.beside import methods, ours
-from benchmarks.beside.calm import timed_calmly
+from benchmarks.beside.calm import Round, timed_calmly
 from benchmarks.beside.fronts import TORCHS_KEPT
 from benchmarks.beside.methods import DoesNotApplyError, Variant
 from benchmarks.beside.models import SUITES, Trainee
@@ -25,8 +25,8 @@ from benchmarks.beside.sac_ilp import ilp
 from benchmarks.beside.turns import Quiet, Turns
 from remat.graph_capture.memory_events import measure_peak
 
-ROUNDS = 9
-GRADIENTS, FASTEST = "gradients.pt", "fastest_s"
+AWAITED_S = 300.0
+GRADIENTS, DECOMPOSED, FASTEST = "gradients.pt", "decomposed.pt", "fastest_s"
 SEED = 3
 SMALL = 1e-3
 """Part of the largest gradient's norm below which one may be nothing but rounding, as that of a
@@ -64,20 +64,19 @@ class Bench:
         self.step(variant)
         return [p.grad.clone() for p in self.parameters if p.grad is not None]
 
-    def times_s(self, *variants: Variant) -> list[list[float]]:
-        """Seconds of some steps of each, in turn, after a step to warm up.
+    def rounds(self, *variants: Variant) -> Callable[[], Round]:
+        """Warms each up; a call then takes a step of each in turn.
 
-        The processor's on a CPU, the clock's on a GPU.
+        The processor's seconds on a CPU, the clock's on a GPU.
         """
         for variant in variants:
             self.step(variant)
-        found: list[list[float]] = [[] for _ in variants]
-        for _ in range(ROUNDS):
-            for taken, variant in zip(found, variants, strict=True):
-                began_s = self._now_s()
-                self.step(variant)
-                taken.append(self._now_s() - began_s)
-        return found
+        return lambda: [self._taken_s(variant) for variant in variants]
+
+    def _taken_s(self, variant: Variant) -> float:
+        began_s = self._now_s()
+        self.step(variant)
+        return self._now_s() - began_s
 
     def _now_s(self) -> float:
         if not self.is_cuda:
@@ -143,53 +142,69 @@ def error(found: list[Tensor], expected: list[Tensor], floor: float = 0.0) -> fl
     )
 
 
-def measured(make: Callable[[], Bench], method: str, amount: float, folder: Path) -> dict[str, Any]:
+def measured(
+    make: Callable[[], Bench], method: str, amount: float, folder: Path, turns: Turns
+) -> dict[str, Any]:
     """The row; gradients of the compiled step that keeps everything lie in `folder`.
 
     Gradients are right if they are eager's or those: with other random numbers they cannot be
     eager's, and torch 2.13's `default_partition` under Inductor gets a U-Net's attention wrong.
-    That step's row may be set up beside those that read them, so they do when it is their turn.
+    That step's row may be set up beside those that read them, so they wait for it.
     """
-    turns = Turns(folder / "turns")
-    with turns.preparing():
-        bench = make()
-        eager = methods.eager(bench.trainee)
-        references = [bench.gradients(eager)]
-        began_s = time.perf_counter() - turns.waited_s
-        quiet = Quiet(turns, folder / f"{method}.priced")
-        planned = planned_of(bench, method, amount, quiet)
-        found = bench.gradients(planned.variant)
-        setup_s = time.perf_counter() - turns.waited_s - began_s
-        facts: dict[str, Any] = {"setup_s": setup_s, **planned.facts()}
-        if method == TORCHS_KEPT:
-            torch.save(found, folder / GRADIENTS)
-        if method == "aot" and error(found, references[0], SMALL) > RIGHT:
-            references.append(bench.gradients(methods.decomposed_keeping_all(bench.trainee)))
-        if planned.keep_all:
-            bench.step(planned.keep_all)
+    bench = make()
+    eager = methods.eager(bench.trainee)
+    references = [bench.gradients(eager)]
+    began_s = time.perf_counter() - turns.waited_s
+    quiet = Quiet(turns, folder / f"{method}.priced")
+    planned = planned_of(bench, method, amount, quiet)
+    found = bench.gradients(planned.variant)
+    setup_s = time.perf_counter() - turns.waited_s - began_s
+    facts: dict[str, Any] = {"setup_s": setup_s, **planned.facts()}
+    if method == TORCHS_KEPT:
+        _write(found, folder / GRADIENTS)
+    if method == "aot" and error(found, references[0], SMALL) > RIGHT:
+        references.append(_decomposed(bench, folder / DECOMPOSED))
+    facts |= bench.peaks(planned.variant)
     variants = [eager, planned.variant, *([planned.keep_all] if planned.keep_all else [])]
-    with turns.measuring():
-        if method in ("remat_compiled", "inductor"):
-            references.append(torch.load(folder / GRADIENTS))
-        timed = timed_calmly(lambda: bench.times_s(*variants), folder / FASTEST)
-        facts |= bench.peaks(planned.variant)
-    times = timed.times_s
+    a_round = bench.rounds(*variants)
+    timed = timed_calmly(a_round, turns, folder / FASTEST)
+    if method in ("remat_compiled", "inductor"):
+        references.append(_awaited(folder / GRADIENTS))
     facts |= {
         "was_slow": timed.was_slow,
-        "eager_s": statistics.median(times[0]),
-        "over_eager": ratio(times[1], times[0]) - 1,
+        "eager_s": timed.step_s(0),
+        "over_eager": timed.ratio(1, 0) - 1,
     }
     if method != TORCHS_KEPT:
         off = min(error(found, expected, SMALL) for expected in references)
         facts |= {"gradient_error": off, "is_right": off <= RIGHT}
     if planned.keep_all:
-        facts["measured_overhead"] = ratio(times[1], times[2]) - 1
+        facts["measured_overhead"] = timed.ratio(1, 2) - 1
     return facts
 
 
-def ratio(times: list[float], base: list[float]) -> float:
-    """Median over rounds of one step's time over another's in the same round."""
-    return statistics.median(a / b for a, b in zip(times, base, strict=True))
+def _decomposed(bench: Bench, path: Path) -> list[Tensor]:
+    """Gradients of the decomposed step that keeps everything, as the first that asks has them."""
+    if not path.exists():
+        _write(bench.gradients(methods.decomposed_keeping_all(bench.trainee)), path)
+    return torch.load(path)
+
+
+def _write(gradients: list[Tensor], path: Path) -> None:
+    """In one piece, for rows that look for them."""
+    part = path.with_suffix(f".{os.getpid()}")
+    torch.save(gradients, part)
+    part.replace(path)
+
+
+def _awaited(path: Path) -> list[Tensor]:
+    """What another row writes, which is under way if it is not there."""
+    began_s = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - began_s > AWAITED_S:
+            raise RuntimeError(f"{path.name} of the compiled step that keeps everything is missing")
+        time.sleep(0.1)
+    return torch.load(path)
 
 
 def row(suite: str, model: str, method: str, amount: float, folder: Path) -> dict[str, Any]:
@@ -199,7 +214,8 @@ def row(suite: str, model: str, method: str, amount: float, folder: Path) -> dic
     def make() -> Bench:
         return Bench(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
 
+    turns = Turns(folder.parent / "turns", None if suite == "gpu" else os.getppid())
     try:
-        return measured(make, method, amount, folder)
+        return measured(make, method, amount, folder, turns)
     except DoesNotApplyError as error_:
         return {"error": str(error_), "does_not_apply": True}

@@ -1,65 +1,66 @@
-"""Rows that are set up side by side take turns where they are timed, or time ops to plan."""
+"""Rows are set up side by side; one at a time has a core to itself, to time a step or its ops."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.beside.cores import core_apart
+
 
 class Turns:
-    """A lock file: many processes may prepare at once, one is alone while it measures.
+    """A lock file: whoever holds it measures, on a core that no other row uses.
+
+    Parameters
+    ----------
+    family : the process whose descendants keep off that core; None if the others need not.
 
     Attributes
     ----------
     waited_s : for others, in all.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, family: int | None = None) -> None:
         self._file = path.open("a")
+        self._family = family
         self.waited_s = 0.0
 
-    def _take(self, kind: int) -> None:
-        began_s = time.perf_counter()
-        fcntl.flock(self._file, kind)
-        self.waited_s += time.perf_counter() - began_s
+    @contextmanager
+    def alone(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """The only one to measure.
+
+        Parameters
+        ----------
+        unless : says that there is no need; asked again when others were waited for.
+        """
+        with contextlib.ExitStack() as held:
+            if not unless():
+                held.enter_context(self._lock())
+                if unless():
+                    held.close()
+                elif self._family is not None:
+                    held.enter_context(core_apart(self._family))
+            yield
 
     @contextmanager
-    def _held(self, kind: int) -> Iterator[None]:
-        self._take(kind)
+    def _lock(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.waited_s += time.perf_counter() - began_s
         try:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """While this is held, nobody measures."""
-        return self._held(fcntl.LOCK_SH)
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """While this is held, nobody else prepares or measures."""
-        return self._held(fcntl.LOCK_EX)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A part of preparing in which nobody else prepares or measures.
-
-        The lock is let go of before it is taken anew, so that two who ask at once cannot wait
-        for each other.
-        """
-        self._take(fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            self._take(fcntl.LOCK_SH)
-
 
 @dataclass(frozen=True)
 class Quiet:
-    """What a plan needs to itself: the machine, where ops are timed and where it is solved.
+    """What a plan needs to itself: a core, where ops are timed and where it is solved.
 
     Attributes
     ----------
@@ -72,7 +73,7 @@ class Quiet:
     @contextmanager
     def pricing(self) -> Iterator[None]:
         """Alone, unless prices are kept already."""
-        with nullcontext() if self.priced.exists() else self.turns.alone():
+        with self.turns.alone(unless=self.priced.exists):
             yield
         self.priced.touch()
 

@@ -1,30 +1,52 @@
-"""What is measured again because the machine was slow."""
+"""Rounds that do not count because the machine was slow."""
 
 from __future__ import annotations
 
+import fcntl
+import time
+from collections.abc import Iterable
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 
 from benchmarks.beside import calm
+from benchmarks.beside.calm import MOST, ROUNDS, TRIES, Timed
+from benchmarks.beside.turns import Turns
+
+
+def _timed(bases_s: Iterable[float], fastest: Path) -> tuple[Timed, int]:
+    """Rounds in which a second step takes twice the unmodified one's time; and how many."""
+    left, taken = iter(bases_s), []
+
+    def measure() -> list[float]:
+        taken.append(next(left))
+        return [taken[-1], 2 * taken[-1]]
+
+    turns = Turns(fastest.with_name("turns"))
+    return calm.timed_calmly(measure, turns, fastest), len(taken)
 
 
 @pytest.mark.parametrize(
-    ("known_s", "tries_s", "kept_s", "was_slow", "fastest_s"),
+    ("known_s", "bases_s", "base_s", "rounds", "was_slow", "fastest_s"),
     [
-        (1.0, [1.04], 1.04, False, 1.0),
-        (1.0, [0.9], 0.9, False, 0.9),
-        (1.0, [1.3, 1.02], 1.02, False, 1.0),
-        (1.0, [1.3, 1.2, 1.25], 1.2, True, 1.0),
-        (None, [1.3, 1.0], 1.0, False, 1.0),
-        (None, [1.0, 1.01], 1.0, False, 1.0),
-        (None, [1.0, 1.3, 1.2], 1.0, False, 1.0),
+        (1.0, repeat(1.07), 1.07, ROUNDS, False, 1.0),
+        (1.0, repeat(0.9), 0.9, ROUNDS, False, 0.9),
+        (1.0, chain(repeat(1.3, 5), repeat(1.02)), 1.02, 5 + ROUNDS, False, 1.0),
+        (1.0, chain([1.0, 1.3] * 3, repeat(1.04)), 1.04, 10, False, 1.0),
+        (1.0, chain(repeat(1.3, MOST + 2), repeat(1.02)), 1.02, MOST + 2 + ROUNDS, False, 1.0),
+        (1.0, chain(repeat(1.3, 30), repeat(1.2)), 1.2, TRIES * MOST, True, 1.0),
+        (1.0, chain(repeat(1.0, 4), repeat(1.3)), 1.0, TRIES * MOST, True, 1.0),
+        (None, repeat(1.0), 1.0, MOST, False, 1.0),
+        (None, chain(repeat(1.3, 9), repeat(1.0)), 1.0, MOST + 2, False, 1.0),
+        (None, chain(repeat(1.0, 9), repeat(1.3)), 1.0, MOST, False, 1.0),
     ],
 )
-def test_the_calmest_try_counts(
+def test_calm_rounds_count(
     known_s: float | None,
-    tries_s: list[float],
-    kept_s: float,
+    bases_s: Iterable[float],
+    base_s: float,
+    rounds: int,
     was_slow: bool,
     fastest_s: float,
     tmp_path: Path,
@@ -34,18 +56,37 @@ def test_the_calmest_try_counts(
     fastest = tmp_path / "fastest_s"
     if known_s is not None:
         fastest.write_text(str(known_s))
-    left = iter(tries_s)
-    found = calm.timed_calmly(lambda: [[9.0, (base_s := next(left)), 0.1], [2 * base_s]], fastest)
-    assert list(left) == []
-    assert found.times_s[1] == [2 * kept_s]
-    assert found.was_slow is was_slow
+    found, taken = _timed(bases_s, fastest)
+    assert (found.step_s(0), taken, found.was_slow) == (base_s, rounds, was_slow)
+    assert len(found.rounds_s) >= ROUNDS
+    assert (found.ratio(1, 0), found.ratio(0, 1)) == (2.0, 0.5)
     assert float(fastest.read_text()) == fastest_s
+
+
+def test_others_have_their_turn_between_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    turns, other = Turns(tmp_path / "turns"), (tmp_path / "turns").open("a")
+
+    def asked(_: float) -> None:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        seen.append(True)
+
+    monkeypatch.setattr(time, "sleep", asked)
+    (tmp_path / "fastest_s").write_text("0.5")
+    assert calm.timed_calmly(lambda: [1.0], turns, tmp_path / "fastest_s").was_slow
+    assert len(seen) == TRIES
+
+
+def test_one_lucky_round_does_not_make_the_others_slow(tmp_path: Path) -> None:
+    found, taken = _timed(chain([0.9], repeat(1.0)), tmp_path / "fastest_s")
+    assert (found.step_s(0), taken, found.was_slow) == (1.0, MOST, False)
 
 
 def test_short_steps_are_taken_as_they_are(tmp_path: Path) -> None:
     fastest = tmp_path / "fastest_s"
-    left = iter([0.019, 0.001])
-    found = calm.timed_calmly(lambda: [[next(left)]], fastest)
-    assert found == calm.Timed([[0.019]], was_slow=False)
-    assert list(left) == [0.001]
-    assert not fastest.exists()
+    fastest.write_text("0.001")
+    found, taken = _timed(repeat(0.019), fastest)
+    assert (found.step_s(0), taken, found.was_slow) == (0.019, ROUNDS, False)
