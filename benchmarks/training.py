@@ -32,7 +32,7 @@ from benchmarks.beside.fronts import TORCHS_KEPT, Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
 from benchmarks.beside.own_process import OwnProcesses
-from benchmarks.beside.row import row
+from benchmarks.beside.row import GRADIENTS, row
 from benchmarks.cell import cpu_name
 from benchmarks.kept_memory import SETTINGS
 
@@ -77,6 +77,10 @@ class Results:
         """Whether the row was measured, or said not to apply."""
         kept = self.kept["rows"].get(model, {}).get(name_of(key), {"error": "not yet"})
         return "error" not in kept or kept.get("does_not_apply", False)
+
+    def drop(self, model: str, key: Key) -> None:
+        """Forget a row, to measure it again."""
+        self.kept["rows"].get(model, {}).pop(name_of(key), None)
 
     def keep(self, model: str, key: Key, found: dict[str, Any]) -> None:
         """Note a row, print it, and write the file."""
@@ -168,8 +172,11 @@ class Suite:
 
     def run(self, model: str) -> None:
         """All rows of a model; ours come last, at the peaks that others reached."""
+        folder = WORK / self.name / model
         if not self.results.rows(model):
-            shutil.rmtree(WORK / self.name / model, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / GRADIENTS).exists():
+            self.results.drop(model, (TORCHS_KEPT, 0))
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
         compiled: list[Key] = [(TORCHS_KEPT, 0), *(("inductor", share) for share in shares)]
         eager_like = [*CHECKPOINTS, ("sac_ilp", 0), *(("aot", share) for share in shares)]

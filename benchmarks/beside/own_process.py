@@ -14,10 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Answer = dict[str, Any]
-PRELOADED = [
-    "benchmarks.beside.row", "benchmarks.beside.batches", "remat.api", "remat.compile_backend",
-    "torch._dynamo.convert_frame", "torch._inductor.codegen.cpp", "torch._inductor.compile_fx",
-]  # fmt: skip
+PRELOADED = ["benchmarks.beside.preloaded"]
 
 
 class OwnProcesses:

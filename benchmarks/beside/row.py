@@ -165,7 +165,11 @@ def measured(
     if method == "aot" and error(found, references[0], SMALL) > RIGHT:
         references.append(_decomposed(bench, folder / DECOMPOSED))
     facts |= bench.peaks(planned.variant)
-    variants = [eager, planned.variant, *([planned.keep_all] if planned.keep_all else [])]
+    variants = [eager, planned.variant]
+    if planned.keep_all:
+        variants.append(planned.keep_all)
+        with Turns(folder / f"{method}.kept_turns").first(folder / f"{method}.kept"):
+            bench.step(planned.keep_all)
     a_round = bench.rounds(*variants)
     timed = timed_calmly(a_round, turns, folder / FASTEST)
     if method in ("remat_compiled", "inductor"):

@@ -48,6 +48,13 @@ class Turns:
             yield
 
     @contextmanager
+    def first(self, done: Path) -> Iterator[None]:
+        """Alone, unless it was done before, which the file `done` tells."""
+        with self.alone(unless=done.exists):
+            yield
+        done.touch()
+
+    @contextmanager
     def _lock(self) -> Iterator[None]:
         began_s = time.perf_counter()
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -70,12 +77,9 @@ class Quiet:
     turns: Turns
     priced: Path
 
-    @contextmanager
-    def pricing(self) -> Iterator[None]:
+    def pricing(self) -> AbstractContextManager[None]:
         """Alone, unless prices are kept already."""
-        with self.turns.alone(unless=self.priced.exists):
-            yield
-        self.priced.touch()
+        return self.turns.first(self.priced)
 
     def solving(self) -> AbstractContextManager[None]:
         """Alone: a solver is given seconds, and would find less beside others."""
