@@ -32,7 +32,7 @@ from benchmarks.beside.fronts import TORCHS_KEPT, Row, front, targets
 from benchmarks.beside.methods import SHARES
 from benchmarks.beside.models import SUITES
 from benchmarks.beside.own_process import OwnProcesses
-from benchmarks.beside.row import GRADIENTS, row
+from benchmarks.beside.row import GRADIENTS, JUDGED, row
 from benchmarks.cell import cpu_name
 from benchmarks.kept_memory import SETTINGS
 
@@ -42,6 +42,8 @@ LIMIT_S = 900.0
 WORKERS = 4
 """Rows under way at once on CPUs with more than one core; a GPU's memory is for one."""
 Key = tuple[str, float]
+JUDGE: Key = (TORCHS_KEPT, 0)
+"""The row whose gradients those of other compiled rows are held against."""
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)
 PERCENTS = (80, 60, 40)
@@ -77,10 +79,6 @@ class Results:
         """Whether the row was measured, or said not to apply."""
         kept = self.kept["rows"].get(model, {}).get(name_of(key), {"error": "not yet"})
         return "error" not in kept or kept.get("does_not_apply", False)
-
-    def drop(self, model: str, key: Key) -> None:
-        """Forget a row, to measure it again."""
-        self.kept["rows"].get(model, {}).pop(name_of(key), None)
 
     def keep(self, model: str, key: Key, found: dict[str, Any]) -> None:
         """Note a row, print it, and write the file."""
@@ -142,9 +140,11 @@ class Suite:
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
         """Measure the rows that are missing; several are under way at once."""
-        missing = [key for key in keys if not self.results.has(model, key)]
         folder = WORK / self.name / model
         folder.mkdir(parents=True, exist_ok=True)
+        missing = [key for key in keys if not self.results.has(model, key)]
+        if any(key[0] in JUDGED for key in missing) and not (folder / GRADIENTS).exists():
+            missing = [JUDGE, *(key for key in missing if key != JUDGE)]
 
         def one(key: Key) -> None:
             found = self.processes.answer(row, self.name, model, *key, folder)
@@ -172,13 +172,10 @@ class Suite:
 
     def run(self, model: str) -> None:
         """All rows of a model; ours come last, at the peaks that others reached."""
-        folder = WORK / self.name / model
         if not self.results.rows(model):
-            shutil.rmtree(folder, ignore_errors=True)
-        if not (folder / GRADIENTS).exists():
-            self.results.drop(model, (TORCHS_KEPT, 0))
+            shutil.rmtree(WORK / self.name / model, ignore_errors=True)
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
-        compiled: list[Key] = [(TORCHS_KEPT, 0), *(("inductor", share) for share in shares)]
+        compiled = [JUDGE, *(("inductor", share) for share in shares)]
         eager_like = [*CHECKPOINTS, ("sac_ilp", 0), *(("aot", share) for share in shares)]
         self.take(model, in_turn(compiled, eager_like))
         rows = self.results.rows(model)

@@ -13,14 +13,8 @@ FUSED = (
     "and each such kernel reads and writes for itself. Plans that put kernels of the same inputs "
     "between the same calls should mend a part of it; how much is not measured"
 )
-CAPTURED = (
-    "nothing is computed again: the rewritten step itself takes that much longer than eager's in "
-    "this process; by how much differs from process to process. Measuring such rows in several "
-    "processes would tell it from what the step takes beyond its ops"
-)
 CAUSES: dict[tuple[str, str, str], str] = {
     ("cpu", "llama", "inductor 1"): DONATED,
-    ("cpu", "vit-b", "eager"): CAPTURED,
     ("cpu", "moe", "inductor 0.7"): FUSED,
     ("cpu", "moe", "inductor 0.55"): FUSED,
     ("cpu", "moe", "inductor 0.4"): FUSED,

@@ -129,7 +129,8 @@ def preparation(models: list[Model]) -> Iterator[str]:
     """Seconds before the first step is done."""
     yield (
         "Rows are set up side by side on the same cores, and not equally many at a time: these are "
-        "longer than a row alone takes, and do not compare methods.\n"
+        "longer than a row alone takes, and do not compare methods. On a CPU, what compilers first "
+        "import and probe for is done before.\n"
     )
     yield "| | " + " | ".join(model.name for model in models) + " |"
     yield "|---|" + "--:|" * len(models)

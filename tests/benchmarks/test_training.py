@@ -13,6 +13,8 @@ import pytest
 from benchmarks.beside import causes, document
 from benchmarks.beside.batches import largest
 from benchmarks.beside.fronts import TORCHS_KEPT, Row, best_within, front, targets
+from benchmarks.beside.row import GRADIENTS
+from benchmarks.training import WORK
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2-tiny"
@@ -60,6 +62,21 @@ def test_what_is_measured_is_not_measured_again(results: Path) -> None:
     before = json.loads(results.read_text())["rows"]
     assert suite(results).stdout == ""
     assert json.loads(results.read_text())["rows"] == before
+
+
+def test_a_row_without_what_judges_its_gradients_has_that_measured_anew(results: Path) -> None:
+    kept = json.loads(results.read_text())
+    before = dict(kept["rows"][MODEL])
+    lost = next(name for name in before if name.startswith("inductor "))
+    del kept["rows"][MODEL][lost]
+    results.write_text(json.dumps(kept))
+    (WORK / "smoke" / MODEL / GRADIENTS).unlink()
+    printed = [line[13:41].strip() for line in suite(results).stdout.splitlines()]
+    assert printed == [TORCHS_KEPT, lost]
+    after = json.loads(results.read_text())["rows"][MODEL]
+    assert after.keys() == before.keys()
+    assert after[lost]["is_right"] == before[lost]["is_right"]
+    assert all(after[name] == before[name] for name in before.keys() - {lost, TORCHS_KEPT})
 
 
 def test_the_page_shows_every_row(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
