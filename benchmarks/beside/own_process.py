@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Answer = dict[str, Any]
-PRELOADED = ["benchmarks.beside.preloaded"]
 
 
 class OwnProcesses:
@@ -27,7 +26,7 @@ class OwnProcesses:
         os.environ.update(settings)
         self.limit_s = limit_s
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context.set_forkserver_preload(["benchmarks.beside.preloaded"])
 
     def answer(self, function: Callable[..., Answer], *args: Any) -> Answer:
         """What the function returns; an `error` where it raised, died or took too long."""

@@ -157,36 +157,37 @@ def measured(
     eager = methods.eager(bench.trainee)
     references = [bench.gradients(eager)]
     began_s = time.perf_counter() - turns.waited_s
-    quiet = Quiet(turns, folder / f"{method}.priced")
-    planned = planned_of(bench, method, amount, quiet)
+    planned = planned_of(bench, method, amount, Quiet(turns, folder / f"{method}.priced"))
     found = bench.gradients(planned.variant)
-    setup_s = time.perf_counter() - turns.waited_s - began_s
-    facts: dict[str, Any] = {"setup_s": setup_s, **planned.facts()}
+    facts = {"setup_s": time.perf_counter() - turns.waited_s - began_s, **planned.facts()}
+    facts |= bench.peaks(planned.variant)
     if method == TORCHS_KEPT:
         _write(found, folder / GRADIENTS)
     if method == "aot" and error(found, references[0], SMALL) > RIGHT:
         references.append(_decomposed(bench, folder / DECOMPOSED))
-    facts |= bench.peaks(planned.variant)
-    variants = [eager, planned.variant]
     if planned.keep_all:
-        variants.append(planned.keep_all)
         with Turns(folder / f"{method}.kept_turns").first(folder / f"{method}.kept"):
             bench.step(planned.keep_all)
-    a_round = bench.rounds(*variants)
-    timed = timed_calmly(a_round, turns, folder / FASTEST)
+    facts |= times(bench, eager, planned, turns, folder / FASTEST)
     if method in JUDGED:
         references.append(_awaited(folder / GRADIENTS))
-    facts |= {
-        "was_slow": timed.was_slow,
-        "eager_s": timed.step_s(0),
-        "over_eager": timed.ratio(1, 0) - 1,
-    }
     if method != TORCHS_KEPT:
         off = min(error(found, expected, SMALL) for expected in references)
         facts |= {"gradient_error": off, "is_right": off <= RIGHT}
-    if planned.keep_all:
-        facts["measured_overhead"] = timed.ratio(1, 2) - 1
     return facts
+
+
+def times(
+    bench: Bench, eager: Variant, planned: ours.Planned, turns: Turns, fastest: Path
+) -> dict[str, Any]:
+    """The unmodified step's seconds, and what the others take over it and over each other."""
+    keep_all = [planned.keep_all] if planned.keep_all else []
+    timed = timed_calmly(bench.rounds(eager, planned.variant, *keep_all), turns, fastest)
+    found = {
+        "was_slow": timed.was_slow, "eager_s": timed.step_s(0),
+        "over_eager": timed.ratio(1, 0) - 1,
+    }  # fmt: skip
+    return found | ({"measured_overhead": timed.ratio(1, 2) - 1} if keep_all else {})
 
 
 def _decomposed(bench: Bench, path: Path) -> list[Tensor]:
