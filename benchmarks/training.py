@@ -63,9 +63,13 @@ class Results:
     def at(cls, path: Path, suite: str) -> Results:
         """What the file holds, or a beginning."""
         if path.exists():
-            kept = json.loads(path.read_text())
-            if kept["suite"] != suite:
-                raise SystemExit(f"{path} holds the suite {kept['suite']}, not {suite}")
+            try:
+                kept = json.loads(path.read_text())
+                held = kept["suite"]
+            except (ValueError, KeyError, TypeError):
+                raise SystemExit(f"{path} holds no results; give --out another file") from None
+            if held != suite:
+                raise SystemExit(f"{path} holds the suite {held}, not {suite}")
             now = facts(suite)
             kept["resumed"] = {key: now[key] for key in ("date", "commit")}
             return cls(path, kept)

@@ -145,12 +145,23 @@ def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sum("| because |" in line for line in lines) == 2
 
 
-def test_a_file_of_another_suite_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"suite": "cpu"}', "holds the suite cpu, not smoke"),
+        ("{", "holds no results"),
+        ("[]", "holds no results"),
+        ('{"rows": {}}', "holds no results"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(text: str, said: str, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    out.write_text(json.dumps({"suite": "cpu"}))
+    out.write_text(text)
     with pytest.raises(subprocess.CalledProcessError) as raised:
         suite(out)
-    assert "holds the suite cpu, not smoke" in raised.value.stderr
+    assert said in raised.value.stderr
+    assert "Traceback" not in raised.value.stderr
+    assert out.read_text() == text
 
 
 @pytest.mark.parametrize(("first", "guess"), [(4, 4), (4, 37), (4, 36), (4, 200), (50, 60), (4, 0)])
