@@ -66,9 +66,8 @@ def timed_calmly(measure: Callable[[], Round], turns: Turns, fastest: Path) -> T
 
 def _one_try(measure: Callable[[], Round], fastest: Path, taken: list[Round]) -> list[Round]:
     """Add rounds to `taken` until enough are calm; the calm ones."""
-    is_known = fastest.exists()
-    least_s = float(fastest.read_text()) if is_known else math.inf
-    wanted, most = 0 if is_known else MOST, len(taken) + MOST
+    least_s = _least_s(fastest)
+    wanted, most = 0 if least_s < math.inf else MOST, len(taken) + MOST
     while len(taken) < most and (len(taken) < wanted or len(_calm(taken, least_s)) < ROUNDS):
         taken.append(measure())
     return _calm(taken, least_s)
@@ -76,10 +75,13 @@ def _one_try(measure: Callable[[], Round], fastest: Path, taken: list[Round]) ->
 
 def _noted(found: Timed, fastest: Path) -> Timed:
     """`found`, whose unmodified step may be the fastest yet."""
-    least_s = float(fastest.read_text()) if fastest.exists() else math.inf
-    if found.step_s(0) < least_s:
+    if found.step_s(0) < _least_s(fastest):
         fastest.write_text(str(found.step_s(0)))
     return found
+
+
+def _least_s(fastest: Path) -> float:
+    return float(fastest.read_text()) if fastest.exists() else math.inf
 
 
 def _calm(taken: list[Round], least_s: float) -> list[Round]:
