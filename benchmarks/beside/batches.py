@@ -77,7 +77,7 @@ def by_method(suite: str, model: str, method: str, amount: float, budget: int) -
     bench = Bench(entry.make(batch), device)
     eager, variant = methods.eager(bench.trainee), variant_of(bench, method, amount)
     a_round = bench.rounds(eager, variant)
-    timed = Timed([a_round() for _ in range(ROUNDS)], was_slow=False)
+    timed = Timed([[a_round() for _ in range(ROUNDS)]], was_slow=False)
     return {
         "batch": batch, "peak_bytes": peak_bytes(batch), "over_eager": timed.ratio(1, 0) - 1,
     }  # fmt: skip

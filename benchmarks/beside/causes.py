@@ -13,12 +13,13 @@ FUSED = (
     "and each such kernel reads and writes for itself. Plans that put kernels of the same inputs "
     "between the same calls should mend a part of it; how much is not measured"
 )
+SAME_OPS = (
+    "the plan computes nothing again, so that its step is that which keeps everything: here they "
+    "differ by 0.7 % by the clock, and the unmodified step from itself by 0.4 %. The rest is the "
+    "1 % between generated code and eager's. Longer runs would tell which part is real"
+)
 CAUSES: dict[tuple[str, str, str], str] = {
     ("cpu", "llama", "inductor 1"): DONATED,
-    ("cpu", "moe", "inductor 0.7"): FUSED,
-    ("cpu", "moe", "inductor 0.55"): FUSED,
-    ("cpu", "moe", "inductor 0.4"): FUSED,
-    ("cpu", "moe", "inductor 0.3"): FUSED,
-    ("cpu", "moe", "inductor 0.2"): FUSED,
-    ("cpu", "moe", "inductor 0.1"): FUSED,
+    ("cpu", "vit-b", "eager"): SAME_OPS,
+    ("cpu", "moe", "inductor 0.85"): FUSED,
 }

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,19 @@ class Bench:
         return [p.grad.clone() for p in self.parameters if p.grad is not None]
 
     def rounds(self, *variants: Variant) -> Callable[[], Round]:
-        """Warms each up; a call then takes a step of each in turn.
+        """Warms each up; a call then takes a step of each in turn, after the first in both orders.
 
         The processor's seconds on a CPU, the clock's on a GPU.
         """
         for variant in variants:
             self.step(variant)
-        return lambda: [self._taken_s(variant) for variant in variants]
+        orders = cycle([[0, *range(1, len(variants))], [0, *range(len(variants) - 1, 0, -1)]])
+
+        def measure() -> Round:
+            taken_s = {number: self._taken_s(variants[number]) for number in next(orders)}
+            return [taken_s[number] for number in range(len(variants))]
+
+        return measure
 
     def _taken_s(self, variant: Variant) -> float:
         began_s = self._now_s()
@@ -182,12 +189,13 @@ def times(
 ) -> dict[str, Any]:
     """The unmodified step's seconds, and what the others take over it and over each other."""
     keep_all = [planned.keep_all] if planned.keep_all else []
-    timed = timed_calmly(bench.rounds(eager, planned.variant, *keep_all), turns, fastest)
+    rounds, compared = bench.rounds(eager, planned.variant, *keep_all), (1, 2)
+    timed = timed_calmly(rounds, turns, fastest, compared if keep_all else None)
     found = {
-        "was_slow": timed.was_slow, "eager_s": timed.step_s(0),
+        "was_slow": timed.was_slow, "rounds": len(timed.rounds_s), "eager_s": timed.step_s(0),
         "over_eager": timed.ratio(1, 0) - 1,
     }  # fmt: skip
-    return found | ({"measured_overhead": timed.ratio(1, 2) - 1} if keep_all else {})
+    return found | ({"measured_overhead": timed.ratio(*compared) - 1} if keep_all else {})
 
 
 def _decomposed(bench: Bench, path: Path) -> list[Tensor]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterable
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from pathlib import Path
 
 import pytest
 
 from benchmarks.beside import calm
-from benchmarks.beside.calm import MOST, ROUNDS, TRIES, Timed
+from benchmarks.beside.calm import MOST, MOST_TRIES, ROUNDS, TRIES, Timed
 from benchmarks.beside.turns import Turns
 
 
@@ -35,10 +35,11 @@ def _timed(bases_s: Iterable[float], fastest: Path) -> tuple[Timed, int]:
         (1.0, chain(repeat(1.3, 5), repeat(1.02)), 1.02, 5 + ROUNDS, False, 1.0),
         (1.0, chain([1.0, 1.3] * 3, repeat(1.04)), 1.04, 10, False, 1.0),
         (1.0, chain(repeat(1.3, MOST + 2), repeat(1.02)), 1.02, MOST + 2 + ROUNDS, False, 1.0),
-        (1.0, chain(repeat(1.3, 30), repeat(1.2)), 1.2, TRIES * MOST, True, 1.0),
-        (1.0, chain(repeat(1.0, 4), repeat(1.3)), 1.0, TRIES * MOST, True, 1.0),
+        (1.0, chain(repeat(1.3, 30), repeat(1.2)), 1.3, TRIES * MOST, True, 1.0),
+        (1.0, chain(repeat(1.0, 4), repeat(1.3)), 1.3, TRIES * MOST, True, 1.0),
+        (1.0, cycle([1.0, 1.3, 1.3]), 1.3, TRIES * MOST, True, 1.0),
         (None, repeat(1.0), 1.0, MOST, False, 1.0),
-        (None, chain(repeat(1.3, 9), repeat(1.0)), 1.0, MOST + 2, False, 1.0),
+        (None, chain(repeat(1.3, 9), repeat(1.0)), 1.0, MOST + ROUNDS, False, 1.0),
         (None, chain(repeat(1.0, 9), repeat(1.3)), 1.0, MOST, False, 1.0),
     ],
 )
@@ -90,3 +91,70 @@ def test_short_steps_are_taken_as_they_are(tmp_path: Path) -> None:
     fastest.write_text("0.001")
     found, taken = _timed(repeat(0.019), fastest)
     assert (found.step_s(0), taken, found.was_slow) == (0.019, ROUNDS, False)
+
+
+def _compared(ratios: Iterable[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Timed:
+    """A try for each ratio of the second step's time to the third's."""
+    monkeypatch.setattr(calm, "PAUSE_S", 0.0)
+    (tmp_path / "fastest_s").write_text("1.0")
+    left = chain.from_iterable(repeat(ratio, ROUNDS) for ratio in ratios)
+    turns = Turns(tmp_path / "turns")
+    return calm.timed_calmly(
+        lambda: [1.0, next(left), 1.0], turns, tmp_path / "fastest_s", compared=(1, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "tries", "found"),
+    [
+        ([1.05, 1.05], 2, 1.05),
+        ([1.05, 1.04], 2, 1.045),
+        ([1.12, 1.05, 1.05, 1.05, 1.05, 1.05], 6, 1.05),
+        ([1.05, 1.08, 1.05, 1.06], 4, 1.055),
+        (repeat(1.05), 2, 1.05),
+    ],
+)
+def test_steps_are_compared_until_tries_agree(
+    ratios: Iterable[float],
+    tries: int,
+    found: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed = _compared(ratios, tmp_path, monkeypatch)
+    assert len(timed.rounds_s) == tries * ROUNDS
+    assert timed.ratio(1, 2) == pytest.approx(found)
+    assert not timed.was_slow
+
+
+def test_steps_are_not_compared_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = _compared(chain.from_iterable(repeat((1.0, 1.1))), tmp_path, monkeypatch)
+    assert len(timed.rounds_s) == MOST_TRIES * ROUNDS
+
+
+def test_tries_that_agree_by_chance_do_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calm, "PAUSE_S", 0.0)
+    (tmp_path / "fastest_s").write_text("1.0")
+    left = cycle([0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2])
+    timed = calm.timed_calmly(
+        lambda: [1.0, next(left), 1.0], Turns(tmp_path / "turns"), tmp_path / "fastest_s", (1, 2)
+    )
+    assert len(timed.rounds_s) == MOST_TRIES * ROUNDS
+    assert timed.ratio(1, 2) == 1.05
+
+
+def test_all_rounds_count_where_they_tell_more_than_calm_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calm, "PAUSE_S", 0.0)
+    (tmp_path / "fastest_s").write_text("1.0")
+    calm_rounds = cycle([[1.0, ratio, 1.0] for ratio in (0.9, 1.1, 1.2, 0.8, 1.0, 1.05, 0.95)])
+    slow_rounds = repeat([1.3, 1.3, 1.3])
+    left = chain((next(calm_rounds) for _ in range(ROUNDS)), slow_rounds)
+    timed = calm.timed_calmly(
+        lambda: next(left), Turns(tmp_path / "turns"), tmp_path / "fastest_s", (1, 2)
+    )
+    assert timed.was_slow
+    assert len(timed.rounds_s) == ROUNDS + (TRIES - 1) * MOST
