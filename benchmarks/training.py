@@ -212,6 +212,7 @@ def main() -> int:
         )
     if asked.suite == "gpu" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     results = Results.at(asked.out, asked.suite)
     suite = Suite(asked.suite, results)
     for model in asked.models or SUITES[asked.suite]:

@@ -13,7 +13,9 @@ import pytest
 from benchmarks.beside import causes, document
 from benchmarks.beside.batches import largest
 from benchmarks.beside.fronts import TORCHS_KEPT, Row, best_within, front, targets
-from benchmarks.beside.row import GRADIENTS
+from benchmarks.beside.methods import Variant
+from benchmarks.beside.models import SUITES
+from benchmarks.beside.row import GRADIENTS, Bench
 from benchmarks.training import WORK
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,7 @@ def suite(out: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("training") / "results.json"
+    out = tmp_path_factory.mktemp("training") / "new" / "results.json"
     suite(out)
     return out
 
@@ -162,6 +164,23 @@ def test_a_file_of_something_else_is_refused(text: str, said: str, tmp_path: Pat
     assert said in raised.value.stderr
     assert "Traceback" not in raised.value.stderr
     assert out.read_text() == text
+
+
+def test_steps_are_timed_in_both_orders_after_the_unmodified_one() -> None:
+    bench, ran = Bench(SUITES["smoke"][MODEL].make(), "cpu"), list[str]()
+
+    def variant(name: str) -> Variant:
+        def call(*args: Any) -> Any:
+            ran.append(name)
+            return bench.trainee.model(*args)
+
+        return Variant(call)
+
+    measure = bench.rounds(variant("eager"), variant("plan"), variant("kept"))
+    ran.clear()
+    taken = [measure() for _ in range(4)]
+    assert all(len(each) == 3 and min(each) > 0 for each in taken)
+    assert ran == 2 * ["eager", "plan", "kept", "eager", "kept", "plan"]
 
 
 @pytest.mark.parametrize(("first", "guess"), [(4, 4), (4, 37), (4, 36), (4, 200), (50, 60), (4, 0)])
