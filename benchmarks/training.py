@@ -62,11 +62,15 @@ class Results:
     @classmethod
     def at(cls, path: Path, suite: str) -> Results:
         """What the file holds, or a beginning."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"{path}: {error.strerror}; give --out another file") from None
         if path.exists():
             try:
                 kept = json.loads(path.read_text())
                 held = kept["suite"]
-            except (ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError):
                 raise SystemExit(f"{path} holds no results; give --out another file") from None
             if held != suite:
                 raise SystemExit(f"{path} holds the suite {held}, not {suite}")
@@ -212,7 +216,6 @@ def main() -> int:
         )
     if asked.suite == "gpu" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
     results = Results.at(asked.out, asked.suite)
     suite = Suite(asked.suite, results)
     for model in asked.models or SUITES[asked.suite]:

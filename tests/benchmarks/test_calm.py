@@ -93,15 +93,19 @@ def test_short_steps_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (found.step_s(0), taken, found.was_slow) == (0.019, ROUNDS, False)
 
 
-def _compared(ratios: Iterable[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Timed:
-    """A try for each ratio of the second step's time to the third's."""
+def _compared(
+    rounds: Iterable[list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Timed:
+    """The second step's time against the third's; the unmodified one is known to take 1 s."""
     monkeypatch.setattr(calm, "PAUSE_S", 0.0)
-    (tmp_path / "fastest_s").write_text("1.0")
-    left = chain.from_iterable(repeat(ratio, ROUNDS) for ratio in ratios)
-    turns = Turns(tmp_path / "turns")
-    return calm.timed_calmly(
-        lambda: [1.0, next(left), 1.0], turns, tmp_path / "fastest_s", compared=(1, 2)
-    )
+    fastest, left = tmp_path / "fastest_s", iter(rounds)
+    fastest.write_text("1.0")
+    return calm.timed_calmly(lambda: next(left), Turns(tmp_path / "turns"), fastest, (1, 2))
+
+
+def _tries(ratios: Iterable[float]) -> Iterable[list[float]]:
+    """One for each ratio, in calm rounds."""
+    return chain.from_iterable(repeat([1.0, ratio, 1.0], ROUNDS) for ratio in ratios)
 
 
 @pytest.mark.parametrize(
@@ -121,26 +125,22 @@ def test_steps_are_compared_until_tries_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed = _compared(ratios, tmp_path, monkeypatch)
+    timed = _compared(_tries(ratios), tmp_path, monkeypatch)
     assert len(timed.rounds_s) == tries * ROUNDS
     assert timed.ratio(1, 2) == pytest.approx(found)
     assert not timed.was_slow
 
 
 def test_steps_are_not_compared_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = _compared(chain.from_iterable(repeat((1.0, 1.1))), tmp_path, monkeypatch)
+    timed = _compared(_tries(cycle([1.0, 1.1])), tmp_path, monkeypatch)
     assert len(timed.rounds_s) == MOST_TRIES * ROUNDS
 
 
 def test_tries_that_agree_by_chance_do_not_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calm, "PAUSE_S", 0.0)
-    (tmp_path / "fastest_s").write_text("1.0")
-    left = cycle([0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2])
-    timed = calm.timed_calmly(
-        lambda: [1.0, next(left), 1.0], Turns(tmp_path / "turns"), tmp_path / "fastest_s", (1, 2)
-    )
+    rounds = [[1.0, ratio, 1.0] for ratio in (0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)]
+    timed = _compared(cycle(rounds), tmp_path, monkeypatch)
     assert len(timed.rounds_s) == MOST_TRIES * ROUNDS
     assert timed.ratio(1, 2) == 1.05
 
@@ -148,13 +148,7 @@ def test_tries_that_agree_by_chance_do_not_tell(
 def test_all_rounds_count_where_they_tell_more_than_calm_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calm, "PAUSE_S", 0.0)
-    (tmp_path / "fastest_s").write_text("1.0")
-    calm_rounds = cycle([[1.0, ratio, 1.0] for ratio in (0.9, 1.1, 1.2, 0.8, 1.0, 1.05, 0.95)])
-    slow_rounds = repeat([1.3, 1.3, 1.3])
-    left = chain((next(calm_rounds) for _ in range(ROUNDS)), slow_rounds)
-    timed = calm.timed_calmly(
-        lambda: next(left), Turns(tmp_path / "turns"), tmp_path / "fastest_s", (1, 2)
-    )
+    calm_rounds = [[1.0, ratio, 1.0] for ratio in (0.9, 1.1, 1.2, 0.8, 1.0, 1.05, 0.95)]
+    timed = _compared(chain(calm_rounds, repeat([1.3, 1.3, 1.3])), tmp_path, monkeypatch)
     assert timed.was_slow
     assert len(timed.rounds_s) == ROUNDS + (TRIES - 1) * MOST
