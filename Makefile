@@ -1,5 +1,5 @@
 # make demo   plan, rewrite and check the example GPT at 60 % of its peak; build/demo.html shows it
-# make test   the tests
+# make test   the tests, side by side on the cores there are; one by one: PYTEST_ARGS="-n 0"
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
 # make notebooks  runs notebooks/ and keeps them, with their outputs, in build/notebooks
@@ -11,6 +11,7 @@ PYTHON ?= python3
 BUDGET ?= 60%
 MODEL ?= examples/gpt.py:factory
 PYTEST_ARGS ?=
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -24,7 +25,7 @@ demo: .venv/.core
 	$(BIN)/remat report build/demo.json -o build/demo.html
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

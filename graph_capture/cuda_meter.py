@@ -43,6 +43,7 @@ class CudaMeter:
     def __init__(self, device: str) -> None:
         self.device = device
         self.title = torch.cuda.get_device_name(device)
+        self.passes = 1
         self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
         self._cache: Tensor | None = None
 

@@ -28,6 +28,8 @@ USUAL_CACHE_BYTES = 1 << 20
 _SHIFTS = {"K": 10, "M": 20}
 MIN_RUNS, MAX_RUNS = 3, 25
 ENOUGH_US = 50_000.0
+PASSES = 3
+OFTEN, APART_S = 9, 0.1
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,12 @@ class Meter(Protocol):
     Attributes
     ----------
     device : ``cpu``, ``cuda:0``. title : the very machine, as profiles name it.
+    passes : how often the distinct ops of a step are gone through to time them.
     """
 
     device: str
     title: str
+    passes: int
 
     @property
     def settings(self) -> str:
@@ -102,9 +106,13 @@ class Meter(Protocol):
 
 
 class CpuMeter:
-    """The CPU: its clock, and the profiler's allocation events."""
+    """The CPU: its clock, and the profiler's allocation events.
+
+    Other work slows a core for seconds on end, so that each op is timed a few times, seconds apart.
+    """
 
     def __init__(self) -> None:
+        self.passes = PASSES
         self.device, self.title = CPU, device_name()
         self.cache_bytes = _cache_bytes()
         self._others = torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
@@ -129,7 +137,7 @@ class CpuMeter:
         """Nothing: a CPU's clock is not ours to settle."""
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        """The median of 3 to 25 runs, each of which finds a core's own cache filled with others.
+        """The median of 1 to 8 runs, each of which finds a core's own cache filled with others.
 
         So it does after a few ops of a step.
         """
@@ -139,7 +147,15 @@ class CpuMeter:
             self._others.add_(1)
             return self.step_us(run)
 
-        return median_of(timed_us)
+        return median_of(timed_us, self.passes)
+
+    def often_us(self, run: Run) -> float:
+        """The median of many `median_us`, for a number that all later prices hang on."""
+        found: list[float] = []
+        for _ in range(OFTEN):
+            found.append(self.median_us(run))
+            time.sleep(APART_S)
+        return statistics.median(found)
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """As `measure_regions`."""
@@ -175,10 +191,11 @@ def _cache_bytes() -> int:
     return int(text[:-1]) << _SHIFTS[text[-1]]
 
 
-def median_of(timed_us: Callable[[], float]) -> float:
-    """The median of 3 to 25 times, fewer the longer they are."""
+def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:
+    """The median of the times of one of some passes: 3 to 25 in all, fewer the longer they are."""
     times: list[float] = []
-    while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < ENOUGH_US):
+    least, most, enough_us = MIN_RUNS // passes, MAX_RUNS // passes, ENOUGH_US / passes
+    while len(times) < least or (len(times) < most and sum(times) < enough_us):
         times.append(timed_us())
     return statistics.median(times)
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 from torch import fx
 
 from remat.graph_capture.allocator import allocated_on
-from remat.graph_capture.device_table import CPU, CUDA, is_cuda
-from remat.graph_capture.errors import CaptureError, ProfileError
+from remat.graph_capture.device_table import CPU, is_cuda
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint import SAVE_RNG, Joint
-from remat.graph_capture.meter import Meter, meter_of
+from remat.graph_capture.meter import Meter, Run, meter_of
 from remat.graph_capture.node_facts import (
     fresh_storages,
     target_name,
     tensors_of,
 )
+from remat.graph_capture.op_times import times_us
 from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile
+from remat.graph_capture.profile_prices import note_of, taken
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
-from remat.graph_capture.step_time import with_time_beyond_ops
+from remat.graph_capture.step_time import step_rounds, with_time_beyond_ops
 from remat.graph_capture.tracing import Progress, Trace
 from remat.graph_capture.true_strides import require_layout
 
@@ -39,7 +41,8 @@ def price(
     """The trace's graph with measured costs and workspaces.
 
     Each distinct (op, shapes, strides, dtypes, scalars) is run on made data: once to warm
-    up, then 3 to 25 times, of which the median counts; and once under the profiler, whose
+    up, then 3 to 25 times, on a CPU in three passes over all of them, of whose medians the middle
+    one counts; and once under the profiler, whose
     allocation events give the workspace; on a CUDA device, events of its stream and the
     counters of its allocator do (`cuda_meter.py`). Prices are kept on disk. On a CPU the step is
     run as a whole as well, for what it takes beyond its ops (`step_time.py`).
@@ -69,8 +72,11 @@ def price_with(
     joint, graph = trace.joint, trace.graph
     keys = _keys(joint)
     nodes = _first_nodes(joint, keys)
-    known = {} if profile is None else _taken(nodes, profile, meter)
-    prices = known_or_measured(joint, nodes, meter, cache, frozenset(known), progress) | known
+    known = {} if profile is None else taken(nodes, profile, meter)
+    rounds = step_rounds(joint, graph, meter, cache, profile)
+    between = rounds.some if rounds else None
+    told = progress or _silent
+    prices = known_or_measured(joint, nodes, meter, cache, frozenset(known), told, between) | known
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: prices[key] for name, key in keys.items()}
     priced = msgspec.structs.replace(
@@ -84,9 +90,9 @@ def price_with(
             **meter.versions,
             "priced_on": profile.title if profile else meter.title,
         },
-        notes=() if profile is None else (_note(profile),),
+        notes=() if profile is None else (note_of(profile),),
     )
-    return with_time_beyond_ops(joint, priced, meter, cache, profile)
+    return with_time_beyond_ops(priced, cache, rounds, profile)
 
 
 def _keys(joint: Joint) -> dict[str, str]:
@@ -103,54 +109,24 @@ def _first_nodes(joint: Joint, keys: dict[str, str]) -> dict[str, fx.Node]:
     return {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
 
 
-def _taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> dict[str, Price]:
-    """The prices of `profile`, if they will do on the meter's device for the `needed` ops."""
-    kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
-    if profile.device != kind:
-        raise ProfileError(
-            f"the profile is of {profile.device}, not of {shown}: "
-            f"plan for device={profile.device!r}"
-        )
-    missing = [node for key, node in needed.items() if key not in profile.ops]
-    if missing and profile.title != meter.title:
-        raise ProfileError(
-            f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
-            f"such as {target_name(missing[0])}: measure this model there, with "
-            "remat profile MODEL -o FILE"
-        )
-    return {
-        key: Price(one.cost_us, one.workspace_bytes, one.kept_bytes, one.is_estimate)
-        for key, one in profile.ops.items()
-    }
-
-
-def _note(profile: Profile) -> str:
-    note = f"measured on {profile.title} with torch {profile.torch}"
-    if profile.torch == str(torch.__version__):
-        return note
-    warnings.warn(
-        f"the profile was measured with torch {profile.torch}, and is used with "
-        f"{torch.__version__}: times and peaks may differ. Measure it again with "
-        "remat profile MODEL -o FILE",
-        stacklevel=4,
-    )
-    return f"{note}, not with this {torch.__version__}"
-
-
 def known_or_measured(
     joint: Joint,
     nodes: dict[str, fx.Node],
     meter: Meter,
     cache: PriceCache,
     known: frozenset[str],
-    progress: Progress | None,
+    progress: Progress,
+    between: Callable[[], None] | None,
 ) -> dict[str, Price]:
-    """Prices of `nodes` whose keys are not `known`, those that are new measured and kept."""
+    """Prices of `nodes` whose keys are not `known`, those that are new measured and kept.
+
+    `between` is called after each pass over those.
+    """
     held = known.union(cache.prices)
     missing = {key: node for key, node in nodes.items() if key not in held}
     if missing or SAVE_RNG_KEY not in held:
         with meter.quiet():
-            cache.prices.update(_measured(joint, missing, meter, progress or _silent))
+            cache.prices.update(_measured(joint, missing, meter, progress, between))
         cache.save()
     return cache.prices
 
@@ -201,21 +177,33 @@ def _priced(op: Op, price: Price | None) -> Op:
 
 
 def _measured(
-    joint: Joint, missing: dict[str, fx.Node], meter: Meter, progress: Progress
+    joint: Joint,
+    missing: dict[str, fx.Node],
+    meter: Meter,
+    progress: Progress,
+    between: Callable[[], None] | None,
 ) -> dict[str, Price]:
     meter.settle()
     meter.rng_state()
     prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state), 0)}
-    costs: dict[str, float] = {}
-    for i, (key, node) in enumerate(missing.items()):
-        try:
-            run = _runner(joint, node)
-            require_layout(node, run(), lambda node=node: _place(joint, node))
-            costs[key] = meter.median_us(run, moved_bytes(node))
-        except RuntimeError as error:
-            _refuse_broken_device(node, error)
-            prices[key] = _estimated(node, error)
-        progress(i + 1, len(missing))
+
+    def failed(key: str, error: RuntimeError) -> None:
+        _refuse_broken_device(missing[key], error)
+        prices[key] = _estimated(missing[key], error)
+
+    def first(key: str, run: Run) -> None:
+        node = missing[key]
+        require_layout(node, run(), lambda: _place(joint, node))
+
+    def after(done: int) -> None:
+        if done % meter.passes == 0:
+            progress(done // meter.passes, len(missing))
+
+    costs = times_us(
+        {key: partial(_runner, joint, node) for key, node in missing.items()},
+        {key: moved_bytes(node) for key, node in missing.items()},
+        meter, failed, first=first, after=after, between=between,
+    )  # fmt: skip
     memory = meter.regions(_runner(joint, missing[key]) for key in costs)
     for (key, cost_us), found in zip(costs.items(), memory, strict=True):
         traced_bytes = sum(fresh_storages(missing[key]))

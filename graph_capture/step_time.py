@@ -6,14 +6,17 @@ between ops, so that the sum of prices is too low for a step, by a tenth or two 
 step is therefore run on made data where it fits into memory, and what it takes beyond its ops is
 booked on the one op that every schedule runs exactly once and that costs nothing itself: the
 arrival of the tangents. So is what keeping results for backward takes, as far as computing them
-again saves it (`keeping_time.py`).
+again saves it (`keeping_time.py`): a small difference of two forwards, which take turns with the
+step, as the machine may be slow for seconds on end.
 """
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,47 +28,44 @@ from remat.graph_capture.free_memory import free_bytes
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import TANGENTS, Joint
-from remat.graph_capture.keeping_time import SAVED, keeping_us, less_for_kept
+from remat.graph_capture.keeping_time import SAVED, forwards, less_for_kept
 from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile, WholeStep
 
 STEP_KEY, KEEPING_KEY = "remat.step", "remat.keeping"
-LEAST_RUNS, RUNS, ENOUGH_US = 2, 5, 1e6
-"""Runs are fewer the longer they are; the shortest counts, as other work may come between."""
+LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 15, 3e6
+"""Rounds are fewer the longer they are; medians count, as other work may come between."""
 ROOM = 0.5
 """Part of the free memory that a run may take."""
 SPREAD = 0.02
 
 
 def with_time_beyond_ops(
-    joint: Joint,
     graph: TrainingGraph,
-    meter: Meter,
     cache: PriceCache,
+    rounds: StepRounds | None,
     profile: Profile | None = None,
 ) -> TrainingGraph:
     """`graph` with its arrival of tangents at the cost of all that its ops do not account for.
 
-    Steps on a CPU alone are run, once for each graph; the time is kept on disk. A step that needs
-    more than half of the memory that is free, or does not run on made data, is left as it is. A
-    `profile` that has the step's time says it; one of another machine that has not, leaves it.
+    What `rounds` found is kept on disk. A `profile` that has the step's time says it. Where nobody
+    knows it, the graph is left as it is.
     """
-    if graph.device != CPU:
-        return graph
-    if profile is not None and graph.hash in profile.steps:
-        return booked(graph, profile.steps[graph.hash])
-    if profile is not None and profile.title != meter.title:
-        return graph
-    step = known(graph, cache)
-    if step is None:
-        step = _measured(joint, graph, meter)
-        if step is None:
-            return graph
+    step = profile.steps.get(graph.hash) if profile is not None else None
+    if step is None and rounds is not None:
+        step = rounds.whole()
+    elif step is None and _is_of(profile, cache.device):
+        step = known(graph, cache)
+    if step is not None and rounds is not None:
         cache.prices[f"{STEP_KEY} {graph.hash}"] = Price(step.step_us, 0)
         cache.prices[f"{KEEPING_KEY} {graph.hash}"] = Price(step.keeping_us, 0)
         cache.save()
-    return booked(graph, step)
+    return graph if step is None or graph.device != CPU else booked(graph, step)
+
+
+def _is_of(profile: Profile | None, title: str) -> bool:
+    return profile is None or profile.title == title
 
 
 def known(graph: TrainingGraph, cache: PriceCache) -> WholeStep | None:
@@ -91,36 +91,87 @@ def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=ops)
 
 
-def _measured(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeStep | None:
+class StepRounds:
+    """The step, forward that keeps results and forward that does not, run in turn on made data.
+
+    In both orders, and in shares: some rounds after each pass over the ops.
+    """
+
+    def __init__(self, meter: Meter, made: Callable[[], Sequence[Callable[[], Any]]]) -> None:
+        self._meter, self._made = meter, made
+        self._runs: Sequence[Callable[[], Any]] = ()
+        self._shares = 0
+        self._rounds: list[list[float]] = []
+
+    def some(self) -> None:
+        """The next share."""
+        if not self._shares:
+            self._runs = self._made()
+        self._shares += 1
+        if not self._runs:
+            return
+        rounds: list[list[float]] = []
+        least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
+        enough_us = ENOUGH_US / self._meter.passes
+        while len(rounds) < least or (len(rounds) < most and sum(map(sum, rounds)) < enough_us):
+            rounds.append(self._round(is_reversed=len(rounds) % 2 == 1))
+        self._rounds += rounds
+
+    def whole(self) -> WholeStep | None:
+        """Medians of all rounds, those that are still to come taken now; None if there are none."""
+        with self._meter.quiet():
+            while self._shares < self._meter.passes:
+                self.some()
+        if not self._rounds:
+            return None
+        step_us = statistics.median(step for step, _, _ in self._rounds)
+        longer_us = statistics.median(keeping - plain for _, keeping, plain in self._rounds)
+        return WholeStep(step_us, max(0.0, longer_us))
+
+    def _round(self, *, is_reversed: bool) -> list[float]:
+        order = range(len(self._runs))[:: -1 if is_reversed else 1]
+        taken_us = {number: self._meter.step_us(self._runs[number]) for number in order}
+        return [taken_us[number] for number in range(len(self._runs))]
+
+
+def step_rounds(
+    joint: Joint, graph: TrainingGraph, meter: Meter, cache: PriceCache, profile: Profile | None
+) -> StepRounds | None:
+    """The rounds of a step on a CPU whose time nobody knows.
+
+    None where it is known, and where a `profile` of another machine stands in for this one.
+    """
+    is_told = profile is not None and graph.hash in profile.steps
+    if graph.device != CPU or is_told or not _is_of(profile, meter.title) or known(graph, cache):
+        return None
+    return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
+
+
+def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> list[Callable[[], Any]]:
+    """The step and its two forwards, each run once.
+
+    Nothing for a step that needs more than half of the memory that is free, or that does not run
+    on made data.
+    """
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
     if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
-        return None
-    run = copy_of(joint.module)
-    with meter.quiet():
-        inputs = [_made(node) for node in placeholders]
-        try:
-            run(*inputs)
-        except (RuntimeError, IndexError) as error:
-            said = str(error).splitlines()[0]
-            warnings.warn(
-                f"the step cannot be timed as a whole on made data ({said}); what it takes beyond "
-                "its ops is not counted, so that overheads may be shown too high",
-                stacklevel=2,
-            )
-            return None
-
-        def time_us(graph: Callable[..., Any]) -> float:
-            return _least_us(meter, lambda: graph(*inputs))
-
-        return WholeStep(time_us(run), keeping_us(joint, time_us))
-
-
-def _least_us(meter: Meter, run: Callable[[], Any]) -> float:
-    times: list[float] = []
-    while len(times) < LEAST_RUNS or (len(times) < RUNS and sum(times) < ENOUGH_US):
-        times.append(meter.step_us(run))
-    return min(times)
+        return []
+    inputs = [_made(node) for node in placeholders]
+    runs: list[Callable[[], Any]] = []
+    try:
+        for gm in (copy_of(joint.module), *forwards(joint)):
+            runs.append(partial(gm, *inputs))
+            runs[-1]()
+    except (RuntimeError, IndexError) as error:
+        said = str(error).splitlines()[0]
+        warnings.warn(
+            f"the step cannot be timed as a whole on made data ({said}); what it takes beyond "
+            "its ops is not counted, so that overheads may be shown too high",
+            stacklevel=2,
+        )
+        return []
+    return runs
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

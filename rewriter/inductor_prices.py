@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from remat.graph_capture.keeping_time import kept_bytes, less_for_kept
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.meter import CpuMeter
 from remat.graph_capture.node_facts import fresh_storages, node_inputs, tensors_of
+from remat.graph_capture.op_times import times_us
 from remat.graph_capture.op_work import moved_bytes
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.pricing import ESTIMATED_BYTES_PER_US
@@ -63,7 +65,7 @@ class CallPrices:
             with _for_real():
                 source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8)
                 target = torch.ones_like(source)
-                copy_us = self.meter.median_us(lambda: target.copy_(source), 2 * BANDWIDTH_BYTES)
+                copy_us = self.meter.often_us(lambda: target.copy_(source))
                 self.cache.prices[BANDWIDTH_KEY] = Price(copy_us, 0)
             self.cache.save()
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
@@ -74,15 +76,13 @@ class CallPrices:
 
     def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
         found: dict[str, Price] = {}
-        costs: dict[str, float] = {}
-        for key, node in missing.items():
-            try:
-                run = self._runner(node)
-                run()
-                costs[key] = self.meter.median_us(run, moved_bytes(node))
-            except RuntimeError:
-                moved_us = moved_bytes(node) / ESTIMATED_BYTES_PER_US
-                found[key] = Price(moved_us, 0, is_estimate=True)
+        moved = {key: moved_bytes(node) for key, node in missing.items()}
+
+        def failed(key: str, _: RuntimeError) -> None:
+            found[key] = Price(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
+
+        made = {key: partial(self._runner, node) for key, node in missing.items()}
+        costs = times_us(made, moved, self.meter, failed)
         memory = measure_regions(self._runner(missing[key]) for key in costs)
         for (key, cost_us), region in zip(costs.items(), memory, strict=True):
             extra = max(0, region.peak_bytes - sum(fresh_storages(missing[key])))

@@ -1,10 +1,13 @@
 """Prices of a test run go to a folder of their own; Ctrl-C is heard in tests of it.
 
-A shell that starts a job in the background lets it ignore the signal.
+A shell that starts a job in the background lets it ignore the signal. Tests that run side by side
+share the cores: torch's threads, of which each would have as many as there are cores, would
+otherwise wait for each other.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,11 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SIDE_BY_SIDE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if SIDE_BY_SIDE > 1:
+    # Before torch is imported, which reads it, as do the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // SIDE_BY_SIDE)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,7 +36,7 @@ def tangents_us(graph: TrainingGraph) -> float:
 
 
 def taking(step_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "_measured", lambda *_: WholeStep(step_us))
+    monkeypatch.setattr(step_time.StepRounds, "whole", lambda _: WholeStep(step_us))
 
 
 def test_what_no_op_accounts_for_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +105,61 @@ def test_a_graph_of_another_device_is_left_as_it_is() -> None:
     model, args, *_ = make("plain")
     traced = trace(model, args)
     graph = msgspec.structs.replace(traced.graph, device="cuda:0")
-    found = step_time.with_time_beyond_ops(traced.joint, graph, CpuMeter(), PriceCache())
-    assert found is graph
+    meter, cache = CpuMeter(), PriceCache()
+    assert step_time.step_rounds(traced.joint, graph, meter, cache, None) is None
+    assert step_time.with_time_beyond_ops(graph, cache, None) is graph
+
+
+class Clock(CpuMeter):
+    """Steps take what is told, one after the other."""
+
+    def __init__(self, told_us: list[float]) -> None:
+        super().__init__()
+        self.told_us = told_us
+
+    def step_us(self, run: Any) -> float:
+        run()
+        return self.told_us.pop(0)
+
+
+def test_a_step_and_its_forwards_take_turns_in_both_orders() -> None:
+    ran: list[int] = []
+    runs = [lambda number=number: ran.append(number) for number in range(3)]
+    rounds = step_time.StepRounds(CpuMeter(), lambda: runs)
+    rounds.some()
+    share = len(ran)
+    rounds.whole()
+    assert len(ran) == 3 * share == 3 * step_time.ROUNDS
+    assert ran[:6] == [0, 1, 2, 2, 1, 0]
+
+
+def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
+    """Of three shares of one long round each, the second is twice as slow."""
+    told_us = [5e6, 2e6, 1e6, 10e6, 4e6, 2e6, 5e6, 2e6, 1e6]
+    found = step_time.StepRounds(Clock(told_us), lambda: [lambda: None] * 3).whole()
+    assert found == WholeStep(5e6, 1e6)
+    assert not told_us
+
+
+def test_steps_are_run_after_each_pass_over_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    some, median_us = step_time.StepRounds.some, CpuMeter.median_us
+
+    def noted_some(rounds: step_time.StepRounds) -> None:
+        events.append("step")
+        some(rounds)
+
+    def noted_median_us(meter: CpuMeter, run: Any, moved_bytes: int = 0) -> float:
+        events.append("op")
+        return median_us(meter, run, moved_bytes)
+
+    monkeypatch.setattr(step_time.StepRounds, "some", noted_some)
+    monkeypatch.setattr(CpuMeter, "median_us", noted_median_us)
+    priced("plain")
+    passes = CpuMeter().passes
+    ops = (events.count("op") - 1) // passes
+    assert ops > 1
+    assert events == ["op", *(["op"] * ops + ["step"]) * passes]
 
 
 def test_an_op_finds_a_cache_full_of_others() -> None:
