@@ -114,8 +114,8 @@ class StepRounds:
         least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
         enough_us = ENOUGH_US / self._meter.passes
         while len(rounds) < least or (len(rounds) < most and sum(map(sum, rounds)) < enough_us):
-            rounds.append(self._round(is_reversed=len(rounds) % 2 == 1))
-        self._rounds += rounds
+            rounds.append(self._round())
+            self._rounds.append(rounds[-1])
 
     def whole(self) -> WholeStep | None:
         """Medians of all rounds, those that are still to come taken now; None if there are none."""
@@ -128,8 +128,8 @@ class StepRounds:
         longer_us = statistics.median(keeping - plain for _, keeping, plain in self._rounds)
         return WholeStep(step_us, max(0.0, longer_us))
 
-    def _round(self, *, is_reversed: bool) -> list[float]:
-        order = range(len(self._runs))[:: -1 if is_reversed else 1]
+    def _round(self) -> list[float]:
+        order = range(len(self._runs))[:: -1 if len(self._rounds) % 2 else 1]
         taken_us = {number: self._meter.step_us(self._runs[number]) for number in order}
         return [taken_us[number] for number in range(len(self._runs))]
 

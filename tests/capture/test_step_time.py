@@ -134,8 +134,8 @@ def test_a_step_and_its_forwards_take_turns_in_both_orders() -> None:
 
 
 def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
-    """Of three shares of one long round each, the second is twice as slow."""
-    told_us = [5e6, 2e6, 1e6, 10e6, 4e6, 2e6, 5e6, 2e6, 1e6]
+    """Of three shares of one long round each; the second is twice as slow, in the other order."""
+    told_us = [5e6, 2e6, 1e6, 2e6, 4e6, 10e6, 5e6, 2e6, 1e6]
     found = step_time.StepRounds(Clock(told_us), lambda: [lambda: None] * 3).whole()
     assert found == WholeStep(5e6, 1e6)
     assert not told_us
