@@ -1,7 +1,8 @@
 """Masks that backward reads, kept as bytes: Inductor's C++ writes bool an order slower than uint8.
 
-Its vectors of bool are stored lane by lane; a mask that is made a float and then a byte is stored
-by one instruction. Both take a byte an element, and the gradients are the same.
+Its vectors of bool are stored lane by lane, and those of bytes are compared lane by lane; a mask
+that is made a float on its way to a byte, and from there, is so by one instruction each. Both take
+a byte an element, and the gradients are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
     Returns how many masks there are.
 
     Changes the joint graph, whose first `n_outputs` results are forward's, in place. Each reader
-    compares the byte by itself, so that the byte, not the comparison, is what is kept.
+    compares the byte, as a float, by itself, so that the byte, not the comparison, is kept.
     """
     forward = _makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
     masks = [
@@ -81,7 +82,8 @@ def _through_bytes(node: fx.Node) -> None:
         byte = _made(graph, node, _CONVERT, (number, torch.uint8))
     for user in users:
         with graph.inserting_before(user):
-            user.replace_input_with(node, _made(graph, node, _IS_SET, (byte, 0)))
+            read = _made(graph, node, _CONVERT, (byte, torch.float32))
+            user.replace_input_with(node, _made(graph, node, _IS_SET, (read, 0)))
 
 
 def _made(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:

@@ -94,8 +94,10 @@ def test_each_reader_compares_the_byte_by_itself() -> None:
     (number,) = mask.users
     (byte,) = number.users
     assert byte.meta["val"].dtype == torch.uint8
-    assert [reader.target for reader in byte.users] == [aten.ne.Scalar] * 2
-    assert all(len(reader.users) == 1 for reader in byte.users)
+    assert [reader.meta["val"].dtype for reader in byte.users] == [torch.float32] * 2
+    compared = [user for reader in byte.users for user in reader.users]
+    assert [user.target for user in compared] == [aten.ne.Scalar] * 2
+    assert all(len(user.users) == 1 for user in compared)
     x, tangent = torch.randn(9), torch.randn(9)
     result, gradient = gm(x, tangent)
     assert torch.equal(result, x)
