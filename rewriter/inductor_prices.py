@@ -1,8 +1,9 @@
-"""Prices of a compiled step: calls as measured, generated kernels by what they write and draw."""
+"""Prices of a compiled step: calls as measured, kernels by what they move and compute."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -25,13 +26,15 @@ from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.pricing import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.step_time import taking
-from remat.rewriter.draw_price import draw_us_per_element
+from remat.rewriter.element_prices import slow_part, us_per_element
 from remat.rewriter.inductor_graph import FusedJoint
-from remat.rewriter.inductor_nodes import DRAWS, is_generated, is_inlined, is_reduction, is_view
+from remat.rewriter.inductor_nodes import is_generated, is_inlined, is_reduction, is_view
 from remat.rewriter.inductor_stored import is_added_product
 
 BANDWIDTH_KEY = "remat.copy_bandwidth"
 BANDWIDTH_BYTES = 1 << 25
+LEAST_ELEMENTS = 1 << 12
+"""Below that no slow part is worth the seconds that it takes to measure one."""
 NEAR = 0.8
 """Part of the time to read a result from memory that is saved while it is near the core."""
 
@@ -70,9 +73,9 @@ class CallPrices:
             self.cache.save()
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
 
-    def draw_us_per_element(self) -> float:
-        """What a random number costs here in a kernel that Inductor generates."""
-        return draw_us_per_element(self.cache)
+    def us_per_element(self, part: str) -> float:
+        """What a slow part of a kernel that Inductor generates costs here."""
+        return us_per_element(part, self.cache)
 
     def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
         found: dict[str, Price] = {}
@@ -109,13 +112,14 @@ def _for_real() -> Generator[None]:
 def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
     """The joint's graph with costs and workspaces.
 
-    What is generated costs what it takes to read and write its values, and what it draws; what
-    is inlined costs nothing more. What is computed again is near the core when it is read, what
-    was kept is not: most of what reading it takes is no part of its price, but of the step's.
+    What is generated costs what it takes to read and write its values, and what it draws and
+    computes that is slow; what is inlined costs nothing more. What is computed again is near the
+    core when it is read, what was kept is not: most of what reading it takes is no part of its
+    price, but of the step's.
     """
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, prices.of(calls.values()), strict=True))
-    bytes_per_us, draw_us = prices.bytes_per_us(), prices.draw_us_per_element()
+    bytes_per_us = prices.bytes_per_us()
     stored, values = set(joint.node_of_op.values()), joint.graph.value_by_name
     ops: list[Op] = []
     for op in joint.graph.ops:
@@ -124,7 +128,8 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
             op = _called(op, found[op.name])
         elif node is not None:
             cost_us = _moved_bytes(op, node, values) / bytes_per_us
-            cost_us += draw_us * _drawn(node, stored)
+            slow = _slow_elements(node, stored)
+            cost_us += sum(n * prices.us_per_element(part) for part, n in slow.items())
             op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
         ops.append(op)
     priced = msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
@@ -158,16 +163,17 @@ def _moved_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
     return total
 
 
-def _drawn(node: fx.Node, stored: set[fx.Node]) -> int:
-    """Random numbers that computing `node` draws, those of what is inlined into it too."""
-    found, stack, total = {node}, [node], 0
+def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
+    """Elements of each slow part that computing `node` takes, with what is inlined into it."""
+    found, stack, elements = {node}, [node], Counter[str]()
     while stack:
         at = stack.pop()
-        if at.target in DRAWS:
-            total += sum(t.numel() for t in tensors_of(at) if t is not None)
+        made = sum(t.numel() for t in tensors_of(at) if t is not None)
+        if made >= LEAST_ELEMENTS and (part := slow_part(at)):
+            elements[part] += made
         for source in node_inputs(at):
             is_part = source not in stored and (is_inlined(source) or is_view(source))
             if is_part and source not in found:
                 found.add(source)
                 stack.append(source)
-    return total
+    return elements

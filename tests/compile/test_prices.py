@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.graph_capture.graph import Resident
+from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint import TANGENTS
 from remat.graph_capture.price_cache import Price
 from remat.rewriter.inductor_graph import build_fused
-from remat.rewriter.inductor_prices import NEAR, price_fused
+from remat.rewriter.inductor_prices import LEAST_ELEMENTS, NEAR, price_fused
 
-CALL_US, BYTES_PER_US, SIZE = 1000.0, 64.0, 16 * 16 * 4
+CALL_US, BYTES_PER_US, EXP_US = 1000.0, 64.0, 0.25
 
 
 class Fixed:
@@ -28,8 +29,8 @@ class Fixed:
     def bytes_per_us(self) -> float:
         return BYTES_PER_US
 
-    def draw_us_per_element(self) -> float:
-        return 0.0
+    def us_per_element(self, part: str) -> float:
+        return {"exp": EXP_US}[part]
 
 
 def step(x: Tensor) -> list[Tensor]:
@@ -38,15 +39,27 @@ def step(x: Tensor) -> list[Tensor]:
     return [(first @ x).sum(), (first.exp() @ x)]
 
 
-def test_what_backward_reads_is_cheaper_and_the_step_is_not() -> None:
-    traced = make_fx(step, tracing_mode="fake")(torch.ones(16, 16))
+def priced(width: int) -> TrainingGraph:
+    """The step on a square of that width."""
+    traced = make_fx(step, tracing_mode="fake")(torch.ones(width, width))
     fused = build_fused(traced, 1, "step", Resident(), "cpu")
     prices: Any = Fixed()
-    found = price_fused(fused, prices)
-    saved_us = NEAR * SIZE / BYTES_PER_US
+    return price_fused(fused, prices)
+
+
+def test_what_backward_reads_is_cheaper_and_the_step_is_not() -> None:
+    found, size = priced(16), 16 * 16 * 4
+    saved_us = NEAR * size / BYTES_PER_US
     calls = [op.cost_us for op in found.ops if op.target == "aten.mm.default"]
     assert sorted(calls) == [pytest.approx(CALL_US - saved_us), CALL_US, CALL_US]
     (tangents,) = (op for op in found.ops if op.target == TANGENTS)
     assert tangents.cost_us == pytest.approx(saved_us)
-    kernels_us = ((SIZE + 4) + 2 * SIZE) / BYTES_PER_US
+    kernels_us = ((size + 4) + 2 * size) / BYTES_PER_US
     assert found.time_us == pytest.approx(3 * CALL_US + kernels_us)
+
+
+def test_an_exponential_of_many_elements_costs_more_than_its_bytes() -> None:
+    width = math.isqrt(LEAST_ELEMENTS)
+    (exponential,) = (op for op in priced(width).ops if op.target == "aten.exp.default")
+    moved_us = 2 * width * width * 4 / BYTES_PER_US
+    assert exponential.cost_us == pytest.approx(moved_us + EXP_US * width * width)
