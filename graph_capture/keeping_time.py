@@ -15,9 +15,6 @@ from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import Joint
 from remat.graph_capture.node_facts import is_getitem
 
-SAVED = 0.5
-"""Part of it that computing again saves. All, where each result is made again right before it is
-read; none, where a stretch of results is made again and held, as it was the first time."""
 LEAST = 0.5
 """Part of its price that every op keeps."""
 

@@ -40,11 +40,14 @@ class WholeStep(msgspec.Struct, frozen=True):
     Attributes
     ----------
     step_us : the step with every op run once. keeping_us : how much less forward alone takes if it
-    keeps nothing for backward.
+    keeps nothing for backward. again_us : how much longer the step takes with its forward computed
+    again in segments. priced_us : what that is by the prices of the ops; 0 if it was not run.
     """
 
     step_us: float
     keeping_us: float = 0.0
+    again_us: float = 0.0
+    priced_us: float = 0.0
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -93,7 +96,7 @@ class Profile(msgspec.Struct, frozen=True):
         wrong = [key for key, one in found.ops.items() if not _is_sound(one)]
         if wrong:
             raise ProfileError(f"{name} has a price that cannot be, of {wrong[0]}: {again}")
-        times_us = [t for step in found.steps.values() for t in (step.step_us, step.keeping_us)]
+        times_us = [t for step in found.steps.values() for t in msgspec.structs.astuple(step)]
         if not all(0 <= time_us < float("inf") for time_us in times_us):
             raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
         return found

@@ -5,9 +5,9 @@ an op alone is right for that. In a step the same op finds less in the caches, a
 between ops, so that the sum of prices is too low for a step, by a tenth or two on a CPU. The whole
 step is therefore run on made data where it fits into memory, and what it takes beyond its ops is
 booked on the one op that every schedule runs exactly once and that costs nothing itself: the
-arrival of the tangents. So is what keeping results for backward takes, as far as computing them
-again saves it (`keeping_time.py`): a small difference of two forwards, which take turns with the
-step, as the machine may be slow for seconds on end.
+arrival of the tangents. So is what keeping results for backward takes, which computing them again
+saves (`keeping_time.py`); and prices are held against a step that computes its forward again
+(`recompute_time.py`). All these runs take turns, as the machine may be slow for seconds on end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,13 +29,16 @@ from remat.graph_capture.free_memory import free_bytes
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint import TANGENTS, Joint
-from remat.graph_capture.keeping_time import SAVED, forwards, less_for_kept
+from remat.graph_capture.keeping_time import forwards, less_for_kept
 from remat.graph_capture.meter import Meter
 from remat.graph_capture.price_cache import Price, PriceCache
 from remat.graph_capture.profile_file import Profile, WholeStep
+from remat.graph_capture.recompute_time import as_recomputed, recomputing
 
-STEP_KEY, KEEPING_KEY = "remat.step", "remat.keeping"
-LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 15, 3e6
+STEP_KEY = "remat.step"
+KEYS = STEP_KEY, "remat.keeping", "remat.again", "remat.again_priced"
+"""Of the times of a whole step, in their order."""
+LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 24, 6e6
 """Rounds are fewer the longer they are; medians count, as other work may come between."""
 ROOM = 0.5
 """Part of the free memory that a run may take."""
@@ -54,12 +58,12 @@ def with_time_beyond_ops(
     """
     step = profile.steps.get(graph.hash) if profile is not None else None
     if step is None and rounds is not None:
-        step = rounds.whole()
+        step = rounds.whole(graph)
     elif step is None and _is_of(profile, cache.device):
         step = known(graph, cache)
     if step is not None and rounds is not None:
-        cache.prices[f"{STEP_KEY} {graph.hash}"] = Price(step.step_us, 0)
-        cache.prices[f"{KEEPING_KEY} {graph.hash}"] = Price(step.keeping_us, 0)
+        for key, time_us in zip(KEYS, msgspec.structs.astuple(step), strict=True):
+            cache.prices[f"{key} {graph.hash}"] = Price(time_us, 0)
         cache.save()
     return graph if step is None or graph.device != CPU else booked(graph, step)
 
@@ -70,15 +74,16 @@ def _is_of(profile: Profile | None, title: str) -> bool:
 
 def known(graph: TrainingGraph, cache: PriceCache) -> WholeStep | None:
     """The times of the whole step, if `cache` has them."""
-    keys = f"{STEP_KEY} {graph.hash}", f"{KEEPING_KEY} {graph.hash}"
+    keys = [f"{key} {graph.hash}" for key in KEYS]
     found = [cache.prices[key].cost_us for key in keys if key in cache.prices]
     return WholeStep(*found) if len(found) == len(keys) else None
 
 
 def booked(graph: TrainingGraph, step: WholeStep) -> TrainingGraph:
     """`graph` taking the step's time in all, unless its ops alone take longer."""
-    cheaper = less_for_kept(graph, SAVED * step.keeping_us)
-    return taking(cheaper, max(step.step_us, graph.time_us))
+    cheaper = less_for_kept(graph, step.keeping_us)
+    recomputed = as_recomputed(cheaper, step.again_us, step.priced_us)
+    return taking(recomputed, max(step.step_us, graph.time_us, recomputed.time_us))
 
 
 def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
@@ -91,15 +96,31 @@ def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=ops)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The step, the step that computes forward again, forward that keeps results and that does not.
+
+    Attributes
+    ----------
+    again : names of the ops that the second runs twice.
+    """
+
+    step: Callable[[], Any]
+    recomputing: Callable[[], Any]
+    keeping: Callable[[], Any]
+    plain: Callable[[], Any]
+    again: tuple[str, ...] = ()
+
+
 class StepRounds:
-    """The step, forward that keeps results and forward that does not, run in turn on made data.
+    """The runs of a step, in turn on made data.
 
     In both orders, and in shares: some rounds after each pass over the ops.
     """
 
-    def __init__(self, meter: Meter, made: Callable[[], Sequence[Callable[[], Any]]]) -> None:
+    def __init__(self, meter: Meter, made: Callable[[], Runs | None]) -> None:
         self._meter, self._made = meter, made
-        self._runs: Sequence[Callable[[], Any]] = ()
+        self._runs: Runs | None = None
         self._shares = 0
         self._rounds: list[list[float]] = []
 
@@ -108,30 +129,39 @@ class StepRounds:
         if not self._shares:
             self._runs = self._made()
         self._shares += 1
-        if not self._runs:
+        if self._runs is None:
             return
         rounds: list[list[float]] = []
         least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
         enough_us = ENOUGH_US / self._meter.passes
         while len(rounds) < least or (len(rounds) < most and sum(map(sum, rounds)) < enough_us):
-            rounds.append(self._round())
+            rounds.append(self._round(self._runs))
             self._rounds.append(rounds[-1])
 
-    def whole(self) -> WholeStep | None:
-        """Medians of all rounds, those that are still to come taken now; None if there are none."""
+    def whole(self, graph: TrainingGraph) -> WholeStep | None:
+        """Medians of all rounds, those that are still to come taken now; None if there are none.
+
+        `graph` has the prices of the ops.
+        """
         with self._meter.quiet():
             while self._shares < self._meter.passes:
                 self.some()
-        if not self._rounds:
+        if self._runs is None:
             return None
-        step_us = statistics.median(step for step, _, _ in self._rounds)
-        longer_us = statistics.median(keeping - plain for _, keeping, plain in self._rounds)
-        return WholeStep(step_us, max(0.0, longer_us))
+        step_us = statistics.median(step for step, *_ in self._rounds)
+        longer = statistics.median(again / step for step, again, *_ in self._rounds) - 1
+        kept_us = statistics.median(keeping - plain for *_, keeping, plain in self._rounds)
+        keeping_us, again_us = max(0.0, kept_us), max(0.0, longer * step_us)
+        prices = {op.name: op.cost_us for op in less_for_kept(graph, keeping_us).ops}
+        return WholeStep(
+            step_us, keeping_us, again_us, sum(prices[name] for name in self._runs.again)
+        )
 
-    def _round(self) -> list[float]:
-        order = range(len(self._runs))[:: -1 if len(self._rounds) % 2 else 1]
-        taken_us = {number: self._meter.step_us(self._runs[number]) for number in order}
-        return [taken_us[number] for number in range(len(self._runs))]
+    def _round(self, runs: Runs) -> list[float]:
+        each = runs.step, runs.recomputing, runs.keeping, runs.plain
+        order = range(len(each))[:: -1 if len(self._rounds) % 2 else 1]
+        taken_us = {number: self._meter.step_us(each[number]) for number in order}
+        return [taken_us[number] for number in range(len(each))]
 
 
 def step_rounds(
@@ -147,22 +177,23 @@ def step_rounds(
     return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
 
 
-def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> list[Callable[[], Any]]:
-    """The step and its two forwards, each run once.
+def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> Runs | None:
+    """The runs of a step, each run once.
 
-    Nothing for a step that needs more than half of the memory that is free, or that does not run
-    on made data.
+    None for a step that needs more than half of the memory that is free, or that does not run on
+    made data.
     """
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
     if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
-        return []
+        return None
     inputs = [_made(node) for node in placeholders]
-    runs: list[Callable[[], Any]] = []
+    twice = recomputing(joint)
+    made = copy_of(joint.module), twice.module, *forwards(joint)
+    runs = [partial(module, *inputs) for module in made]
     try:
-        for gm in (copy_of(joint.module), *forwards(joint)):
-            runs.append(partial(gm, *inputs))
-            runs[-1]()
+        for run in runs:
+            run()
     except (RuntimeError, IndexError) as error:
         said = str(error).splitlines()[0]
         warnings.warn(
@@ -170,8 +201,8 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> list[Callable[
             "its ops is not counted, so that overheads may be shown too high",
             stacklevel=2,
         )
-        return []
-    return runs
+        return None
+    return Runs(*runs, again=twice.again)
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

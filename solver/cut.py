@@ -123,9 +123,13 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     if place is None:
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
-    climb(search, lazy, gap, FIRST_NODES)
+    search.say(f"1 cut, at {search.graph.ops[place].name}")
+    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_NODES))
+    is_repaired = take_climbed(search, first, search.work + FIRST_WORK)
     if is_open(search, gap) and search.gap > WIDE and not has_start:
         take_segments(search)
+    if not is_repaired and search.best is None:
+        take_climbed(search, first)
     for target_bytes in targets(search, () if has_start else TARGETS):
         if is_open(search, gap) and not has_worked(search, FIRST_WORK):
             search.say(f"start for {target_bytes} bytes")
@@ -136,20 +140,24 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     return lazy
 
 
-def climb(search: Search, lazy: LazyCuts, gap: float, most_nodes: int = NODE_LIMIT) -> None:
+def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
     """Solve the cuts so far for a bound and a start."""
     search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
-    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap, most_nodes)))
+    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
 
 
-def take_climbed(search: Search, climbed: Climbed) -> None:
-    """Record the bound; repair the expansion, unless a clock chose it and there is a schedule."""
+def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
+    """Record the bound; repair the expansion, unless a clock chose it and there is a schedule.
+
+    False if repairs were given up because `search.work` came to `most_work`.
+    """
     if climbed.solution.bound_us == float("inf"):
         search.proved_infeasible = True
-        return
+        return True
     search.raise_bound(climbed.solution.bound_us)
     if climbed.start is not None and (climbed.solution.finished or search.best is None):
-        repair_from(search, climbed.start)
+        return repair_from(search, climbed.start, most_work)
+    return True
 
 
 def limits_of(
@@ -238,21 +246,21 @@ def has_worked(search: Search, most_work: int) -> bool:
     return search.best is not None and search.work > most_work
 
 
-def repair_from(search: Search, start: State) -> State | None:
-    """Repair `start` with each power, fill, offer the outcomes; return the cheapest that fits.
+def repair_from(search: Search, start: State, most_work: float = float("inf")) -> bool:
+    """Repair `start` with each power, fill, and offer the outcomes.
 
-    Ends early where that takes long and there is a schedule.
+    Ends early where that takes long and there is a schedule; or, and then it returns False, when
+    `search.work` comes to `most_work`.
     """
-    best: State | None = None
-    most_work = search.work + REPAIR_WORK
+    enough_work = search.work + REPAIR_WORK
     for power in POWERS:
-        if search.out_of_time() or has_worked(search, most_work):
+        if search.out_of_time() or has_worked(search, enough_work):
             break
         state = start.copy()
-        if Repair(state, search.budget_bytes, power, search).run():
+        if Repair(state, search.budget_bytes, power, search, most_work=most_work).run():
             search.offer(state)
             fill(state, search.budget_bytes, search)
-            if best is None or state.cost_us < best.cost_us:
-                best = state
         search.offer(state)
-    return best
+        if search.work > most_work:
+            return False
+    return True

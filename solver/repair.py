@@ -49,7 +49,8 @@ class Trial(NamedTuple):
 class Repair:
     """Brings `state` under `limit_bytes`, changing it in place.
 
-    `spared` is a value and the stage at which a gap of it ends, never to be dropped.
+    `spared` is a value and the stage at which a gap of it ends, never to be dropped. `most_work` is
+    what `search.work` may come to.
     """
 
     state: State
@@ -57,6 +58,7 @@ class Repair:
     power: float
     search: Search
     spared: tuple[int, int] | None = None
+    most_work: float = float("inf")
 
     def run(self) -> bool:
         """Drop and carry until nothing is over the limit; return whether that was reached."""
@@ -64,7 +66,7 @@ class Repair:
             over = np.maximum(self.state.peak_bytes - self.limit_bytes, 0)
             if not over.any():
                 return True
-            if self.search.out_of_time():
+            if self.search.work > self.most_work or self.search.out_of_time():
                 return False
             move = self._best_move(over)
             if move is None:

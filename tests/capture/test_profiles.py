@@ -55,12 +55,12 @@ def made_profile(shares: dict[str, Efficiency], **asked: Any) -> tuple[Profile, 
 def test_a_profile_serves_as_the_measurement_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_time.StepRounds, "whole", lambda _: WholeStep(1e6, 5.0))
+    monkeypatch.setattr(step_time.StepRounds, "whole", lambda *_: WholeStep(1e6, 5.0, 90.0, 60.0))
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     profile = remat.profile(**step())
     measured = capture(**step())
     assert measured.time_us == pytest.approx(1e6)
-    monkeypatch.setattr(step_time.StepRounds, "whole", lambda _: WholeStep(1.0))
+    monkeypatch.setattr(step_time.StepRounds, "whole", lambda *_: WholeStep(1.0))
     again = capture(**step(), profile=Profile.from_json(profile.to_json()))
     assert again.ops == measured.ops
     assert again.values == measured.values

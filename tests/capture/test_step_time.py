@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import remat
 from remat.graph_capture import pricing, step_time, trace
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint import TANGENTS
+from remat.graph_capture.keeping_time import less_for_kept
 from remat.graph_capture.meter import CpuMeter
 from remat.graph_capture.price_cache import PriceCache
 from remat.graph_capture.profile_file import WholeStep
@@ -36,7 +38,7 @@ def tangents_us(graph: TrainingGraph) -> float:
 
 
 def taking(step_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time.StepRounds, "whole", lambda _: WholeStep(step_us))
+    monkeypatch.setattr(step_time.StepRounds, "whole", lambda *_: WholeStep(step_us))
 
 
 def test_what_no_op_accounts_for_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,22 +124,30 @@ class Clock(CpuMeter):
         return self.told_us.pop(0)
 
 
-def test_a_step_and_its_forwards_take_turns_in_both_orders() -> None:
+def test_the_runs_of_a_step_take_turns_in_both_orders() -> None:
     ran: list[int] = []
-    runs = [lambda number=number: ran.append(number) for number in range(3)]
-    rounds = step_time.StepRounds(CpuMeter(), lambda: runs)
+    runs = [partial(ran.append, number) for number in range(4)]
+    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.Runs(*runs))
     rounds.some()
     share = len(ran)
-    rounds.whole()
-    assert len(ran) == 3 * share == 3 * step_time.ROUNDS
-    assert ran[:6] == [0, 1, 2, 2, 1, 0]
+    rounds.whole(priced("plain"))
+    assert len(ran) == 3 * share == 4 * step_time.ROUNDS
+    assert ran[:8] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
     """Of three shares of one long round each; the second is twice as slow, in the other order."""
-    told_us = [5e6, 2e6, 1e6, 2e6, 4e6, 10e6, 5e6, 2e6, 1e6]
-    found = step_time.StepRounds(Clock(told_us), lambda: [lambda: None] * 3).whole()
-    assert found == WholeStep(5e6, 1e6)
+    round_us = [5e6, 6e6, 2e6, 1e6]
+    told_us = [*round_us, *(2 * each_us for each_us in reversed(round_us)), *round_us]
+    graph = priced("plain")
+    name = next(op.name for op in graph.ops if op.phase == "forward")
+    runs = step_time.Runs(*[lambda: None] * 4, again=(name,))
+    found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(graph)
+    assert found is not None
+    expected = 5e6, 1e6, 1e6
+    assert (found.step_us, found.keeping_us, found.again_us) == pytest.approx(expected)
+    cheaper = less_for_kept(graph, found.keeping_us)
+    assert found.priced_us == cheaper.ops[graph.op_index[name]].cost_us > 0
     assert not told_us
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,27 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=8.0)
     cut.begin(search, store_all_state(search.problem), 1e-3)
     assert bool(tried) is is_tried
+
+
+@pytest.mark.parametrize("has_segments", [True, False])
+def test_a_long_repair_waits_for_them_and_goes_on_where_they_find_nothing(
+    has_segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repaired: list[bool] = []
+    repair_from = cut.repair_from
+
+    def noted(search: Search, *args: Any) -> bool:
+        repaired.append(repair_from(search, *args))
+        return repaired[-1]
+
+    monkeypatch.setattr(cut, "repair_from", noted)
+    monkeypatch.setattr(cut, "FIRST_WORK", -1)
+    monkeypatch.setattr(cut, "TARGETS", ())
+    if not has_segments:
+        monkeypatch.setattr(cut, "take_segments", lambda _: None)
+    graph = chain(30)
+    search = Search(graph, budget_of(graph, 60), "cut")
+    cut.begin(search, store_all_state(search.problem), 1e-3)
+    assert repaired == [False] if has_segments else repaired == [False, True]
+    assert search.best is not None
+    assert simulate(graph, search.best).peak_bytes <= search.budget_bytes
