@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -95,6 +95,18 @@ class Results:
             self.write()
         print(f"{model:13}{name_of(key):28}{shown(found)}", flush=True)
 
+    def batches(self, model: str, budget: int) -> dict[str, Any]:
+        """The largest batches of a model at a budget, by the name of their row."""
+        of_model = self.kept.setdefault("batches", {}).setdefault(model, {})
+        return of_model.setdefault(str(budget), {})
+
+    def keep_batch(self, model: str, budget: int, key: Key, found: dict[str, Any]) -> None:
+        """Note one of them, print it, and write the file."""
+        with self.lock:
+            self.batches(model, budget)[name_of(key)] = found
+            self.write()
+        print(f"{model:13}{name_of(key):28}batch {found.get('batch', found)}", flush=True)
+
     def write(self) -> None:
         """The whole file, so that none is ever left half written; with the time since the last."""
         now_s = time.monotonic()
@@ -144,7 +156,9 @@ class Suite:
         self.name, self.results = name, results
         kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
         self.processes = OwnProcesses({**kept, **SETTINGS}, LIMIT_S)
-        self.workers = ThreadPoolExecutor(1 if name == "gpu" or len(CORES) < 2 else WORKERS)
+        is_one = name == "gpu" or len(CORES) < 2
+        self.workers = ThreadPoolExecutor(1 if is_one else WORKERS)
+        self.cores = ThreadPoolExecutor(1 if is_one else min(len(CORES), WORKERS))
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
         """Measure the rows that are missing; several are under way at once."""
@@ -164,19 +178,16 @@ class Suite:
         """The largest batches of a model, within its unmodified peak, or the sizes of GPUs."""
         eager = next(row for row in self.results.rows(model) if row.method == "eager")
         budgets = [eager.peak_bytes] if self.name != "gpu" else [gib << 30 for gib in GPU_GIB]
+        turns = WORK / self.name / "turns"
+
+        def one(key: Key, budget: int) -> None:
+            most = self.processes.answer(batches.found, self.name, model, *key, budget, turns)
+            self.results.keep_batch(model, budget, key, most)
+
         for budget in budgets:
-            found = (
-                self.results.kept.setdefault("batches", {})
-                .setdefault(model, {})
-                .setdefault(str(budget), {})
-            )
-            for key in METHODS:
-                if "batch" in found.get(name_of(key), {}):
-                    continue
-                most = self.processes.answer(batches.found, self.name, model, *key, budget)
-                found[name_of(key)] = most
-                self.results.write()
-                print(f"{model:13}{name_of(key):28}batch {most.get('batch', most)}", flush=True)
+            known = self.results.batches(model, budget)
+            missing = [key for key in METHODS if "batch" not in known.get(name_of(key), {})]
+            list(self.cores.map(one, missing, repeat(budget)))
 
     def run(self, model: str) -> None:
         """All rows of a model; ours come last, at the peaks that others reached."""

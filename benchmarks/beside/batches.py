@@ -6,8 +6,10 @@ allocated. On a GPU, the allocator is told that it has no more.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from benchmarks.beside import methods
 from benchmarks.beside.calm import ROUNDS, Timed
 from benchmarks.beside.models import SUITES
 from benchmarks.beside.row import Bench, variant_of
+from benchmarks.beside.turns import Turns
 
 CHECKPOINTS: tuple[tuple[str, float], ...] = (
     ("eager", 0), ("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 4), ("selective", 0),
@@ -48,7 +51,9 @@ def largest(holds: Callable[[int], bool], first: int, guess: int) -> int:
     return low
 
 
-def by_method(suite: str, model: str, method: str, amount: float, budget: int) -> dict[str, Any]:
+def by_method(
+    suite: str, model: str, method: str, amount: float, budget: int, turns: Turns
+) -> dict[str, Any]:
     """The largest batch of one of torch's methods, and its time over eager's at that batch."""
     entry = SUITES[suite][model]
     device = "cuda" if suite == "gpu" else "cpu"
@@ -77,7 +82,8 @@ def by_method(suite: str, model: str, method: str, amount: float, budget: int) -
     bench = Bench(entry.make(batch), device)
     eager, variant = methods.eager(bench.trainee), variant_of(bench, method, amount)
     a_round = bench.rounds(eager, variant)
-    timed = Timed([[a_round() for _ in range(ROUNDS)]], was_slow=False)
+    with turns.alone():
+        timed = Timed([[a_round() for _ in range(ROUNDS)]], was_slow=False)
     return {
         "batch": batch, "peak_bytes": peak_bytes(batch), "over_eager": timed.ratio(1, 0) - 1,
     }  # fmt: skip
@@ -99,12 +105,15 @@ def by_plan(suite: str, model: str, overhead: float, budget: int) -> dict[str, A
     return {"batch": found.size, "peak_bytes": found.measured_peak_bytes, **planned}
 
 
-def found(suite: str, model: str, method: str, amount: float, budget: int) -> dict[str, Any]:
-    """The largest batch of a method under a budget, in this process."""
+def found(
+    suite: str, model: str, method: str, amount: float, budget: int, turns: Path
+) -> dict[str, Any]:
+    """The largest batch of a method under a budget, in this process; timed when it has its turn."""
     torch.set_num_threads(1)
     if suite == "gpu":
         share = budget / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     if method == "remat":
         return by_plan(suite, model, amount, budget)
-    return by_method(suite, model, method, amount, budget)
+    whose = Turns(turns, None if suite == "gpu" else os.getppid())
+    return by_method(suite, model, method, amount, budget, whose)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.beside import causes, document
-from benchmarks.beside.batches import largest
+from benchmarks.beside.batches import METHODS, largest
 from benchmarks.beside.fronts import TORCHS_KEPT, Row, best_within, front, targets
 from benchmarks.beside.methods import Variant
 from benchmarks.beside.models import SUITES
@@ -26,8 +26,9 @@ def row(method: str, peak: int, over: float, amount: float = 0, **more: Any) -> 
     return Row(method, amount, {"peak_bytes": peak, "over_eager": over, **more})
 
 
-def suite(out: Path) -> subprocess.CompletedProcess[str]:
+def suite(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.training", "--suite", "smoke", "--out", str(out)]
+    command += more
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
@@ -91,6 +92,21 @@ def test_the_page_shows_every_row(results: Path, monkeypatch: pytest.MonkeyPatch
     for row in document.Model("smoke", MODEL, kept["rows"][MODEL]).rows:
         assert f"| {document.title(row)} | {row.peak_bytes / 1e6:.1f} |" in text
     assert results.with_name("benchmarks-smoke.png").stat().st_size > 10_000
+
+
+def test_the_largest_batches_fit_and_are_on_the_page(results: Path) -> None:
+    printed = suite(results, "--batches").stdout.splitlines()
+    kept = json.loads(results.read_text())
+    budget_bytes = kept["rows"][MODEL]["eager"]["peak_bytes"]
+    found = kept["batches"][MODEL][str(budget_bytes)]
+    assert len(printed) == len(found) == len(METHODS)
+    assert found["eager"]["batch"] == SUITES["smoke"][MODEL].batch
+    assert all(one["peak_bytes"] <= budget_bytes for one in found.values())
+    assert found["remat 0.3"]["batch"] >= found["remat 0.1"]["batch"] >= found["eager"]["batch"]
+    assert suite(results, "--batches").stdout == ""
+    models = [document.Model("smoke", MODEL, kept["rows"][MODEL])]
+    *_, line = document.batches(models, kept)
+    assert line.endswith(f"| {found['remat 0.3']['batch']} |")
 
 
 def test_a_front_has_no_row_that_another_beats() -> None:
