@@ -104,13 +104,13 @@ class Results:
         """Note one of them, print it, and write the file."""
         with self.lock:
             self.batches(model, budget)[name_of(key)] = found
-            self.write()
+            self.write("batches_seconds")
         print(f"{model:13}{name_of(key):28}batch {found.get('batch', found)}", flush=True)
 
-    def write(self) -> None:
+    def write(self, spent_on: str = "seconds") -> None:
         """The whole file, so that none is ever left half written; with the time since the last."""
         now_s = time.monotonic()
-        self.kept["seconds"] += now_s - self.written_s
+        self.kept[spent_on] = self.kept.get(spent_on, 0.0) + now_s - self.written_s
         self.written_s = now_s
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.kept, indent=1) + "\n")

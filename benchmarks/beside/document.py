@@ -197,9 +197,12 @@ def part(suite: str, kept: dict[str, Any]) -> tuple[list[str], list[str]]:
     draw({model.name: model.rows for model in models}, picture)
     last = kept.get("resumed")
     resumed = f" (resumed {last['date']}, commit {last['commit']})" if last else ""
+    batches_s = kept.get("batches_seconds")
+    batches_took = f", the largest batches {batches_s / 60:.0f} more" if batches_s else ""
     return [
         f"{kept['device']}; torch {kept['torch']}, Python {kept['python']}; {kept['date']}, commit "
-        f"{kept['commit']}{resumed}. All rows took {kept['seconds'] / 60:.0f} minutes.\n",
+        f"{kept['commit']}{resumed}. All rows took {kept['seconds'] / 60:.0f} minutes"
+        f"{batches_took}.\n",
         f"![Time against measured peak of each model]({picture.name})\n",
         "#### Losses\n", *lost, "",
         "#### Predicted against measured\n", *fidelity(models), "",
