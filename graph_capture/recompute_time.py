@@ -2,11 +2,11 @@
 
 Prices of single ops know nothing of how ops stand in a step: results that are dropped soon leave
 their memory, near the core, to the next; a stretch that is made again and held is written to memory
-farther away, and reads what was kept for long; views are replayed. On a CPU the sum of prices was
-found to be between an eighth too low and a tenth too high. So one step that recomputes is run, that
-of Chen et al. (Training Deep Nets with Sublinear Memory Cost, 2016, https://arxiv.org/abs/1604.06174):
-forward is cut into about as many segments as the root of the number of its ops. What others read of
-a segment is kept; the rest is made again when backward first reads any of it.
+farther away, and reads what was kept for long; views are replayed. So one step that recomputes is
+run, that of Chen et al. (Training Deep Nets with Sublinear Memory Cost, 2016,
+https://arxiv.org/abs/1604.06174): forward is cut into about as many segments as the root of the
+number of its ops. What others read of a segment is kept; the rest is made again when backward first
+reads any of it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def recomputing(joint: Joint) -> Recomputing:
     pinned = {op.name for op in joint.graph.ops if op.pinned}
     again: list[str] = []
     for segment in segments:
-        inside = {*segment, *later}
+        inside = set(segment)
         dropped = [
             node
             for node in segment
             if node.op == "call_function"
             and node.name not in pinned
-            and all(user in inside for user in node.users)
+            and all(user in inside or user in later for user in node.users)
         ]
         again += _make_again(module.graph, dropped, later)
     module.recompile()

@@ -122,6 +122,11 @@ def test_a_profile_of_another_torch_is_used_and_said_to_be() -> None:
             b'"steps": {"a": {"step_us": -1}}}',
             "a time that cannot be",
         ),
+        (
+            b'{"device": "cpu", "title": "x", "torch": "2", "ops": {}, '
+            b'"steps": {"a": {"step_us": 1, "again_us": 2, "priced_us": -3}}}',
+            "a time that cannot be",
+        ),
     ],
 )
 def test_files_that_are_no_profiles_are_refused(tmp_path: Path, text: bytes, said: str) -> None:
