@@ -7,6 +7,7 @@ Ends with status 1, and writes nothing, if a row is lost whose cause nobody wrot
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -60,14 +61,20 @@ class Model:
         self.ours = [row for row in self.rows if row.method in OURS]
         self.others = [row for row in self.rows if row.method not in OURS]
 
-    def losses(self) -> list[tuple[Row, Row | None]]:
-        """Rows of others that are faster than any of ours at their peak, with that of ours."""
-        found: list[tuple[Row, Row | None]] = []
+    def slower(self) -> Iterator[tuple[Row, Row | None, float]]:
+        """Rows of others that are faster than ours at their peak, that of ours, and by how much.
+
+        By infinity where there is none of ours.
+        """
         for row in front(self.others):
             ours = best_within(self.ours, row.peak_bytes)
-            if ours is None or (1 + ours.over_eager) / (1 + row.over_eager) > 1 + NOISE:
-                found.append((row, ours))
-        return found
+            by = (1 + ours.over_eager) / (1 + row.over_eager) - 1 if ours else math.inf
+            if by > 0:
+                yield row, ours, by
+
+    def losses(self) -> list[tuple[Row, Row | None, float]]:
+        """Those that are faster by more than the noise."""
+        return [each for each in self.slower() if each[2] > NOISE]
 
     def description(self) -> str:
         """What the model is, and the sizes that it has in this suite."""
@@ -171,22 +178,30 @@ def losses(suite: str, models: list[Model]) -> tuple[list[str], list[str]]:
     )
     named: set[tuple[str, str, str]] = set()
     for model in models:
-        for row, ours in model.losses():
+        for row, ours, by in model.losses():
             key = (suite, model.name, row.name)
             named.add(key)
             cause = causes.CAUSES.get(key)
             if cause is None:
                 wrong.append(f"no cause is written down for {key}")
                 continue
-            slower = (
-                "-" if ours is None else percent((1 + ours.over_eager) / (1 + row.over_eager) - 1)
-            )
             lines.append(
                 f"| {model.name} | {title(row)}, {mb(row.peak_bytes)} MB | "
-                f"{title(ours) if ours else 'none'} | {slower} | {cause} |"
+                f"{title(ours) if ours else 'none'} | {percent(by) if ours else '-'} | {cause} |"
             )
     wrong += [f"{key} is not lost" for key in causes.CAUSES if key[0] == suite and key not in named]
-    return (lines if len(lines) > 2 else ["None."]), wrong
+    return [*(lines if len(lines) > 2 else ["None."]), *within_noise(models)], wrong
+
+
+def within_noise(models: list[Model]) -> list[str]:
+    """A sentence on rows that are faster than ours by no more than the noise, if there are any."""
+    rows = [
+        f"{model.name}, {title(row)} ({percent(by)})"
+        for model in models
+        for row, _, by in model.slower()
+        if by <= NOISE
+    ]
+    return [f"\nFaster than ours, but by no more than 2 %: {'; '.join(rows)}."] if rows else []
 
 
 def part(suite: str, kept: dict[str, Any]) -> tuple[list[str], list[str]]:

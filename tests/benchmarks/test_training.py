@@ -163,6 +163,19 @@ def test_a_cause_needs_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sum("| because |" in line for line in lines) == 2
 
 
+def test_a_row_lost_by_no_more_than_the_noise_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(causes, "CAUSES", {})
+    kept = lost()
+    kept["rows"][MODEL]["remat 100"]["over_eager"] = 0.01
+    lines, wrong = document.part("smoke", kept)
+    assert wrong == []
+    assert "None." in lines
+    assert f"\nFaster than ours, but by no more than 2 %: {MODEL}, unmodified (+1.0 %)." in lines
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
