@@ -201,7 +201,8 @@ def within_noise(models: list[Model]) -> list[str]:
         for row, _, by in model.slower()
         if by <= NOISE
     ]
-    return [f"\nFaster than ours, but by no more than 2 %: {'; '.join(rows)}."] if rows else []
+    said = f"\nFaster than ours, but by no more than {100 * NOISE:g} %: {'; '.join(rows)}."
+    return [said] if rows else []
 
 
 def part(suite: str, kept: dict[str, Any]) -> tuple[list[str], list[str]]:

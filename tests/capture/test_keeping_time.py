@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from remat.graph_capture import trace
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint import TANGENTS
 from remat.graph_capture.keeping_time import LEAST, forwards, less_for_kept
 from remat.graph_capture.profile_file import WholeStep
 from remat.graph_capture.step_time import booked
-from remat.graph_capture.tracing import Trace
-from tests.models import make
+from tests.capture.traced_models import at_100_us, traced
 
 NAMES = ["plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]
-
-
-def traced(name: str) -> Trace:
-    model, args, kwargs, loss_fn, target = make(name)
-    return trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-
-
-def at_100_us(graph: TrainingGraph) -> TrainingGraph:
-    ops = tuple(
-        msgspec.structs.replace(op, cost_us=0.0 if op.target == TANGENTS else 100.0)
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=ops)
 
 
 def kept_bytes(graph: TrainingGraph) -> dict[str, int]:

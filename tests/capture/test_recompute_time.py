@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from remat.graph_capture import trace
-from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.graph_copy import copy_of
-from remat.graph_capture.joint import TANGENTS
 from remat.graph_capture.memory_events import measure_peak
 from remat.graph_capture.profile_file import WholeStep
 from remat.graph_capture.recompute_time import LEAST, MOST, as_recomputed, recomputing
 from remat.graph_capture.step_time import booked
 from remat.graph_capture.tracing import Trace
-from tests.models import make
+from tests.capture.traced_models import at_100_us, traced
 
 EXACT = ["plain", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]
 DRAWING = ["dropout", "transformer_layers"]
-
-
-def traced(name: str) -> Trace:
-    model, args, kwargs, loss_fn, target = make(name)
-    return trace(model, args, kwargs, loss_fn=loss_fn, target=target)
 
 
 def inputs(one: Trace) -> list[Any]:
@@ -42,14 +34,6 @@ def inputs(one: Trace) -> list[Any]:
 
     placeholders = one.joint.module.graph.find_nodes(op="placeholder")
     return [made(node.meta.get("val")) for node in placeholders]
-
-
-def at_100_us(graph: TrainingGraph) -> TrainingGraph:
-    ops = tuple(
-        msgspec.structs.replace(op, cost_us=0.0 if op.target == TANGENTS else 100.0)
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=ops)
 
 
 @pytest.mark.parametrize("name", EXACT)
