@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.graphs import graph, peak_bytes, working_set_bytes
 from remat.solver import Progress, make_solver, solve
-from remat.solver.apart import end_idle
+from remat.solver.backends.apart import end_idle
 
 ROOT = Path(__file__).parents[1]
 GRACE_S, GRACE_FACTOR = 60.0, 2.0

@@ -21,11 +21,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import remat
-from benchmarks.beside.methods import KeepAll
-from benchmarks.beside.row import error, ratio
 from benchmarks.cell import cpu_name
+from benchmarks.comparison.methods import KeepAll
+from benchmarks.comparison.row import error, ratio
 from benchmarks.compiled import CHANNELS_LAST, ROOT, STEPS, WITHOUT_DROPOUT
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 
 
 class Example:

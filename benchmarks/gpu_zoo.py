@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from remat import pipeline
-from remat.factory import Loaded, load
+from remat.graph_capture.devices.meter import meter_of
 from remat.graph_capture.errors import RematError
-from remat.graph_capture.meter import meter_of
-from remat.json_report import report_json
+from remat.job import pipeline
+from remat.job.factory import Loaded, load
+from remat.job.json_report import report_json
 from tests.zoo.catalogue import ZOO
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -114,7 +114,7 @@ def captured(name: str) -> TrainingGraph:
     """Capture and price a network; `graph` keeps what this returns."""
     from benchmarks.networks import NETWORKS
     from benchmarks.roofline import roofline
-    from remat.graph_capture.tracing import trace
+    from remat.graph_capture.tracing.trace import trace
 
     traced = trace(**NETWORKS[name]())
     return msgspec.structs.replace(roofline(traced), name=name)

@@ -30,7 +30,8 @@ def header_lines() -> list[str]:
     """One line a solver: the first paragraph of its file, and what it says it solves."""
     lines: list[str] = []
     for name, place in TABLE.items():
-        path = ROOT / "solver" / f"{place.partition(':')[0].rsplit('.', 1)[1]}.py"
+        module = place.partition(":")[0].removeprefix("remat.")
+        path = ROOT / f"{module.replace('.', '/')}.py"
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
         _, _, solves = " ".join(paragraphs[1:]).partition("Solves: ")

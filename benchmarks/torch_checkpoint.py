@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.factory import load
-from remat.graph_capture.memory_events import measure_peak
-from remat.layer_checkpoints import candidates
+from remat.graph_capture.devices.memory_events import measure_peak
+from remat.job.factory import load
+from remat.questions.layer_checkpoints import candidates
 
 SIZES = {"WIDTH": "64", "HEADS": "2", "SEQ": "128", "BATCH": "8", "VOCAB": "64", "DROPOUT": "0"}
 GPT = f"{Path(__file__).parents[1] / 'examples' / 'gpt.py'}:factory"

@@ -3,7 +3,7 @@
 Each model of a suite is trained for a few steps as it is, with torch's own ways to save memory,
 and with plans at the peaks that those reach. Every row is measured in a process of its own, in
 turn with the unmodified step; rows that are in `--out` already are not measured again.
-`python -m benchmarks.beside.document` makes docs/benchmarks.md of the results.
+`python -m benchmarks.comparison.document` makes docs/benchmarks.md of the results.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.beside import batches
-from benchmarks.beside.batches import CHECKPOINTS, GPU_GIB, METHODS
-from benchmarks.beside.cores import CORES
-from benchmarks.beside.fronts import TORCHS_KEPT, Row, front, targets
-from benchmarks.beside.methods import SHARES
-from benchmarks.beside.models import SUITES
-from benchmarks.beside.own_process import OwnProcesses
-from benchmarks.beside.row import GRADIENTS, JUDGED, row
 from benchmarks.cell import cpu_name
+from benchmarks.comparison import batches
+from benchmarks.comparison.batches import CHECKPOINTS, GPU_GIB, METHODS
+from benchmarks.comparison.cores import CORES
+from benchmarks.comparison.fronts import TORCHS_KEPT, Row, front, targets
+from benchmarks.comparison.methods import SHARES
+from benchmarks.comparison.models import SUITES
+from benchmarks.comparison.own_process import OwnProcesses
+from benchmarks.comparison.row import GRADIENTS, JUDGED, row
 from benchmarks.kept_memory import SETTINGS
 
 ROOT = Path(__file__).parents[1]

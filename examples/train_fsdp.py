@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import remat
-from remat.graph_capture.memory_events import measure_rank_peak
-from remat.graph_capture.resident import storage_bytes
+from remat.graph_capture.devices.memory_events import measure_rank_peak
+from remat.graph_capture.tracing.resident import storage_bytes
 
 STEPS = 20
 BUDGET = os.environ.get("GPT_BUDGET", "60%")

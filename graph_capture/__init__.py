@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 
 if TYPE_CHECKING:
-    from remat.graph_capture.pricing import price
-    from remat.graph_capture.tracing import Trace, capture, trace
+    from remat.graph_capture.prices.pricing import price
+    from remat.graph_capture.tracing.trace import Trace, capture, trace
 
 __all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "price", "trace"]
 
-_LAZY = {"price": "pricing", "capture": "tracing", "trace": "tracing", "Trace": "tracing"}
+_LAZY = {
+    "price": "prices.pricing",
+    "capture": "tracing.trace",
+    "trace": "tracing.trace",
+    "Trace": "tracing.trace",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.graph_capture.device_table import is_cuda
+from remat.graph_capture.devices.device_table import is_cuda
 
 ALLOCATION_BYTES = 512
 """What the CUDA caching allocator rounds every size up to."""

@@ -211,7 +211,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     def _repr_html_(self) -> str:
         from remat.formats import bytes_text, time_text
-        from remat.schedules.html_figures import figures_html
+        from remat.html_figures import figures_html
 
         backward = len(self.ops) - self.n_forward
         made_bytes = sum(value.size_bytes for value in self.values if value.producer)

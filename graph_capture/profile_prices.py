@@ -7,12 +7,12 @@ import warnings
 import torch
 from torch import fx
 
-from remat.graph_capture.device_table import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.errors import ProfileError
-from remat.graph_capture.meter import Meter
-from remat.graph_capture.node_facts import target_name
-from remat.graph_capture.price_cache import Price
-from remat.graph_capture.profile_file import Profile
+from remat.graph_capture.joint.nodes import target_name
+from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.profile import Profile
 
 
 def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> dict[str, Price]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from remat.graph_capture.device_table import CPU, is_cuda, is_in_table
+from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
+from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, DeviceError
-from remat.graph_capture.placement import check_placement
-from remat.graph_capture.provenance import source_of_error
+from remat.graph_capture.joint.provenance import source_of_error
 
 HOOKS = (
     "_forward_hooks",

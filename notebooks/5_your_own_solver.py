@@ -25,7 +25,12 @@ import remat
 from remat.solver import TABLE, Result
 from remat.solver.problem import Problem
 from remat.solver.search import Listener, Search
-from remat.solver.template import Template, read_in_backward, template_sequence, unavoidable
+from remat.solver.templates.template import (
+    Template,
+    read_in_backward,
+    template_sequence,
+    unavoidable,
+)
 
 # %% [markdown]
 # ## The rule

@@ -8,38 +8,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.sharding import Sharding
 from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
-    from remat.api import rematerialize, solve
-    from remat.block_planning import BlocksPlan
-    from remat.blocks import block_plan, rematerialize_blocks
-    from remat.budget_slider import BudgetSlider
-    from remat.comparing import Comparison, compare
-    from remat.compile_report import CompiledPlan, compiled_plans
-    from remat.explaining import Explanation, explain
-    from remat.fitted import Fit
-    from remat.fitting import fit
-    from remat.fronts import sweep
-    from remat.graph_capture.profile_file import Profile
-    from remat.graph_capture.profiling import profile
-    from remat.graph_capture.tracing import capture
-    from remat.inspecting import Inspection, inspect
-    from remat.layer_checkpoints import EveryNth, every_n_layers
-    from remat.report_page import report
-    from remat.rewriter.checking import Check, check
-    from remat.rewriter.loading import load, plan_of
-    from remat.rewriter.measured_step import measured_step
-    from remat.rewriter.plan_archive import read_plan, save_plan
+    from remat.blocks.planning import BlocksPlan
+    from remat.blocks.rematerialized import block_plan, rematerialize_blocks
+    from remat.compile.report import CompiledPlan, compiled_plans
+    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.prices.profiling import profile
+    from remat.graph_capture.tracing.trace import capture
+    from remat.job.fit import fit
+    from remat.job.fitted import Fit
+    from remat.one_call import rematerialize, solve
+    from remat.questions.budget_slider import BudgetSlider
+    from remat.questions.compare import Comparison, compare
+    from remat.questions.explain import Explanation, explain
+    from remat.questions.inspect import Inspection, inspect
+    from remat.questions.layer_checkpoints import EveryNth, every_n_layers
+    from remat.questions.report import report
+    from remat.questions.sweep import sweep
+    from remat.rewriter.checking.check import Check, check
+    from remat.rewriter.checking.measured_step import measured_step
+    from remat.rewriter.plans.archive import read_plan, save_plan
+    from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
     from remat.several_shapes import PlanCache, plan_cache, plans_of
-    from remat.solver.front import Front, Price
-    from remat.solver.memory_price import least_peak, price_of_gib
+    from remat.solver.budgets.front import Front, Price
+    from remat.solver.budgets.worth import least_peak, price_of_gib
     from remat.solver.result import Result
 
 __all__ = [
@@ -94,45 +94,45 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "BlocksPlan": "remat.block_planning",
-    "block_plan": "remat.blocks",
-    "rematerialize_blocks": "remat.blocks",
-    "BudgetSlider": "remat.budget_slider",
-    "Check": "remat.rewriter.checking",
-    "capture": "remat.graph_capture.tracing",
-    "check": "remat.rewriter.checking",
-    "EveryNth": "remat.layer_checkpoints",
-    "every_n_layers": "remat.layer_checkpoints",
-    "Fit": "remat.fitted",
-    "fit": "remat.fitting",
-    "Front": "remat.solver.front",
-    "Comparison": "remat.comparing",
-    "compare": "remat.comparing",
-    "Explanation": "remat.explaining",
-    "explain": "remat.explaining",
-    "Inspection": "remat.inspecting",
-    "inspect": "remat.inspecting",
-    "CompiledPlan": "remat.compile_report",
-    "compiled_plans": "remat.compile_report",
-    "least_peak": "remat.solver.memory_price",
-    "load": "remat.rewriter.loading",
-    "measured_step": "remat.rewriter.measured_step",
-    "plan_of": "remat.rewriter.loading",
-    "Price": "remat.solver.front",
-    "Profile": "remat.graph_capture.profile_file",
+    "BlocksPlan": "remat.blocks.planning",
+    "block_plan": "remat.blocks.rematerialized",
+    "rematerialize_blocks": "remat.blocks.rematerialized",
+    "BudgetSlider": "remat.questions.budget_slider",
+    "Check": "remat.rewriter.checking.check",
+    "capture": "remat.graph_capture.tracing.trace",
+    "check": "remat.rewriter.checking.check",
+    "EveryNth": "remat.questions.layer_checkpoints",
+    "every_n_layers": "remat.questions.layer_checkpoints",
+    "Fit": "remat.job.fitted",
+    "fit": "remat.job.fit",
+    "Front": "remat.solver.budgets.front",
+    "Comparison": "remat.questions.compare",
+    "compare": "remat.questions.compare",
+    "Explanation": "remat.questions.explain",
+    "explain": "remat.questions.explain",
+    "Inspection": "remat.questions.inspect",
+    "inspect": "remat.questions.inspect",
+    "CompiledPlan": "remat.compile.report",
+    "compiled_plans": "remat.compile.report",
+    "least_peak": "remat.solver.budgets.worth",
+    "load": "remat.rewriter.plans.loading",
+    "measured_step": "remat.rewriter.checking.measured_step",
+    "plan_of": "remat.rewriter.plans.loading",
+    "Price": "remat.solver.budgets.front",
+    "Profile": "remat.graph_capture.prices.profile",
     "PlanCache": "remat.several_shapes",
     "plan_cache": "remat.several_shapes",
     "plans_of": "remat.several_shapes",
-    "price_of_gib": "remat.solver.memory_price",
-    "profile": "remat.graph_capture.profiling",
-    "read_plan": "remat.rewriter.plan_archive",
-    "rematerialize": "remat.api",
-    "report": "remat.report_page",
+    "price_of_gib": "remat.solver.budgets.worth",
+    "profile": "remat.graph_capture.prices.profiling",
+    "read_plan": "remat.rewriter.plans.archive",
+    "rematerialize": "remat.one_call",
+    "report": "remat.questions.report",
     "Result": "remat.solver.result",
     "rewrite": "remat.rewriter.rewriting",
-    "save_plan": "remat.rewriter.plan_archive",
-    "solve": "remat.api",
-    "sweep": "remat.fronts",
+    "save_plan": "remat.rewriter.plans.archive",
+    "solve": "remat.one_call",
+    "sweep": "remat.questions.sweep",
 }
 
 

@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.comparing import THIS_PLAN, Compared, Comparison
 from remat.formats import bytes_text, percent_text, time_text
-from remat.screen import plain_table
+from remat.job.screen import plain_table
+from remat.questions.compare import THIS_PLAN, Compared, Comparison
 
 NAME_COLUMNS = 24
 CELL_COLUMNS = 13

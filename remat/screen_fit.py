@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.fitted import Fit
 from remat.formats import bytes_text, percent_text
-from remat.screen import plain_table
+from remat.job.fitted import Fit
+from remat.job.screen import plain_table
 
 
 def fit_screen(found: Fit) -> RenderableType:

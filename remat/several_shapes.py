@@ -11,15 +11,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.api import rematerialize
-from remat.budget import parse_budget
+from remat.budgets import parse_budget
 from remat.graph_capture.errors import PlanError, RewriteError, SolverError
-from remat.graph_capture.signature import tensor_facts
-from remat.graph_capture.step import LossFunction
-from remat.graph_capture.tracing import autocast_state
-from remat.rewriter.module import RematModule
-from remat.rewriter.own_forward import class_of_user
-from remat.rewriter.shared_state import SharedState
+from remat.graph_capture.tracing.signature import tensor_facts
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.trace import autocast_state
+from remat.one_call import rematerialize
+from remat.rewriter.user_module.module import RematModule
+from remat.rewriter.user_module.own_forward import class_of_user
+from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
 MAX_PLANS = 16

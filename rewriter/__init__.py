@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.rewriter.checking import Check, check
-    from remat.rewriter.loading import load, plan_of
-    from remat.rewriter.module import RematModule
-    from remat.rewriter.plan_archive import read_plan, save_plan
+    from remat.rewriter.checking.check import Check, check
+    from remat.rewriter.plans.archive import read_plan, save_plan
+    from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
+    from remat.rewriter.user_module.module import RematModule
 
 __all__ = [
     "Check",
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Check": "checking",
-    "check": "checking",
-    "load": "loading",
-    "plan_of": "loading",
-    "read_plan": "plan_archive",
-    "RematModule": "module",
+    "Check": "checking.check",
+    "check": "checking.check",
+    "load": "plans.loading",
+    "plan_of": "plans.loading",
+    "read_plan": "plans.archive",
+    "RematModule": "user_module.module",
     "rewrite": "rewriting",
-    "save_plan": "plan_archive",
+    "save_plan": "plans.archive",
 }
 
 

@@ -11,11 +11,11 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
-from remat.graph_capture.joint import Joint, build_joint
-from remat.graph_capture.tracing import Trace
-from remat.rewriter.boxed import compile_boxed
-from remat.rewriter.emit import emit
-from remat.rewriter.gradient_facts import GradientFacts, gradient_facts
+from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.tracing.trace import Trace
+from remat.rewriter.graphs.boxed import compile_boxed
+from remat.rewriter.graphs.emit import emit
+from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.schedules.schedule import Schedule
 
 
@@ -80,7 +80,7 @@ def _boxed(*_: Any) -> tuple[Any, Any]:
 
 
 def _inductor(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:
-    from remat.rewriter.inductor_compiler import InductorStep
+    from remat.rewriter.inductor.compiler import InductorStep
 
     step = InductorStep(joint, forward, backward)
     return step.compile_forward, step.compile_backward

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from remat.graph_capture import tracing
-from remat.graph_capture.device_table import CPU
+from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.step import LossFunction
-from remat.graph_capture.tracing import Recipe, Trace, recipe_for, trace_recipe
-from remat.graph_capture.without_storage import has_storage
+from remat.graph_capture.tracing import trace as tracing
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.trace import Recipe, Trace, recipe_for, trace_recipe
+from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
-from remat.rewriter.module import RematModule, make_module
+from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
@@ -95,8 +95,8 @@ def module_for(
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
     """Say by how much the code that Inductor makes of a schedule exceeds its budget."""
-    from remat.rewriter.inductor_compiler import code_peak_bytes
-    from remat.rewriter.inductor_lowering import ReplayError
+    from remat.rewriter.inductor.compiler import code_peak_bytes
+    from remat.rewriter.inductor.lowering import ReplayError
 
     if not schedule.budget_bytes:
         return

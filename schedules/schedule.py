@@ -162,7 +162,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def _repr_html_(self) -> str:
         from remat.formats import bytes_text
-        from remat.schedules.html_figures import figures_html
+        from remat.html_figures import figures_html
 
         counts = self.computations()
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())

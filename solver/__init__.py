@@ -13,8 +13,8 @@ from typing import Any, Protocol, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.option_rules import check_number, check_options, whole_bytes
-from remat.solver.pin_globs import Globs
+from remat.solver.options import check_number, check_options, whole_bytes
+from remat.solver.pins.globs import Globs
 from remat.solver.result import Holding, Result
 from remat.solver.search import Listener, Progress
 
@@ -32,30 +32,30 @@ __all__ = [
 
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
-    "cut": "remat.solver.cut:Cut",
-    "hierarchical": "remat.solver.hierarchical:Hierarchical",
-    "checkmate": "remat.solver.checkmate:Checkmate",
-    "retention": "remat.solver.retention:Retention",
-    "rotor": "remat.solver.rotor:Rotor",
-    "revolve": "remat.solver.revolve:Revolve",
-    "chen_greedy": "remat.solver.chen_greedy:ChenGreedy",
-    "chen_sqrt": "remat.solver.chen_sqrt:ChenSqrt",
-    "lower_set": "remat.solver.lower_set:LowerSet",
-    "lp_rounding": "remat.solver.lp_rounding:LpRounding",
-    "dtr": "remat.solver.dtr:Dtr",
-    "lru": "remat.solver.lru:Lru",
-    "largest": "remat.solver.largest:Largest",
-    "msps": "remat.solver.msps:Msps",
-    "dte": "remat.solver.dte:Dte",
-    "coop": "remat.solver.coop:Coop",
+    "cut": "remat.solver.cuts.cut:Cut",
+    "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
+    "checkmate": "remat.solver.exact.checkmate:Checkmate",
+    "retention": "remat.solver.exact.retention:Retention",
+    "rotor": "remat.solver.chains.rotor:Rotor",
+    "revolve": "remat.solver.chains.revolve:Revolve",
+    "chen_greedy": "remat.solver.segments.chen_greedy:ChenGreedy",
+    "chen_sqrt": "remat.solver.segments.chen_sqrt:ChenSqrt",
+    "lower_set": "remat.solver.segments.lower_set:LowerSet",
+    "lp_rounding": "remat.solver.exact.lp_rounding:LpRounding",
+    "dtr": "remat.solver.policies.dtr:Dtr",
+    "lru": "remat.solver.policies.lru:Lru",
+    "largest": "remat.solver.policies.largest:Largest",
+    "msps": "remat.solver.policies.msps:Msps",
+    "dte": "remat.solver.policies.dte:Dte",
+    "coop": "remat.solver.policies.coop:Coop",
     "store_all": "remat.solver.store_all:StoreAll",
-    "full": "remat.solver.full:Full",
-    "every_n_layers": "remat.solver.every_n_layers:EveryNLayers",
-    "selective": "remat.solver.selective:Selective",
-    "keep_attention_output": "remat.solver.keep_attention_output:KeepAttentionOutput",
-    "norms_and_activations": "remat.solver.norms_and_activations:NormsAndActivations",
-    "torch_knapsack": "remat.solver.torch_knapsack:TorchKnapsack",
-    "exhaustive": "remat.solver.exact_order:Exhaustive",
+    "full": "remat.solver.templates.full:Full",
+    "every_n_layers": "remat.solver.templates.every_n_layers:EveryNLayers",
+    "selective": "remat.solver.templates.selective:Selective",
+    "keep_attention_output": "remat.solver.templates.keep_attention_output:KeepAttentionOutput",
+    "norms_and_activations": "remat.solver.templates.norms_and_activations:NormsAndActivations",
+    "torch_knapsack": "remat.solver.templates.torch_knapsack:TorchKnapsack",
+    "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
 }
 
 
@@ -138,7 +138,7 @@ def solve(
         Called with a `Progress` now and then.
     keep, recompute : globs
         Over module paths: forward ops there are never recomputed, or what backward reads of
-        them is not carried from forward into backward; see `remat.solver.pins`.
+        them is not carried from forward into backward; see `remat.solver.pins.pinned`.
     **options : object
         Fields of the solver.
 
@@ -150,7 +150,7 @@ def solve(
     budget_bytes = whole_bytes(budget_bytes)
     check_number("time_limit_s", time_limit_s)
     if keep or recompute:
-        from remat.solver.pins import solve_pinned
+        from remat.solver.pins.pinned import solve_pinned
 
         return solve_pinned(
             graph, budget_bytes, solver, keep, recompute,

@@ -19,21 +19,21 @@ from typing import get_args
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.below_floor import note_floor, prove_nothing_fits
-from remat.solver.checkmate import Checkmate
-from remat.solver.cut import begin, has_room, is_large, is_open
-from remat.solver.exact_order import Exhaustive
-from remat.solver.exchange import take_exchanges
-from remat.solver.free_order import FreeOrder
-from remat.solver.hierarchical import Hierarchical
+from remat.solver.blocks.hierarchical import Hierarchical
+from remat.solver.bounds.floor import note_floor, prove_nothing_fits
+from remat.solver.cuts.cut import begin, has_room, is_large, is_open
+from remat.solver.cuts.starts import take_policies
+from remat.solver.cuts.way_down import take_least_peak
+from remat.solver.exact.checkmate import Checkmate
+from remat.solver.exact.exhaustive import Exhaustive
+from remat.solver.exact.state_space import OrderOption
 from remat.solver.improve import Improvement
-from remat.solver.least_peak import take_least_peak
-from remat.solver.order_attempts import Share
-from remat.solver.policy_starts import take_policies
+from remat.solver.local_search.exchange import take_exchanges
+from remat.solver.orders.attempts import Share
+from remat.solver.orders.free_order import FreeOrder
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Search
-from remat.solver.stages import State
-from remat.solver.state_space import OrderOption
+from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
 EXACT_GAP = 1e-9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from remat.solver.chain import Chain, ChainStage
+from remat.solver.chains.chain import Chain, ChainStage
 
 Kind = Literal["store", "forward", "save", "backward", "discard"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from remat.solver.background import Task
-from remat.solver.cut import is_large, is_open, limits_of, take_climbed
-from remat.solver.events import Runs
-from remat.solver.large_neighbourhood import LargeNeighbourhoods
-from remat.solver.lazy_cuts import Climbed, LazyCuts
-from remat.solver.mip import Limits
+from remat.solver.backends.background import Task
+from remat.solver.backends.mip import Limits
+from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.cuts.cut import is_large, is_open, limits_of, take_climbed
+from remat.solver.local_search.events import Runs
+from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.search import Search
 
 EFFORT, FIRST_EFFORT = 3.0, 0.5

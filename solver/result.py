@@ -73,7 +73,7 @@ class Result(msgspec.Struct, frozen=True):
 
     def _repr_html_(self) -> str:
         from remat.formats import bytes_text, percent_text, time_text
-        from remat.schedules.html_figures import figures_html
+        from remat.html_figures import figures_html
 
         figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
         figures.append(("budget", bytes_text(self.budget_bytes)))

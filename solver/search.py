@@ -15,7 +15,7 @@ from remat.schedules.simulate import Simulation, simulate
 from remat.solver.problem import Problem
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
-from remat.solver.stages import State
+from remat.solver.state import State
 
 
 class Progress(msgspec.Struct, frozen=True):

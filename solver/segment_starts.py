@@ -5,9 +5,9 @@ On recurrent nets, whose ops are small and many, repair starts far above it.
 
 from __future__ import annotations
 
-from remat.solver.lower_set import LowerSet
-from remat.solver.policy_starts import take_start
+from remat.solver.cuts.starts import take_start
 from remat.solver.search import Search
+from remat.solver.segments.lower_set import LowerSet
 
 
 def take_segments(search: Search) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.solver.cut_bound import CutProgram
+from remat.solver.bounds.cut_program import CutProgram
 
 Interval = tuple[int, int]
 

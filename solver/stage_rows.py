@@ -9,7 +9,7 @@ where recomputing itself is what needs the memory: on layered graphs and convolu
 
 from __future__ import annotations
 
-from remat.solver.cut_bound import MOST_SIZE, ROW_SCALE, CutProgram
+from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram
 
 Fixed = float | None
 """1.0 or 0.0 where a bit is known, None where a variable has it."""

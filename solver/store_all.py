@@ -14,7 +14,7 @@ from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
 from remat.solver.search import Listener
-from remat.solver.stages import State
+from remat.solver.state import State
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import remat
-from remat import api
+from remat import one_call as api
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
-from remat.rewriter import checking
+from remat.rewriter.checking import check as checking
 from remat.schedules.simulate import simulate
 from tests.models import make
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.blocks import block_plan
+from remat.blocks.rematerialized import block_plan
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
-from remat.rewriter.module import RematModule
+from remat.rewriter.user_module.module import RematModule
 from tests.block_models import (
     Beside,
     InPart,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import remat
-from remat.budget_slider import BudgetSlider
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import SolverError
+from remat.questions.budget_slider import BudgetSlider
 from tests.solver.random_graphs import chain
 
 

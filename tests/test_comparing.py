@@ -7,8 +7,8 @@ import functools
 import pytest
 
 import remat
-from remat.comparing import THIS_PLAN, UNMODIFIED, Comparison
 from remat.graph_capture.errors import BudgetError, SolverError
+from remat.questions.compare import THIS_PLAN, UNMODIFIED, Comparison
 from remat.solver import solve
 from remat.solver.result import Result
 from tests.test_explaining import priced_gpt

@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 import remat
-from remat.against_greedy import against_greedy
-from remat.explaining import Explanation
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.schedules.forced import DRAWS, HANDED_OVER, forced
+from remat.questions.against_greedy import against_greedy
+from remat.questions.explain import Explanation
+from remat.questions.paragraphs import price_said, rule_text, why_text
+from remat.questions.simple_rules import simple_rules
+from remat.questions.why import why
 from remat.schedules.schedule import Compute, Free, Schedule
-from remat.schedules.staying import staying
-from remat.screen_explain import price_said, rule_text, why_text
-from remat.simple_rules import simple_rules
+from remat.schedules.verdicts.forced import DRAWS, HANDED_OVER, forced
+from remat.schedules.verdicts.staying import staying
 from remat.solver import solve
 from remat.solver.result import Result, judged
-from remat.why import why
 from tests.models import make
 from tests.solver.traced_gpt import peak_bytes_of, traced_gpt
 

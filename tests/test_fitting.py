@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import remat
-from remat.fitted import Fit
-from remat.graph_capture.between_sizes import graph_at, is_same_step
+from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
-from remat.size_search import Range, largest
+from remat.job.fitted import Fit
+from remat.job.size_search import Range, largest
 
 WIDTH = 64
 

@@ -10,12 +10,12 @@ import pytest
 import remat
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.schedules.folding import folded
-from remat.schedules.grouping import By, grouped
-from remat.schedules.index_ranges import boxes, ranges_text, split_indices, written
-from remat.schedules.peak_holders import peak_holders
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
-from remat.schedules.verdicts import matching, value_rows
+from remat.schedules.verdicts.folding import folded
+from remat.schedules.verdicts.grouping import By, grouped
+from remat.schedules.verdicts.index_ranges import boxes, ranges_text, split_indices, written
+from remat.schedules.verdicts.peak_holders import peak_holders
+from remat.schedules.verdicts.rows import matching, value_rows
 from tests.solver.traced_gpt import traced_gpt
 
 

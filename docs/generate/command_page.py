@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 _COMMAND = (
     "-m",
     "typer",
-    "remat.cli",
+    "remat.cli.main",
     "utils",
     "docs",
     "--name",

@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
 import remat
-from remat.api import unmodified
-from remat.factory import load
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.eager import as_eager
-from remat.schedules.module_groups import place_of
+from remat.graph_capture.derived.eager import as_eager
+from remat.job.factory import load
+from remat.one_call import unmodified
 from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
+from remat.schedules.views.module_groups import place_of
 
 MODEL = "examples/gpt.py:factory"
 DEVICE, TITLE = "l4", "an L4"

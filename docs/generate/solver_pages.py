@@ -41,7 +41,7 @@ def solver_page(name: str) -> str:
     made = solver_class(name)
     module = sys.modules[made.__module__]
     title, _, header = (module.__doc__ or "").partition("\n")
-    path = f"solver/{made.__module__.rpartition('.')[2]}.py"
+    path = f"{made.__module__.removeprefix('remat.').replace('.', '/')}.py"
     return "\n\n".join(
         [
             f"# {name}",

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.palette import ROLES
 from remat.schedules.schedule import Schedule
-from remat.schedules.timeline import Timeline, timeline
+from remat.schedules.views.palette import ROLES
+from remat.schedules.views.timeline import Timeline, timeline
 
 LANES = {"forward": 1, "backward": 2, "recompute": 3}
 PROCESS = 1

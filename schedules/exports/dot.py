@@ -11,9 +11,9 @@ from collections import Counter
 
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.module_groups import layer_of
-from remat.schedules.palette import ROLES
 from remat.schedules.schedule import Schedule
+from remat.schedules.views.module_groups import layer_of
+from remat.schedules.views.palette import ROLES
 
 HEAD = (
     "  rankdir=TB;",

@@ -14,7 +14,7 @@ from typing import Any
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Schedule
-from remat.schedules.timeline import timeline
+from remat.schedules.views.timeline import timeline
 
 BASE = 0x7F00_0000_0000
 """Where the addresses begin; any number does."""

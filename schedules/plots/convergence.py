@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from remat.schedules.palette import ROLES, cycled
+from remat.schedules.views.palette import ROLES, cycled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

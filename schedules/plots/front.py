@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from remat.schedules.palette import ROLES, cycled
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
+from remat.schedules.views.palette import ROLES, cycled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ class Outcome(Protocol):
 
 
 class Curve(Protocol):
-    """What a picture needs of `remat.solver.front.Front`."""
+    """What a picture needs of `remat.solver.budgets.front.Front`."""
 
     @property
     def name(self) -> str:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.live_bands import OTHERS, RESIDENT, WORKSPACE, By, live_bands
-from remat.schedules.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
-from remat.schedules.timeline import Floats, Ints, timeline
+from remat.schedules.views.live_bands import OTHERS, RESIDENT, WORKSPACE, By, live_bands
+from remat.schedules.views.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
+from remat.schedules.views.timeline import Floats, Ints, timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.palette import GREY, KINDS
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
+from remat.schedules.views.palette import GREY, KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.palette import ROLES
+from remat.schedules.views.palette import ROLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.palette import ROLES
-from remat.schedules.ribbon import Span, ribbon
 from remat.schedules.schedule import Schedule
-from remat.schedules.timeline import timeline
+from remat.schedules.views.palette import ROLES
+from remat.schedules.views.ribbon import Span, ribbon
+from remat.schedules.views.timeline import timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.live_bands import By, live_bands
-from remat.schedules.palette import KINDS, ROLES, cycled
 from remat.schedules.plots.live_bytes import band_colours
 from remat.schedules.report.columns import (
     Band,
@@ -21,8 +19,10 @@ from remat.schedules.report.columns import (
     Values,
 )
 from remat.schedules.report.facts import Facts
-from remat.schedules.ribbon import Span, ribbon
-from remat.schedules.timeline import Floats, Timeline, timeline
+from remat.schedules.views.live_bands import By, live_bands
+from remat.schedules.views.palette import KINDS, ROLES, cycled
+from remat.schedules.views.ribbon import Span, ribbon
+from remat.schedules.views.timeline import Floats, Timeline, timeline
 
 DIGITS = 6
 """Of times in ms: a thousandth of a nanosecond is more than any clock tells."""

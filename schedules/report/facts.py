@@ -8,7 +8,7 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.schedules.timeline import Floats, Ints
+from remat.schedules.views.timeline import Floats, Ints
 
 
 class Alternative(msgspec.Struct, frozen=True):

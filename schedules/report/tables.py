@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.schedules.folding import FoldedRow, folded
-from remat.schedules.module_groups import OUTSIDE, place_of
 from remat.schedules.report.columns import Summary
 from remat.schedules.report.facts import Alternative, Facts
 from remat.schedules.simulate import simulate
-from remat.schedules.verdicts import ValueRow, value_rows
+from remat.schedules.verdicts.folding import FoldedRow, folded
+from remat.schedules.verdicts.rows import ValueRow, value_rows
+from remat.schedules.views.module_groups import OUTSIDE, place_of
 
 MOST_ROWS = 30
 NOTHING = "-"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.beside import calm
-from benchmarks.beside.calm import MOST, MOST_TRIES, ROUNDS, TRIES, Timed
-from benchmarks.beside.turns import Turns
+from benchmarks.comparison import calm
+from benchmarks.comparison.calm import MOST, MOST_TRIES, ROUNDS, TRIES, Timed
+from benchmarks.comparison.turns import Turns
 
 
 def _timed(bases_s: Iterable[float], fastest: Path) -> tuple[Timed, int]:

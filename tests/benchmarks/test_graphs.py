@@ -31,7 +31,7 @@ from benchmarks.networks import NETWORKS, gpt, lstm, moe, resnet, unet
 from benchmarks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
 from benchmarks.solver_table import header_lines, replaced, table_lines
 from benchmarks.solvers import Results, budget_bytes, run
-from remat.graph_capture.tracing import trace
+from remat.graph_capture.tracing.trace import trace
 from remat.solver import TABLE
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.beside import causes, document
-from benchmarks.beside.batches import METHODS, largest
-from benchmarks.beside.fronts import TORCHS_KEPT, Row, best_within, front, targets
-from benchmarks.beside.methods import Variant
-from benchmarks.beside.models import SUITES
-from benchmarks.beside.row import GRADIENTS, Bench
+from benchmarks.comparison import causes, document
+from benchmarks.comparison.batches import METHODS, largest
+from benchmarks.comparison.fronts import TORCHS_KEPT, Row, best_within, front, targets
+from benchmarks.comparison.methods import Variant
+from benchmarks.comparison.models import SUITES
+from benchmarks.comparison.row import GRADIENTS, Bench
 from benchmarks.training import WORK
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.beside.cores import CORES
-from benchmarks.beside.turns import Quiet, Turns
+from benchmarks.comparison.cores import CORES
+from benchmarks.comparison.turns import Quiet, Turns
 
 needs_cores = pytest.mark.skipif(len(CORES) < 2, reason="a core apart needs another")
 

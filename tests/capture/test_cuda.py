@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture import batch_norm, capture, cuda_meter, pricing, refuse, signature, trace
+from remat.graph_capture import capture, refuse, trace
 from remat.graph_capture.allocator import ALLOCATION_BYTES, allocated_on
-from remat.graph_capture.cuda_meter import CudaMeter
-from remat.graph_capture.device_table import check_device, table_name
+from remat.graph_capture.devices import cuda_meter
+from remat.graph_capture.devices.cuda_meter import CudaMeter
+from remat.graph_capture.devices.device_table import check_device, table_name
+from remat.graph_capture.devices.memory_events import RegionMemory
+from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
-from remat.graph_capture.memory_events import RegionMemory
-from remat.graph_capture.placement import check_placement, resolved_device
-from remat.graph_capture.profile_file import Profile
+from remat.graph_capture.joint import batch_norm
+from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.refuse import cudnn_rnn_message, refuse_module
+from remat.graph_capture.tracing import signature
 from remat.rewriter import check, rewrite
 from tests.fake_cuda import TITLE, FakeCuda, cuda
 from tests.models import make
@@ -80,7 +84,7 @@ def test_workspaces_are_what_an_op_asks_for_beyond_its_results(
 
 
 def test_a_saved_random_state_takes_nothing_on_the_device() -> None:
-    from remat.graph_capture.joint import rng_state_bytes
+    from remat.graph_capture.joint.build import rng_state_bytes
 
     assert rng_state_bytes(torch.device("cuda:0")) == 0
     assert rng_state_bytes(torch.device("cpu")) == torch.get_rng_state().nbytes
@@ -268,7 +272,7 @@ def test_batch_norms_without_statistics_too(by_cudnn: None) -> None:
 def test_what_a_kernel_trusts_comes_from_its_own_op(
     by_cudnn: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from remat.graph_capture import sample_inputs
+    from remat.graph_capture.prices import sample_inputs
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setattr(sample_inputs, "CUDA", "cpu")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture import cuda_meter
-from remat.graph_capture.cuda_meter import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
-from remat.graph_capture.meter import CpuMeter, meter_of
+from remat.graph_capture.devices import cuda_meter
+from remat.graph_capture.devices.cuda_meter import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
+from remat.graph_capture.devices.meter import CpuMeter, meter_of
 from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
 
 __all__ = ["cuda"]

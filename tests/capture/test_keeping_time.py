@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.keeping_time import LEAST, forwards, less_for_kept
-from remat.graph_capture.profile_file import WholeStep
-from remat.graph_capture.step_time import booked
+from remat.graph_capture.prices.keeping_time import LEAST, forwards, less_for_kept
+from remat.graph_capture.prices.profile import WholeStep
+from remat.graph_capture.prices.step_time import booked
 from tests.capture.traced_models import at_100_us, traced
 
 NAMES = ["plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from remat.graph_capture.meter import CpuMeter, Run
-from remat.graph_capture.op_times import times_us
+from remat.graph_capture.devices.meter import CpuMeter, Run
+from remat.graph_capture.prices.op_times import times_us
 
 
 class Slowing(CpuMeter):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat.graph_capture import pricing, trace
-from remat.graph_capture.memory_events import measure_peak, measure_regions
-from remat.graph_capture.price_cache import PriceCache
+from remat.graph_capture import trace
+from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
+from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices.price_cache import PriceCache
 from tests.models import make
 
 

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 import remat
-from remat.graph_capture import capture, step_time, trace
-from remat.graph_capture.device_table import Efficiency, modelled_device
+from remat.graph_capture import capture, trace
+from remat.graph_capture.devices.device_table import Efficiency, modelled_device
 from remat.graph_capture.errors import DeviceError, ProfileError
-from remat.graph_capture.node_facts import target_name
-from remat.graph_capture.op_work import Work, work_of
-from remat.graph_capture.pricing import examples
-from remat.graph_capture.profile_file import Measured, Profile, WholeStep
-from remat.graph_capture.roofline import Roofline
+from remat.graph_capture.joint.nodes import target_name
+from remat.graph_capture.prices import step_time
+from remat.graph_capture.prices.op_work import Work, work_of
+from remat.graph_capture.prices.pricing import examples
+from remat.graph_capture.prices.profile import Measured, Profile, WholeStep
+from remat.graph_capture.prices.roofline import Roofline
 
 DEVICE = "h100"
 ELSEWHERE = "another machine, 96 threads"

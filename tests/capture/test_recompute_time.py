@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture import trace
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.graph_copy import copy_of
-from remat.graph_capture.memory_events import measure_peak
-from remat.graph_capture.profile_file import WholeStep
-from remat.graph_capture.recompute_time import LEAST, MOST, as_recomputed, recomputing
-from remat.graph_capture.step_time import booked
-from remat.graph_capture.tracing import Trace
+from remat.graph_capture.prices.profile import WholeStep
+from remat.graph_capture.prices.recompute_time import LEAST, MOST, as_recomputed, recomputing
+from remat.graph_capture.prices.step_time import booked
+from remat.graph_capture.tracing.trace import Trace
 from tests.capture.traced_models import at_100_us, traced
 
 EXACT = ["plain", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]

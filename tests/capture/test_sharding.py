@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import remat
-from remat.api import unmodified
+from remat.graph_capture.derived.one_rank import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
+from remat.graph_capture.derived.sharding import UNTIMED, Sharding, element_bytes
 from remat.graph_capture.errors import CaptureError, DeviceError
-from remat.graph_capture.fsdp_step import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
-from remat.graph_capture.sharding import UNTIMED, Sharding, element_bytes
-from remat.graph_capture.tracing import trace
+from remat.graph_capture.tracing.trace import trace
+from remat.one_call import unmodified
 from tests.block_models import ROWS, WIDTH, Stack, rows
 
 BATCH_BYTES = 4 * ROWS * WIDTH

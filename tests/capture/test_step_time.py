@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import remat
-from remat.graph_capture import pricing, step_time, trace
+from remat.graph_capture import trace
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint import TANGENTS
-from remat.graph_capture.keeping_time import less_for_kept
-from remat.graph_capture.meter import CpuMeter
-from remat.graph_capture.price_cache import PriceCache
-from remat.graph_capture.profile_file import WholeStep
+from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.prices import pricing, step_time
+from remat.graph_capture.prices.keeping_time import less_for_kept
+from remat.graph_capture.prices.price_cache import PriceCache
+from remat.graph_capture.prices.profile import WholeStep
 from remat.schedules.simulate import simulate
 from tests.models import make
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.graph_capture import capture, true_strides
+from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.true_strides import RULES, fake_with_true_strides
+from remat.graph_capture.tracing import true_strides
+from remat.graph_capture.tracing.true_strides import RULES, fake_with_true_strides
 
 aten = torch.ops.aten
 OPS = {

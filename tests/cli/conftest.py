@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from remat.cli import app
+from remat.cli.main import app
 
 SIZES = {"LAYERS": "2", "WIDTH": "32", "HEADS": "2", "SEQ": "32", "BATCH": "8", "VOCAB": "32"}
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from remat.budget import Budget, auto_bytes, parse_budget
+from remat.budgets import Budget, auto_bytes, parse_budget
+from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.free_memory import free_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat.factory import load
 from remat.graph_capture.errors import FactoryError
+from remat.job.factory import load
 
 GOOD = """
 import torch

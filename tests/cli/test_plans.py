@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import remat as api
-from remat.factory import load
+from remat.job.factory import load
 from remat.schedules.plan import Plan
 from tests.cli.conftest import SIZES, Remat
 
@@ -116,7 +116,7 @@ def test_a_plan_of_solve_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
 
 def test_a_plan_is_read_without_torch(plan: str) -> None:
     code = (
-        "import sys; from remat.cli import app; "
+        "import sys; from remat.cli.main import app; "
         "app(['inspect', sys.argv[1], '--json'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules)"
     )

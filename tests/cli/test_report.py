@@ -32,7 +32,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_alone_is_reported_without_torch(kept: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     code = (
-        "import sys; from remat.cli import app\n"
+        "import sys; from remat.cli.main import app\n"
         f"app(['report', {str(kept)!r}, '-o', {str(page)!r}, '--json'], standalone_mode=False)\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import remat as api
-from remat.cli_sweep import asked_budgets
-from remat.fronts import price_text
+from remat.cli.sweep import asked_budgets
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.front import Front, Price
+from remat.questions.sweep import price_text
+from remat.solver.budgets.front import Front, Price
 from tests.cli.conftest import Remat
 from tests.models import make
 from tests.solver.random_graphs import chain, gpt_like

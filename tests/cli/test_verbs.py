@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import api, pipeline
+from remat import one_call as api
+from remat.job import pipeline
 from remat.solver import Progress
 from tests.cli.conftest import Remat
 

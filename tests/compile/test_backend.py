@@ -15,13 +15,13 @@ from torch._functorch.partitioners import default_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import remat
-from remat import shared_budget
-from remat.compile_report import CompiledPlan
-from remat.compile_search import PlanSearch
+from remat.compile import shared_budget
+from remat.compile.report import CompiledPlan
+from remat.compile.search import PlanSearch
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, CaptureError, SolverError
-from remat.graph_capture.memory_events import measure_peak
-from remat.rewriter.inductor_lowering import ReplayError
-from remat.rewriter.inductor_partition import FusedStep
+from remat.rewriter.inductor.lowering import ReplayError
+from remat.rewriter.inductor.partition import FusedStep
 
 FEW = {"replays": 5, "time_limit_s": 5.0}
 

@@ -11,10 +11,17 @@ from torch import fx, nn
 from torch._inductor import inductor_prims
 
 import remat
-from remat.compile_search import Candidate, PlanSearch
-from remat.graph_capture.price_cache import PriceCache
-from remat.rewriter import element_prices
-from remat.rewriter.element_prices import BYTE, DRAW, ELEMENTS, KEY, slow_part, us_per_element
+from remat.compile.search import Candidate, PlanSearch
+from remat.graph_capture.prices.price_cache import PriceCache
+from remat.rewriter.inductor import element_prices
+from remat.rewriter.inductor.element_prices import (
+    BYTE,
+    DRAW,
+    ELEMENTS,
+    KEY,
+    slow_part,
+    us_per_element,
+)
 
 
 @pytest.fixture(autouse=True)

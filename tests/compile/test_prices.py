@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.graph_capture.graph import Resident, TrainingGraph
-from remat.graph_capture.joint import TANGENTS
-from remat.graph_capture.price_cache import Price
-from remat.rewriter.inductor_graph import build_fused
-from remat.rewriter.inductor_prices import LEAST_ELEMENTS, NEAR, price_fused
+from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.prices.price_cache import Price
+from remat.rewriter.inductor.graph import build_fused
+from remat.rewriter.inductor.prices import LEAST_ELEMENTS, NEAR, price_fused
 
 CALL_US, BYTES_PER_US, EXP_US = 1000.0, 64.0, 0.25
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from remat.rewriter.inductor_lowering import Event, Lowered
-from remat.rewriter.inductor_replay import LiveStorages
+from remat.rewriter.inductor.lowering import Event, Lowered
+from remat.rewriter.inductor.replay import LiveStorages
 
 
 def carried_out(*events: Event, held: set[str] | None = None) -> LiveStorages:

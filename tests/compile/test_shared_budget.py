@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget
 from remat.graph_capture.errors import BudgetError
-from remat.rewriter.inductor_replay import Replay
-from remat.shared_budget import SharedBudget, forget_graphs, shared_budget
+from remat.rewriter.inductor.replay import Replay
 
 
 def noted(
@@ -104,6 +104,6 @@ def test_graphs_are_told_apart_by_their_options_until_dynamo_is_reset() -> None:
 
 
 def test_dynamo_resets_the_backend() -> None:
-    from remat.compile_backend import backend
+    from remat.compile.backend import backend
 
     assert getattr(backend, "reset", None) is forget_graphs

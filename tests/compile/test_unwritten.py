@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from remat.rewriter import inductor_lowering
-from remat.rewriter.inductor_choices import calls_in_order
-from remat.rewriter.inductor_lowering import Event, Lowered, lower
-from remat.rewriter.inductor_unwritten import kernels_unwritten
+from remat.rewriter.inductor import lowering as inductor_lowering
+from remat.rewriter.inductor.choices import calls_in_order
+from remat.rewriter.inductor.lowering import Event, Lowered, lower
+from remat.rewriter.inductor.unwritten import kernels_unwritten
 
 SQUARE = (64, 64)
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-import remat.api
+import remat.one_call
 from remat.agreement import agreed
-from remat.graph_capture.memory_events import measure_rank_peak
-from remat.graph_capture.resident import storage_bytes
+from remat.graph_capture.devices.memory_events import measure_rank_peak
+from remat.graph_capture.tracing.resident import storage_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
@@ -83,7 +83,7 @@ def whole(kind: Any, wrap: Callable[[nn.Module], nn.Module]) -> Found:
         results.append(agreed(*given))
         return results[-1]
 
-    with mock.patch.object(remat.api, "agreed", kept):
+    with mock.patch.object(remat.one_call, "agreed", kept):
         fast = remat.rematerialize(
             model, args, budget="75%", solver="cut", check=False,
             sharding=sharding(kind), group=dist.group.WORLD,

@@ -71,7 +71,7 @@ def test_sections_of_docstrings_become_lists() -> None:
 
 
 def test_every_verb_is_on_the_page_of_the_command_line() -> None:
-    from remat.cli import app
+    from remat.cli.main import app
 
     page = command_page.command_page()
     verbs = [command.callback.__name__ for command in app.registered_commands if command.callback]
@@ -80,16 +80,19 @@ def test_every_verb_is_on_the_page_of_the_command_line() -> None:
 
 
 def test_links_out_of_the_docs_point_at_pages_that_show_the_files() -> None:
-    text = "[a](../graph_capture/devices.json) [b](files.md#plans) [c](https://d.e) [f](../tests)"
+    text = (
+        "[a](../graph_capture/devices/devices.json) [b](files.md#plans) [c](https://d.e) "
+        "[f](../tests)"
+    )
     page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/a.md"))
     page_of_root = SimpleNamespace(file=SimpleNamespace(src_uri="models.md"))
     assert repository_links.on_page_markdown(text, page_of_root) == (
-        "[a](repository/graph_capture/devices.json.md) [b](files.md#plans) [c](https://d.e) "
-        "[f](repository/tests.md)"
+        "[a](repository/graph_capture/devices/devices.json.md) [b](files.md#plans) "
+        "[c](https://d.e) [f](repository/tests.md)"
     )
     deeper = repository_links.on_page_markdown("[a](../../README.md) [b](../faq.md)", page)
     assert deeper == "[a](../index.md) [b](../faq.md)"
-    assert '"h100"' in repository_links.shown("graph_capture/devices.json")
+    assert '"h100"' in repository_links.shown("graph_capture/devices/devices.json")
     assert "- `gpt.py`: A small GPT with dropout" in repository_links.shown("examples")
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import remat
-from remat.factory import Loaded, load
 from remat.graph_capture import TrainingGraph, capture
-from remat.graph_capture.cuda_meter import PROBE
-from remat.graph_capture.meter import meter_of
+from remat.graph_capture.devices.cuda_meter import PROBE
+from remat.graph_capture.devices.meter import meter_of
+from remat.job.factory import Loaded, load
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver

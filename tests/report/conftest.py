@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.report_page import facts_of
+from remat.questions.report import facts_of
 from remat.schedules.report.facts import Facts
 from remat.schedules.schedule import Schedule
 from remat.solver import solve

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from remat.formats import bytes_text
-from remat.report_page import report
-from remat.schedules.timeline import timeline
+from remat.questions.report import report
+from remat.schedules.views.timeline import timeline
 from remat.solver import solve
 from tests.report.conftest import Planned
 from tests.solver.random_graphs import chain

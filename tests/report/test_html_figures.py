@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import msgspec
 
 from remat.formats import bytes_text
-from remat.fronts import sweep
+from remat.questions.sweep import sweep
 from remat.solver import solve
 from tests.report.conftest import Planned
 

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from remat.formats import bytes_text, percent_text, time_text
-from remat.fronts import sweep
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.report_page import facts_of, report
+from remat.questions.report import facts_of, report
+from remat.questions.sweep import sweep
 from remat.schedules.report.data import page_data
 from remat.schedules.report.page import script_safe
 from remat.schedules.simulate import simulate
-from remat.schedules.timeline import timeline
+from remat.schedules.views.timeline import timeline
 from remat.solver import solve
 from tests.report.conftest import Planned
 from tests.solver.random_graphs import gpt_like

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.fronts import sweep
 from remat.graph_capture.errors import GraphError
-from remat.schedules import palette
+from remat.questions.sweep import sweep
 from remat.schedules.plots import (
     draw_convergence,
     draw_front,
@@ -22,7 +21,8 @@ from remat.schedules.plots import (
     draw_ribbon,
 )
 from remat.schedules.simulate import simulate
-from remat.schedules.timeline import timeline
+from remat.schedules.views import palette
+from remat.schedules.views.timeline import timeline
 from remat.solver import Progress, solve
 from tests.report.conftest import Planned
 from tests.solver.random_graphs import gpt_like

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.schedules.live_bands import live_bands
-from remat.schedules.module_groups import MANY, layer_of, place_of, rows_of_ops
-from remat.schedules.ribbon import Span, ribbon
 from remat.schedules.schedule import Compute, Fetch
 from remat.schedules.simulate import simulate
-from remat.schedules.timeline import timeline
+from remat.schedules.views.live_bands import live_bands
+from remat.schedules.views.module_groups import MANY, layer_of, place_of, rows_of_ops
+from remat.schedules.views.ribbon import Span, ribbon
+from remat.schedules.views.timeline import timeline
 from remat.solver import solve
 from tests.report.conftest import Planned
 from tests.solver.random_graphs import chain, training_graphs

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.advice import advice_of
+from remat.checks import advice_of
 from remat.graph_capture import capture
-from remat.graph_capture.cuda_meter import CudaMeter
-from remat.pipeline import failures
-from remat.rewriter import check, checking, rewrite
-from remat.rewriter.outcomes import compared
-from remat.rewriter.rng import run_with_rng_state, save_rng_state, set_rng_state
+from remat.graph_capture.devices.cuda_meter import CudaMeter
+from remat.job.pipeline import failures
+from remat.rewriter import check, rewrite
+from remat.rewriter.checking import check as checking
+from remat.rewriter.checking.outcomes import compared
+from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 from remat.solver import make_solver
 from tests.fake_cuda import FakeCuda, cuda
 from tests.models import make

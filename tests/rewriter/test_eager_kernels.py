@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from remat.graph_capture import capture, trace
-from remat.graph_capture.eager_kernels import kernels_of_eager
+from remat.graph_capture.tracing.kernels import kernels_of_eager
 from remat.rewriter import check, rewrite
 from remat.solver import solve
 

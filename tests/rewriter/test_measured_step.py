@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 import remat
-from remat.graph_capture.memory_events import measure_live, measure_peak
-from remat.rewriter.measured_step import measured_step
+from remat.graph_capture.devices.memory_events import measure_live, measure_peak
+from remat.rewriter.checking.measured_step import measured_step
 from tests.models import batch, mlp
 
 

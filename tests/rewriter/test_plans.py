@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
-from remat.rewriter.loading import load, plan_of
-from remat.rewriter.plan_archive import EXTRA_FILE, read_plan, save_plan
+from remat.rewriter.plans.archive import EXTRA_FILE, read_plan, save_plan
+from remat.rewriter.plans.loading import load, plan_of
 from remat.schedules.plan import KIND, Plan, json_schema
 from tests.models import make
 

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture import TrainingGraph, capture
-from remat.graph_capture.joint import STATISTICS
+from remat.graph_capture.joint.build import STATISTICS
 from remat.rewriter import check, rewrite
-from remat.rewriter.module import RematModule
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.ordering import Order, for_graph, is_allowed, predecessors, reordered
+from remat.solver.orders.reorder import lowest_order
 from remat.solver.problem import Problem
-from remat.solver.reorder import lowest_order
 from remat.solver.sequence import schedule_of
 from tests.models import make
 

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.solver import apart
-from remat.solver.apart import end_idle, run_apart
+from remat.solver.backends import apart
+from remat.solver.backends.apart import end_idle, run_apart
 
 LONG_S = 60.0
 """So long that a test that waits it out has failed."""
@@ -22,7 +22,7 @@ SOON_S = 10.0
 
 def script(code: str) -> subprocess.CompletedProcess[bytes]:
     """Run `code`; over once each process that holds its standard error has ended."""
-    begin = "import os, signal, sys, time\nfrom remat.solver.apart import run_apart\n"
+    begin = "import os, signal, sys, time\nfrom remat.solver.backends.apart import run_apart\n"
     return subprocess.run(
         [sys.executable, "-c", begin + code], check=False, capture_output=True, timeout=LONG_S / 2
     )
@@ -106,7 +106,7 @@ def test_calls_in_threads_have_a_process_each() -> None:
 def test_a_script_ends_in_order_while_a_call_is_at_work() -> None:
     began_s = time.monotonic()
     ran = script(
-        "from remat.solver.background import Task\n"
+        "from remat.solver.backends.background import Task\n"
         f"Task(lambda: run_apart(time.sleep, {LONG_S}))\n"
         "time.sleep(0.5); print('the end')\n"
     )

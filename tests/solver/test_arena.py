@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.solver.arena import HOLE, Arena, Fit, cheapest_window
-from remat.solver.eviction import ByteCount
+from remat.solver.policies.arena import HOLE, Arena, Fit, cheapest_window
+from remat.solver.policies.eviction import ByteCount
 
 
 @settings(max_examples=200, deadline=None)

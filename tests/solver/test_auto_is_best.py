@@ -82,7 +82,7 @@ def traced(name: str) -> TrainingGraph:
     """A small network as captured, with the prices of a stated machine."""
     from benchmarks.networks import gpt, resnet, unet
     from benchmarks.roofline import roofline
-    from remat.graph_capture.tracing import trace
+    from remat.graph_capture.tracing.trace import trace
 
     networks = {
         "gpt": lambda: gpt(1, 64, seq=64, batch=8, vocab=64),

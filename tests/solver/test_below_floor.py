@@ -10,8 +10,8 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
-from remat.solver.below_floor import LEAST_BOUND, floor_above, floor_text
-from remat.solver.least_peak_bound import EFFORT, effort_for, floor_bytes
+from remat.solver.bounds.floor import LEAST_BOUND, floor_above, floor_text
+from remat.solver.bounds.least_peak import EFFORT, effort_for, floor_bytes
 from remat.solver.problem import Problem
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, resnet_like

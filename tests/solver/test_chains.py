@@ -21,18 +21,18 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Fetch, Offload
 from remat.schedules.simulate import simulate
 from remat.solver import Result, make_solver, solve
-from remat.solver.binomial import (
+from remat.solver.chain_actions import Action, runs_of
+from remat.solver.chains.binomial import (
     binomial_actions,
     mixed_actions,
     optimal_steps,
     optimal_steps_mixed,
 )
-from remat.solver.chain import find_chain
-from remat.solver.chain_actions import Action, runs_of
-from remat.solver.chain_places import articulation_points, kept_values
-from remat.solver.disk import least_read, stored_states
+from remat.solver.chains.chain import find_chain
+from remat.solver.chains.disk import least_read, stored_states
+from remat.solver.chains.places import articulation_points, kept_values
+from remat.solver.chains.rotor_table import ChainModel, Runs, solve_rotor
 from remat.solver.problem import Problem
-from remat.solver.rotor_table import ChainModel, Runs, solve_rotor
 from remat.solver.sequence import keeps_order
 from tests.solver.random_graphs import (
     MIB,

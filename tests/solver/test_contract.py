@@ -13,7 +13,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import TABLE, Result, make_solver, solve
-from remat.solver.chen_sqrt import ChenSqrt
+from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 

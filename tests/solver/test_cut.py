@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve
+from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
-from remat.solver.repair import Repair, fill
 from remat.solver.search import Search
-from remat.solver.stages import State
+from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from remat.solver.neighbourhood import EvictedClasses, EvictedReach, links
+from remat.solver.policies.evicted import EvictedClasses, EvictedReach, links
 from remat.solver.problem import Problem
 from tests.solver.random_graphs import random_graph
 

@@ -15,9 +15,9 @@ from benchmarks.layered import layered_graph
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import solve
-from remat.solver.checkmate import Checkmate
-from remat.solver.cut_bound import CutProgram
-from remat.solver.mip import Backend, Limits
+from remat.solver.backends.mip import Backend, Limits
+from remat.solver.bounds.cut_program import CutProgram
+from remat.solver.exact.checkmate import Checkmate
 from remat.solver.problem import Problem
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import random_graph, training_graphs

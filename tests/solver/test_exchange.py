@@ -6,12 +6,12 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import exchange as module
 from remat.solver import solve
-from remat.solver.exchange import exchange, take_exchanges
-from remat.solver.repair import Repair, fill
+from remat.solver.local_search import exchange as module
+from remat.solver.local_search.exchange import exchange, take_exchanges
+from remat.solver.local_search.repair import Repair, fill
 from remat.solver.search import Search
-from remat.solver.stages import State
+from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
 

@@ -17,10 +17,10 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, Result, solve
 from remat.solver.auto import Auto
-from remat.solver.cut import Cut
-from remat.solver.exact_order import Exhaustive
-from remat.solver.free_order import FreeOrder
-from remat.solver.order_attempts import Share
+from remat.solver.cuts.cut import Cut
+from remat.solver.exact.exhaustive import Exhaustive
+from remat.solver.orders.attempts import Share
+from remat.solver.orders.free_order import FreeOrder
 from remat.solver.problem import Problem
 from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import (

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import hierarchical, solve
-from remat.solver.block_knapsack import Choice, compose
-from remat.solver.block_options import block_graph, block_options
-from remat.solver.hierarchical import Hierarchical
+from remat.solver import solve
+from remat.solver.blocks import hierarchical
+from remat.solver.blocks.hierarchical import Hierarchical
+from remat.solver.blocks.knapsack import Choice, compose
+from remat.solver.blocks.options import block_graph, block_options
+from remat.solver.blocks.repeated import Block, Reads, find_blocks, shape_of
 from remat.solver.problem import Problem
-from remat.solver.repeated_blocks import Block, Reads, find_blocks, shape_of
 from remat.solver.search import Progress
 from tests.solver.random_graphs import (
     MIB,

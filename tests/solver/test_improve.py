@@ -14,7 +14,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, Result, make_solver, solve
-from remat.solver.cut import begin
+from remat.solver.cuts.cut import begin
 from remat.solver.improve import Improvement
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state

@@ -10,7 +10,7 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.large_neighbourhood import LargeNeighbourhoods, runs_of
+from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_of
 from remat.solver.search import Search
 from tests.solver.random_graphs import gpt_like
 from tests.solver.tight_cases import peak_bytes_of, tight_cases

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import solve
-from remat.solver.cut_bound import CutProgram
-from remat.solver.lazy_cuts import LazyCuts
-from remat.solver.mip import Limits
+from remat.solver.backends.mip import Limits
+from remat.solver.bounds.cut_program import CutProgram
+from remat.solver.bounds.lazy_cuts import LazyCuts
 from remat.solver.problem import Problem
 from remat.solver.stage_rows import add_stage_row
 from tests.solver.exhaustive import least_time_us

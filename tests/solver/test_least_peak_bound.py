@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.solver import solve
-from remat.solver.cut_bound import working_set_bytes
-from remat.solver.least_peak_bound import floor_bytes, least_peak_bound_bytes
+from remat.solver.bounds.cut_program import working_set_bytes
+from remat.solver.bounds.least_peak import floor_bytes, least_peak_bound_bytes
 from remat.solver.problem import Problem
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import (

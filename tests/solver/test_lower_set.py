@@ -12,10 +12,10 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
-from remat.solver.lower_set import Family, LowerSet, segmented_state
-from remat.solver.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
-from remat.solver.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.problem import Problem
+from remat.solver.segments.lower_set import Family, LowerSet, segmented_state
+from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
+from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like
 

@@ -12,9 +12,9 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
-from remat.solver.chen_sqrt import chen_state
-from remat.solver.lp_rounding import LpRounding, rounded_state
+from remat.solver.exact.lp_rounding import LpRounding, rounded_state
 from remat.solver.problem import Problem
+from remat.solver.segments.chen_sqrt import chen_state
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, training_graphs, unet_like
 from tests.solver.test_exact import graph_from_nodes, tiny_cases

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from remat.solver.attention_core import NO_CORE, attention_cores
-from remat.solver.module_blocks import module_blocks
 from remat.solver.problem import Problem
+from remat.solver.templates.module_blocks import module_blocks
 from tests.solver.traced_gpt import graph_of_modules
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.event_search import Effort, Outcome, Running, solve_events
-from remat.solver.events import EventBuilder, EventProgram, Runs, candidate_stages
-from remat.solver.large_neighbourhood import runs_of, sequence_of
+from remat.solver.local_search.event_search import Effort, Outcome, Running, solve_events
+from remat.solver.local_search.events import EventBuilder, EventProgram, Runs, candidate_stages
+from remat.solver.local_search.large_neighbourhood import runs_of, sequence_of
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 from tests.solver.exhaustive import least_time_us

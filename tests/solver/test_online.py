@@ -13,14 +13,14 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve
-from remat.solver.coop import CoopPolicy
-from remat.solver.dte import DtePolicy
-from remat.solver.dtr import Dtr, DtrPolicy, neighbourhood
-from remat.solver.eviction import Books, Policy
-from remat.solver.largest import LargestPolicy
-from remat.solver.lru import LruPolicy
-from remat.solver.msps import MspsPolicy
-from remat.solver.online import NoRoomError, OnlineRun
+from remat.solver.policies.coop import CoopPolicy
+from remat.solver.policies.dte import DtePolicy
+from remat.solver.policies.dtr import Dtr, DtrPolicy, neighbourhood
+from remat.solver.policies.eviction import Books, Policy
+from remat.solver.policies.largest import LargestPolicy
+from remat.solver.policies.lru import LruPolicy
+from remat.solver.policies.msps import MspsPolicy
+from remat.solver.policies.online import NoRoomError, OnlineRun
 from remat.solver.problem import Problem
 from remat.solver.sequence import keeps_order, schedule_of
 from tests.solver.random_graphs import (

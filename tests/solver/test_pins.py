@@ -15,10 +15,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
-from remat.solver.pin_globs import Pins
-from remat.solver.pins import kept_graph
+from remat.solver.pins.globs import Pins
+from remat.solver.pins.pinned import kept_graph
+from remat.solver.pins.twins import TWIN, with_twins
 from remat.solver.problem import Problem
-from remat.solver.twins import TWIN, with_twins
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import LARGE_BYTES, branches, chain, gpt_like, random_graph
 

@@ -14,22 +14,22 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result
-from remat.solver.cut import Cut, best_cut
-from remat.solver.cut_bound import CutProgram
-from remat.solver.exact_order import Exhaustive
-from remat.solver.free_cut import (
+from remat.solver.backends.mip import Limits
+from remat.solver.bounds.any_order_cut import (
     Ancestry,
     FreeCut,
     crossing_bytes,
     free_bound_us,
     free_least_peak_bound_bytes,
 )
-from remat.solver.list_order import list_orders
-from remat.solver.live_curve import LiveCurve, OpFacts
-from remat.solver.mip import Limits
+from remat.solver.bounds.cut_program import CutProgram
+from remat.solver.cuts.cut import Cut, best_cut
+from remat.solver.exact.exhaustive import Exhaustive
 from remat.solver.ordering import is_allowed, reordered
+from remat.solver.orders.list_order import list_orders
+from remat.solver.orders.live_curve import LiveCurve, OpFacts
+from remat.solver.orders.reorder import better_order, lowest_order
 from remat.solver.problem import Problem
-from remat.solver.reorder import better_order, lowest_order
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.solver.exhaustive import least_time_us

@@ -14,10 +14,10 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
-from remat.solver.cut import Cut
-from remat.solver.retention import Retention, start_of
-from remat.solver.retention_events import Stages, event_of, sequence_of, stage_of, stages_of
-from remat.solver.retention_model import Effort, Outcome, RetentionModel
+from remat.solver.cuts.cut import Cut
+from remat.solver.exact.retention import Retention, start_of
+from remat.solver.exact.retention_events import Stages, event_of, sequence_of, stage_of, stages_of
+from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
 from remat.solver.search import Search
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, training_graphs

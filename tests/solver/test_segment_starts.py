@@ -10,7 +10,8 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import cut, solve
+from remat.solver import solve
+from remat.solver.cuts import cut
 from remat.solver.search import Search
 from remat.solver.segment_starts import take_segments
 from remat.solver.store_all import store_all_state

@@ -15,7 +15,7 @@ from remat.solver import solve
 from remat.solver.ordering import is_allowed, predecessors, reordered
 from remat.solver.problem import Problem
 from remat.solver.sequence import keeps_order, recomputed_by_stage, schedule_of
-from remat.solver.stages import State
+from remat.solver.state import State
 from tests.solver.random_graphs import training_graphs
 
 

@@ -12,10 +12,10 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
-from remat.solver.cut import Cut
-from remat.solver.front import GIB, Front
-from remat.solver.memory_price import least_peak, price_of_gib
-from remat.solver.sweep import floor_bytes, merged, spread, sweep
+from remat.solver.budgets.front import GIB, Front
+from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
+from remat.solver.budgets.worth import least_peak, price_of_gib
+from remat.solver.cuts.cut import Cut
 from tests.solver.random_graphs import chain, resnet_like
 
 LIMIT_S = 10.0

@@ -93,7 +93,7 @@ def test_solving_imports_neither_torch_nor_highspy() -> None:
         "import sys, remat.solver\n"
         "assert 'torch' not in sys.modules\n"
         "for name in remat.solver.TABLE: remat.solver.solver_class(name)\n"
-        "import remat.solver.mip as mip\n"
+        "import remat.solver.backends.mip as mip\n"
         "program = mip.MixedProgram(); program.variable(1.0)\n"
         "mip.solve_program(program, mip.Limits())\n"
         "there = mip.run_apart(eval, \"list(__import__('sys').modules)\")\n"

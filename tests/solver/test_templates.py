@@ -12,10 +12,10 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve
 from remat.solver.attention_core import is_fused_attention, op_kind
-from remat.solver.module_blocks import NO_BLOCK, module_blocks
 from remat.solver.problem import Problem
-from remat.solver.template import read_in_backward, unavoidable
-from remat.solver.torch_knapsack import store_all_saved_bytes
+from remat.solver.templates.module_blocks import NO_BLOCK, module_blocks
+from remat.solver.templates.template import read_in_backward, unavoidable
+from remat.solver.templates.torch_knapsack import store_all_saved_bytes
 from tests.solver.random_graphs import chain, random_graph
 from tests.solver.traced_gpt import (
     ATTENTION,

@@ -14,12 +14,12 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.attention_core import op_kind
-from remat.solver.knapsack import dp_knapsack, greedy_knapsack, ilp_knapsack
-from remat.solver.min_cut import cheapest_saved
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
-from remat.solver.template import Template, read_in_backward, template_sequence
-from remat.solver.torch_knapsack import Partition, banned_ops, store_all_saved_bytes
+from remat.solver.templates.knapsack import dp_knapsack, greedy_knapsack, ilp_knapsack
+from remat.solver.templates.min_cut import cheapest_saved
+from remat.solver.templates.template import Template, read_in_backward, template_sequence
+from remat.solver.templates.torch_knapsack import Partition, banned_ops, store_all_saved_bytes
 from tests.solver.random_graphs import random_graph
 from tests.solver.traced_gpt import (
     ATTENTION,

@@ -9,7 +9,7 @@ from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.problem import Problem
-from remat.solver.template import unavoidable
+from remat.solver.templates.template import unavoidable
 
 LAYERS = 3
 ATTENTION = ("fused", "written out")

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 
 import remat
-from remat import api
+from remat import one_call as api
 from remat.graph_capture import TrainingGraph, trace
-from remat.graph_capture.pricing import price
+from remat.graph_capture.prices.pricing import price
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.schedule import Schedule
 from remat.solver import make_solver

@@ -1,0 +1,106 @@
+"""This project's two ways to make a step fit, with what they predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+import remat
+from benchmarks.comparison.methods import DoesNotApplyError, Variant
+from benchmarks.comparison.models import Trainee
+from benchmarks.comparison.turns import Quiet
+from remat.one_call import UNBOUNDED_BYTES
+from remat.rewriter.inductor import partition as inductor_partition
+from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+
+LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A variant, its step that keeps everything if there is one, and what was predicted.
+
+    `facts` are those of the variant's first step, and asked for before any other is compiled.
+    """
+
+    variant: Variant
+    keep_all: Variant | None
+    facts: Callable[[], dict[str, Any]]
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note the seconds that the block takes."""
+    began_s = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began_s
+
+
+def rewritten(trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet) -> Planned:
+    """`remat.rewrite` of the schedule for a budget."""
+    seconds: dict[str, float] = {}
+    with quiet.pricing(), timed(seconds, "capture_and_price_s"):
+        graph = remat.capture(trainee.model, trainee.args, device=device)
+    with quiet.solving(), timed(seconds, "solve_s"):
+        result = remat.solve(graph, budget_bytes, time_limit_s=LIMIT_S)
+    if result.schedule is None:
+        raise DoesNotApplyError(result.message or f"no schedule found in {LIMIT_S:.0f} s")
+    with timed(seconds, "rewrite_s"):
+        module = remat.rewrite(trainee.model, result.schedule)
+    everything = remat.solve(graph, UNBOUNDED_BYTES, "store_all").schedule
+    assert everything is not None
+    facts = {
+        "budget_bytes": budget_bytes, "predicted_bytes": result.peak_bytes,
+        "planned_overhead": result.overhead, "gap": result.gap, "ops": len(graph.ops), **seconds,
+    }  # fmt: skip
+    return Planned(
+        Variant(module), Variant(remat.rewrite(trainee.model, everything)), lambda: facts
+    )
+
+
+def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
+    """`torch.compile(model, backend="remat")`, in a process that it changes for good."""
+
+    class PricedAlone(FusedStep):
+        def __init__(self, *args: Any) -> None:
+            with quiet.pricing():
+                super().__init__(*args)
+
+    inductor_partition.FusedStep = PricedAlone
+    call = torch.compile(trainee.model, backend="remat", options={"budget": budget_bytes})
+    keep_all = torch.compile(trainee.model, backend=_keeping_all)
+    return Planned(Variant(call), Variant(keep_all), _facts_of_last_plan)
+
+
+def _keeping_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """As the backend compiles its plan that keeps everything, without the search for others.
+
+    Its code is the same in all rows of a model, and generated in the first.
+    """
+    (outputs,) = gm.graph.output_node().args
+    partitioner = Partitioner(_everything_kept, len(pytree.tree_leaves(outputs)))
+    with planned(partitioner) as patches:
+        patches |= {"fx_graph_cache": True}
+        return compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
+
+
+def _everything_kept(step: FusedStep) -> Pair:
+    schedule = remat.solve(step.graph, UNBOUNDED_BYTES, "store_all").schedule
+    assert schedule is not None
+    return step.emit(schedule)
+
+
+def _facts_of_last_plan() -> dict[str, Any]:
+    plan = remat.compiled_plans()[-1]
+    return {
+        "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
+        "planned_overhead": plan.overhead, "gap": plan.gap, "search_s": plan.seconds,
+    }  # fmt: skip

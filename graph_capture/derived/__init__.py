@@ -1,0 +1,1 @@
+"""Graphs made from graphs: as eager runs it, of another size, in blocks, on one rank."""

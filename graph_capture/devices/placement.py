@@ -1,0 +1,73 @@
+"""Where a step is captured: one device, which all of its tensors are on.
+
+Fake CUDA autograd ends the process where torch sees no CUDA device. So a tensor of another
+device is refused before autograd can see it: in the model, in the batch, and as forward makes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from remat.graph_capture.devices.device_table import CPU, CUDA, check_device, is_cuda
+from remat.graph_capture.errors import DeviceError
+
+HOST = (CPU, "meta")
+
+
+def resolved_device(name: str | None, model: nn.Module) -> str:
+    """`name` with its index; where it is None, the CUDA device that the model is on, else the CPU.
+
+    Raises
+    ------
+    DeviceError : the device is unknown, or is not here.
+    """
+    own = next((str(p.device) for p in model.parameters() if p.is_cuda), CPU)
+    if name is None:
+        name = own if torch.cuda.is_available() else CPU
+    check_device(name)
+    if name != CUDA:
+        return name
+    return own if is_cuda(own) else f"{CUDA}:{torch.cuda.current_device()}"
+
+
+def check_placement(what: str, found: torch.device, device: str) -> None:
+    """Raise `DeviceError` for a tensor that is not where the step for `device` is captured."""
+    if found.type not in HOST and not torch.get_device_module(found).is_available():
+        raise DeviceError(
+            f"{what} is on {found}, which this torch cannot run: move the model and the batch to "
+            "cpu, and plan for a model of the device by name, such as device='h100'"
+        )
+    if is_cuda(device) and str(found) != device:
+        raise DeviceError(
+            f"{what} is on {found}, and the step is captured on {device}: move the whole model and "
+            f"its batch there, with .to({device!r})"
+        )
+    if not is_cuda(device) and found.type not in HOST:
+        raise DeviceError(
+            f"{what} is on {found}, and a step for {device} is captured on cpu: capture it with "
+            f"device='{found}', or move the model and the batch to cpu"
+        )
+
+
+def refuse_other_devices(mode: FakeTensorMode, device: str) -> None:
+    """Let `mode` raise `DeviceError` as soon as an op gives a tensor of another device."""
+    dispatch = mode.dispatch
+    allowed = {*HOST, torch.device(device).type} if is_cuda(device) else set(HOST)
+
+    def watched(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = dispatch(func, types, args, kwargs or {})
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.device.type not in allowed:
+                raise DeviceError(
+                    f"{func} makes a tensor on {leaf.device} in a step that is captured on "
+                    f"{device if is_cuda(device) else CPU}: make it on the device of the input, "
+                    "with device=x.device"
+                )
+        return found
+
+    mode.dispatch = watched

@@ -1,0 +1,1 @@
+"""From a joint fx graph to ops and values: aliases, places in the source, ops of our own."""

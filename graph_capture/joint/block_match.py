@@ -1,0 +1,199 @@
+"""A block's own training graph, found again inside that of the whole model, node by node.
+
+A block that is compiled by itself sums gradients inside itself first. Where the whole step has
+the very ops of the block, wired alike, in the block's order, the bits are the same; elsewhere
+the block is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Op
+from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_tangent
+from remat.graph_capture.joint.provenance import path_in_model
+
+
+@dataclass
+class BlockMatch:
+    """Where a block is in the whole graph.
+
+    Attributes
+    ----------
+    op_of : op of the whole graph for each op of the block's own, tangents left out.
+    value_of : value of the whole graph for each value of the block's own.
+    state_of : name in the model of each parameter and buffer that the block's graph takes, by
+        its name in the block.
+    """
+
+    op_of: dict[str, str]
+    value_of: dict[str, str]
+    state_of: dict[str, str]
+
+
+@dataclass
+class _Matcher:
+    block: Joint
+    whole: Joint
+    of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    trail: list[fx.Node] = field(default_factory=list[fx.Node])
+    op_of: dict[str, str] = field(default_factory=dict[str, str])
+
+    def is_same_op(self, mine: Op, theirs: Op) -> bool:
+        """Whether two ops do the same to matching inputs; if so they match from now on."""
+        a, b = self.block.node_of_op.get(mine.name), self.whole.node_of_op.get(theirs.name)
+        if a is None or b is None:
+            is_same = mine.target == theirs.target
+        else:
+            self.trail.clear()
+            is_same = self._same_call(a, b)
+            if not is_same:
+                for node in self.trail:
+                    del self.of_node[node]
+        if is_same and len(mine.outputs) == len(theirs.outputs):
+            self.op_of[mine.name] = theirs.name
+            return True
+        return False
+
+    def _same_call(self, a: fx.Node, b: fx.Node) -> bool:
+        if a.op != b.op or a.target != b.target:
+            return False
+        mine, spec = pytree.tree_flatten((a.args, a.kwargs))
+        theirs, other_spec = pytree.tree_flatten((b.args, b.kwargs))
+        if spec != other_spec or not all(map(self._same_leaf, mine, theirs)):
+            return False
+        return self._bind(a, b)
+
+    def _same_leaf(self, a: Any, b: Any) -> bool:
+        if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+            return self._same(a, b)
+        return type(a) is type(b) and a == b
+
+    def _same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes stand for the same tensor; views are followed to what they view."""
+        a, b = _behind_aliases(a), _behind_aliases(b)
+        if a in self.of_node:
+            return self.of_node[a] is b
+        if a.op == "placeholder":
+            return _fits(a, b) and self._bind(a, b)
+        if a.op == "get_attr":
+            return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
+        if a.name in self.block.node_of_op:
+            return False
+        return self._same_call(a, b)
+
+    def _same_constant(self, a: fx.Node, b: fx.Node) -> bool:
+        mine = getattr(self.block.module, str(a.target))
+        theirs = getattr(self.whole.module, str(b.target))
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+    def _bind(self, a: fx.Node, b: fx.Node) -> bool:
+        self.of_node[a] = b
+        self.trail.append(a)
+        return True
+
+
+def _behind_aliases(node: fx.Node) -> fx.Node:
+    while is_alias_of_input(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _fits(a: fx.Node, b: fx.Node) -> bool:
+    """Whether an input of the block and what the model gives it look alike.
+
+    A gradient may have other strides: it is made contiguous before the block's backward.
+    """
+    mine, theirs = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return mine == theirs
+    alike = mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    return alike and (is_tangent(a) or mine.stride() == theirs.stride())
+
+
+def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
+    """Find the ops of `block`, traced by itself, among those of the model at `path`.
+
+    Raises
+    ------
+    CaptureError : inside the model it is not the same computation, in the same order.
+    """
+    matcher = _Matcher(block, whole)
+    _match_forward(matcher, path)
+    _match_backward(matcher, path)
+    value_of: dict[str, str] = {}
+    for op in block.graph.ops:
+        if op.name in matcher.op_of:
+            theirs = whole.graph.ops[whole.graph.op_index[matcher.op_of[op.name]]]
+            value_of.update(zip(op.outputs, theirs.outputs, strict=True))
+    state_of: dict[str, str] = {}
+    for mine, theirs in matcher.of_node.items():
+        if mine.op == "placeholder":
+            value_of[block.value_of_node[mine]] = whole.value_of_node[theirs]
+            if not is_tangent(mine) and (name := _state_name(mine)):
+                state_of[name] = _state_name(theirs)
+    return BlockMatch(matcher.op_of, value_of, state_of)
+
+
+def _state_name(node: fx.Node) -> str:
+    """Name of the parameter or buffer that a placeholder stands for; empty if it is neither."""
+    return path_in_model(str(getattr(node.meta.get("desc"), "target", "")))
+
+
+def is_inside(module: str, path: str) -> bool:
+    """Whether a module path is that of a block or of something in it."""
+    return module == path or module.startswith(f"{path}.")
+
+
+def _match_forward(matcher: _Matcher, path: str) -> None:
+    own, graph = matcher.block.graph, matcher.whole.graph
+    inside = [op for op in graph.ops[: graph.n_forward] if is_inside(op.module, path)]
+    if len(inside) != own.n_forward:
+        raise CaptureError(
+            f"block {path} runs {own.n_forward} ops in forward by itself and {len(inside)} in the "
+            "model, which calls parts of it from elsewhere: narrow the pattern to other blocks, "
+            "or plan the whole model with remat.rematerialize"
+        )
+    for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=True):
+        if not matcher.is_same_op(mine, theirs):
+            raise CaptureError(
+                f"block {path} by itself runs {_shown(mine)} in forward where the model runs "
+                f"{_shown(theirs)}, though on the same inputs: its forward depends on something "
+                "that is no argument. Pass that as an argument, or plan the whole model with "
+                "remat.rematerialize"
+            )
+
+
+def _match_backward(matcher: _Matcher, path: str) -> None:
+    """Ops of others may stand between those of the block, as long as none of its own is missing."""
+    own, graph = matcher.block.graph, matcher.whole.graph
+    backward = iter(graph.ops[graph.n_forward :])
+    begun = False
+    for mine in own.ops[own.n_forward :]:
+        if mine.target == TANGENTS:
+            continue
+        for theirs in backward:
+            begun = begun or is_inside(theirs.module, path)
+            if begun and matcher.is_same_op(mine, theirs):
+                break
+        else:
+            raise CaptureError(
+                f"block {path} by itself runs {_shown(mine)} in backward, and the model does not "
+                "have it there: gradients would be summed in another order, and their last bits "
+                "differ. That is so where an input of the block is used beside the block too. "
+                "Narrow the pattern, or plan the whole model with remat.rematerialize"
+            )
+
+
+def _shown(op: Op) -> str:
+    place = ", ".join(part for part in (op.target, op.module, op.source) if part)
+    return f"op {op.name} ({place})"

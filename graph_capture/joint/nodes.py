@@ -1,0 +1,160 @@
+"""What one fx node of the joint graph is: its tensors, its randomness, its place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY, path_in_model
+
+aten = torch.ops.aten
+
+_CLONES_WHOLE_STORAGE = (
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
+
+_PROBABILITY_ARGUMENTS = ("dropout_p", "p")
+
+
+def tensors_of(node: fx.Node) -> list[Tensor | None]:
+    """The tensors a node returns, one entry a result; None where there is none."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return [item if isinstance(item, Tensor) else None for item in value]  # pyright: ignore
+    return [value if isinstance(value, Tensor) else None]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of a tensor's storage; tensors that alias share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(node: fx.Node, tensor: Tensor) -> int:
+    """Bytes of the storage that running `node` gives to its result `tensor`.
+
+    Some ops clone all of their argument's storage even where the argument is a small
+    view of it; fake tensors say so or not, depending on what ran before.
+    """
+    if node.target in _CLONES_WHOLE_STORAGE:
+        cloned = tensors_of(node.all_input_nodes[0])[0]
+        if cloned is not None and 0 not in cloned.stride():
+            return cloned.untyped_storage().nbytes()
+    return tensor.untyped_storage().nbytes()
+
+
+def fresh_storages(node: fx.Node) -> Iterator[int]:
+    """Sizes of the storages that the node's results have and its inputs have not."""
+    seen = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
+    for tensor in tensors_of(node):
+        if tensor is not None and storage_key(tensor) not in seen:
+            seen.add(storage_key(tensor))
+            yield storage_bytes(node, tensor)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node picks one result of another."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the node is a gradient that autograd hands to backward."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The value of an argument by its schema name; None where it is absent."""
+    schema = getattr(node.target, "_schema", None)
+    for i, parameter in enumerate(schema.arguments if schema else ()):
+        if parameter.name == name:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            return parameter.default_value if given is None else given
+    return None
+
+
+def draws_randomness(node: fx.Node) -> bool:
+    """Whether running the node moves the random stream.
+
+    Attention ops are tagged as random even where their dropout probability is zero.
+    """
+    tags = getattr(node.target, "tags", ())
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    return all(argument(node, name) != 0.0 for name in _PROBABILITY_ARGUMENTS)
+
+
+def drawn_on(node: fx.Node) -> torch.device:
+    """The device whose random stream the node moves: that of its first result."""
+    return next(tensor for tensor in tensors_of(node) if tensor is not None).device
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the node's schema says that it writes to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def is_dropout_of_nothing(node: fx.Node) -> bool:
+    """Whether the node is the copy that a trace makes of dropout with p = 0.
+
+    Eager returns the input itself there.
+    """
+    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
+    return node.target is aten.clone.default and "dropout" in called
+
+
+def is_alias_of_input(node: fx.Node) -> bool:
+    """Whether the node stands for its first argument and need not run at all."""
+    return node.target is aten.detach.default or is_dropout_of_nothing(node)
+
+
+def target_name(node: fx.Node) -> str:
+    """``aten.mm.default`` and the like."""
+    return str(node.target) if not callable(node.target) else _callable_name(node.target)
+
+
+def _callable_name(target: Any) -> str:
+    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+
+
+class Places:
+    """Module path and source line of nodes; backward nodes take their forward node's."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._by_sequence: dict[int, tuple[str, str]] = {}
+        for node in graph.nodes:
+            own = self._own(node)
+            sequence = node.meta.get("seq_nr")
+            if own and sequence is not None and not node.meta.get("autograd_backward"):
+                self._by_sequence.setdefault(sequence, own)
+
+    def of(self, node: fx.Node) -> tuple[str, str]:
+        """``(module path, file:line)``, empty strings where unknown."""
+        sequence = node.meta.get("seq_nr")
+        if node.meta.get("autograd_backward") and sequence in self._by_sequence:
+            return self._by_sequence[sequence]
+        return self._own(node) or ("", "")
+
+    @staticmethod
+    def _own(node: fx.Node) -> tuple[str, str] | None:
+        custom = node.meta.get("custom", {})
+        if MODULE_KEY not in custom:
+            return None
+        return path_in_model(str(custom[MODULE_KEY])), str(custom[SOURCE_KEY])
+
+
+def node_inputs(node: fx.Node) -> list[fx.Node]:
+    """Distinct nodes among the arguments, in argument order."""
+    found: dict[fx.Node, None] = {}
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(leaf, fx.Node):
+            found.setdefault(leaf)
+    return list(found)

@@ -1,0 +1,115 @@
+"""Which module and which source line each traced op comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
+
+_ACCESSORS = ("__get__", "__set__")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_OWN = tuple(
+    os.path.join(_ROOT, package) + os.sep
+    for package in ("remat", "graph_capture", "solver", "schedules", "rewriter")
+)
+
+
+class Provenance(TorchFunctionMode):
+    """Annotates each fx node made while it is active with module path and source line."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.path = {id(module): name for name, module in model.named_modules()}
+        self.stack: list[str] = [""]
+        self.failure: BaseException | None = None
+        self.failed_in = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` with the place that called it written on its nodes."""
+        if func.__name__ in _ACCESSORS:
+            return func(*args, **(kwargs or {}))
+        place = {
+            MODULE_KEY: self.stack[-1],
+            SOURCE_KEY: source_of(sys._getframe(1)),
+            FUNCTION_KEY: getattr(func, "__name__", ""),
+        }
+        with fx_traceback.annotate(place):
+            return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def watching_modules(self) -> Generator[Provenance]:
+        """Keep the stack of running modules while the model's forward runs."""
+        handles: list[RemovableHandle] = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def module_of(self, error: BaseException) -> str:
+        """Path in the user's model of the module that ran when `error` was raised."""
+        return path_in_model(self.failed_in if error is self.failure else self.stack[-1])
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.path.get(id(module), self.stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and error is not self.failure:
+            self.failure, self.failed_in = error, self.stack[-1]
+        if len(self.stack) > 1:
+            self.stack.pop()
+
+
+def path_in_model(path: str) -> str:
+    """`path` as the user knows it; the traced step holds the model as ``model``."""
+    return "" if path == "model" else path.removeprefix("model.")
+
+
+def source_of(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame of the user's; empty if torch's own modules ran it."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith(_OWN):
+            return ""
+        if not filename.startswith((_TORCH, "<")):
+            return f"{_shown(filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def source_of_error(traceback: TracebackType | None) -> str:
+    """``file:line`` of the innermost user frame of a traceback."""
+    found = ""
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith((_TORCH, *_OWN, "<")):
+            found = f"{_shown(filename)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def _shown(filename: str) -> str:
+    relative = os.path.relpath(filename)
+    return filename if relative.startswith("..") else relative

@@ -1,0 +1,50 @@
+"""Traced ops that no plan can replay: each is refused with its module, its line and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import mutates, target_name, tensors_of
+from remat.graph_capture.refuse import cudnn_rnn_message, fused_lstm_message
+
+FUSED_LSTM = "aten.mkldnn_rnn_layer"
+CUDNN_RNN = "aten._cudnn_rnn"
+EFFECTS = "with_effects"
+
+
+def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
+    """Raise `CaptureError` if the op of `node` cannot be part of a plan.
+
+    `place_of` gives its module and its line, which are asked for only where it is refused.
+    """
+    name = target_name(node)
+    if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
+        raise CaptureError(
+            f"{node.name} {_shown(*place_of(node))} makes a sparse tensor, which has no storage "
+            "to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
+        )
+    if name.startswith(FUSED_LSTM):
+        raise CaptureError(fused_lstm_message(", ".join(filter(None, place_of(node)))))
+    if name.startswith(CUDNN_RNN):
+        raise CaptureError(cudnn_rnn_message(f"{name} {_shown(*place_of(node))}"))
+    if name.startswith(EFFECTS):
+        effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
+        raise CaptureError(
+            f"{effect} {_shown(*place_of(node))} acts on more than its results, such as by "
+            "raising an error for some values, and a step that is replayed cannot order it. Use a "
+            "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
+            "solve_ex of solve"
+        )
+    if mutates(node):
+        raise CaptureError(
+            f"{name} {_shown(*place_of(node))} writes to its input inside the graph, which cannot "
+            "be replayed. Use its out-of-place form"
+        )
+
+
+def _shown(module: str, source: str) -> str:
+    return f"of module {module or '(root)'} ({source or 'unknown line'})"

@@ -1,0 +1,80 @@
+"""What it costs to keep results for backward, beside dropping them.
+
+A result that is dropped soon leaves its memory to the next one, near the core; one that is kept
+has the next written to memory farther away. The prices of single ops have nothing of this, so that
+computing again would seem to cost more than it does, by a quarter on a mixture of experts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from torch import fx
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph_copy import copy_of
+from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import is_getitem
+
+LEAST = 0.5
+"""Part of its price that every op keeps."""
+
+
+def forwards(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward alone: one that keeps what backward reads, and one that does not.
+
+    What the first takes longer is the time of keeping.
+    """
+    keeping, own = _forward(joint)
+    plain = copy_of(keeping)
+    names = {node.name for node in own}
+    plain.graph.output_node().args = (tuple(n for n in plain.graph.nodes if n.name in names),)
+    plain.recompile()
+    return keeping, plain
+
+
+def less_for_kept(graph: TrainingGraph, saved_us: float) -> TrainingGraph:
+    """`graph` with what backward reads of forward cheaper by `saved_us` in all, by its bytes."""
+    of_op = kept_bytes(graph)
+    us_per_byte = saved_us / max(1, sum(of_op.values()))
+    ops = tuple(
+        msgspec.structs.replace(
+            op, cost_us=max(LEAST * op.cost_us, op.cost_us - us_per_byte * of_op.get(op.name, 0))
+        )
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=ops)
+
+
+def kept_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """What backward reads of each op in forward."""
+    read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    sizes = {value.name: value.size_bytes for value in graph.values if value.name in read}
+    return {
+        op.name: sum(sizes.get(name, 0) for name in op.outputs)
+        for op in graph.ops
+        if op.phase == "forward"
+    }
+
+
+def _forward(joint: Joint) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """Forward alone, returning what backward reads of it too, and which are its own results."""
+    gm = copy_of(joint.module)
+    phases = {op.name: op.phase for op in joint.graph.ops}
+    backward = {n.name for name, n in joint.node_of_op.items() if phases[name] == "backward"}
+    nodes = list(gm.graph.nodes)
+    end = next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
+    forward, later = nodes[:end], nodes[end:-1]
+    made = [node for node in forward if node.op == "call_function" and not _has_parts(node)]
+    after = {*later, nodes[-1]}
+    returned = [node for node in made if any(user in after for user in node.users)]
+    own = tuple(node for node in returned if nodes[-1] in node.users)
+    nodes[-1].args = (tuple(returned),)
+    for node in reversed(later):
+        if node.op != "placeholder":
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm, own
+
+
+def _has_parts(node: fx.Node) -> bool:
+    return any(is_getitem(user) for user in node.users)

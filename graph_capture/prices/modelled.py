@@ -1,0 +1,147 @@
+"""Prices for a device that is not here: a `roofline` of each op, or what a profile says of it.
+
+The graph is captured on a CPU, whose fused attention stands for the flash form of the device:
+it has the same results of the same sizes. Sizes are rounded as the CUDA allocator rounds them.
+An op that a profile of the device holds has its measured price; the model of the others is
+fitted to that profile, and the graph's notes say how far off it is on what was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.allocator import rounded
+from remat.graph_capture.devices.device_table import CUDA, MODELLED, modelled_device, table_name
+from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.joint.nodes import argument, tensors_of
+from remat.graph_capture.prices.op_work import ATTENTION_BACKWARD, work_of
+from remat.graph_capture.prices.profile import Measured, Profile
+from remat.graph_capture.prices.roofline import Roofline
+from remat.graph_capture.prices.sample_inputs import price_key
+from remat.graph_capture.tracing.trace import Trace
+
+RNG_STATE_BYTES = 16
+MOST = 0.9
+"""Part of the measured ops of which the largest error is told."""
+ATTENTION_ROWS, ATTENTION_COLUMNS = 128, 32
+"""What flash attention pads sequences and heads to in its float32 sums."""
+
+
+def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> TrainingGraph:
+    """The trace's graph with the costs, workspaces and sizes of a device of the table.
+
+    Raises
+    ------
+    DeviceError : there is no such device. ProfileError : `profile` is of another.
+    """
+    roofline = assumed = Roofline.assumed(modelled_device(name))
+    known: dict[str, Measured] = {}
+    if profile is not None:
+        if name not in (profile.device, _name_of(profile)):
+            raise ProfileError(f"the profile is of {profile.device}, not of {name}")
+        roofline, known = assumed.fitted(profile), profile.ops
+    graph, nodes = trace.graph, trace.joint.node_of_op
+    pricing = _Pricing(roofline, known)
+    ops = tuple(pricing.priced(op, nodes.get(op.name)) for op in graph.ops)
+    is_mixed = any(op.price == "measured" for op in ops)
+    return msgspec.structs.replace(
+        graph,
+        ops=ops,
+        values=tuple(_sized(value) for value in graph.values),
+        resident=_resident(graph),
+        device=name,
+        prices="mixed" if is_mixed else MODELLED,
+        notes=() if profile is None else _notes(ops, assumed, profile),
+    )
+
+
+def _name_of(profile: Profile) -> str:
+    """The device of the table that `profile` was measured on, if it was measured on CUDA."""
+    return table_name(profile.title) if profile.device == CUDA else profile.device
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """Prices op by op: from what is known, else from the model."""
+
+    roofline: Roofline
+    known: dict[str, Measured]
+
+    def priced(self, op: Op, node: fx.Node | None) -> Op:
+        if op.target == TANGENTS:
+            return op
+        base_bytes = rounded(RNG_STATE_BYTES) if op.workspace_bytes else 0
+        one = None if node is None or not self.known else self.known.get(price_key(node))
+        if one is not None:
+            return msgspec.structs.replace(
+                op, cost_us=one.cost_us, workspace_bytes=base_bytes + one.workspace_bytes,
+                price="estimated" if one.is_estimate else "measured",
+            )  # fmt: skip
+        cost_us = self.roofline.launch_us
+        if node is not None:
+            cost_us = self.roofline.cost_us(op.target, work_of(node))
+            if op.target == ATTENTION_BACKWARD:
+                base_bytes += _attention_sums_bytes(node)
+        return msgspec.structs.replace(
+            op, cost_us=cost_us, workspace_bytes=base_bytes, price=MODELLED
+        )
+
+
+def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[str, ...]:
+    """How much of the step was measured, on what, and how far off the model is there."""
+    total_us = sum(op.cost_us for op in ops)
+    measured = [op for op in ops if op.price == "measured"]
+    part = sum(op.cost_us for op in measured) / total_us if total_us else 0.0
+    notes = [
+        f"{len(measured)} of {len(ops)} ops, {100 * part:.0f} % of the step's time, were measured "
+        f"on {profile.title} with torch {profile.torch}"
+    ]
+    errors = assumed.errors(profile)
+    if errors:
+        median, most = statistics.median(errors), errors[int(MOST * (len(errors) - 1))]
+        notes.append(
+            f"the model of the others is fitted to {len(errors)} measured ops; each left out in "
+            f"turn, it is off by {100 * median:.0f} % in the median, and by at most "
+            f"{100 * most:.0f} % in nine of ten"
+        )
+    return tuple(notes)
+
+
+def _attention_sums_bytes(node: fx.Node) -> int:
+    """Sums that flash attention's backward keeps in float32: of dq, and one an output row."""
+    query = argument(node, "query")
+    shown = tensors_of(query)[0] if isinstance(query, fx.Node) else None
+    if not isinstance(shown, Tensor):
+        return 0
+    batch, heads, rows, columns = shown.shape
+    rows = -(-rows // ATTENTION_ROWS) * ATTENTION_ROWS
+    columns = -(-columns // ATTENTION_COLUMNS) * ATTENTION_COLUMNS
+    has_own_sums = shown.dtype != torch.float32
+    return rounded(4 * batch * heads * rows * (columns * has_own_sums + 1))
+
+
+def _sized(value: Value) -> Value:
+    size_bytes = RNG_STATE_BYTES if value.kind == "rng_state" else value.size_bytes
+    return msgspec.structs.replace(value, size_bytes=rounded(size_bytes))
+
+
+def _resident(graph: TrainingGraph) -> Resident:
+    """Resident bytes with each parameter, buffer and input of the step rounded up."""
+    extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
+    for value in graph.values:
+        if not value.producer and value.kind in extra:
+            extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
+    known = graph.resident
+    return msgspec.structs.replace(
+        known,
+        parameters_bytes=known.parameters_bytes + extra["parameter"],
+        buffers_bytes=known.buffers_bytes + extra["buffer"] + extra["constant"],
+        batch_bytes=known.batch_bytes + extra["input"],
+    )

@@ -1,0 +1,88 @@
+"""What running an op takes of any device: arithmetic and traffic, from shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+from torch import fx
+from torch.utils import flop_counter
+
+from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
+
+_COUNTS = cast("Any", flop_counter)
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+FUSED_ATTENTION = "aten._scaled_dot_product_"
+
+
+WorkKind = Literal["matmul", "convolution", "attention", "other"]
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What one run of an op takes.
+
+    Attributes
+    ----------
+    kind : class of ops, as efficiencies are stated for them. dtype : of its first tensor in
+        floating point, else ``float32``. flops : 0 where torch does not count them.
+    moved_bytes : of its arguments and results.
+    """
+
+    kind: WorkKind = "other"
+    dtype: str = "float32"
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+def work_of(node: fx.Node) -> Work:
+    """The work of a traced node; causal attention skips half of its arithmetic."""
+    kind = _kind_of(target_name(node))
+    flops = flops_of(node)
+    if kind == "attention" and argument(node, "is_causal"):
+        flops //= 2
+    return Work(kind, _dtype_of(node), flops, moved_bytes(node))
+
+
+def _kind_of(target: str) -> WorkKind:
+    if target.startswith(FUSED_ATTENTION):
+        return "attention"
+    if target.startswith("aten.convolution"):
+        return "convolution"
+    is_matmul = target.split(".")[1:2] in (["mm"], ["addmm"], ["bmm"], ["baddbmm"])
+    return "matmul" if is_matmul else "other"
+
+
+def _dtype_of(node: fx.Node) -> str:
+    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
+    dtypes = (str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point())
+    return next(dtypes, "float32")
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes of the node's arguments and results; of an expanded tensor, those it has."""
+    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of one run; 0 where torch does not count them."""
+    args: list[Any] = [_value(arg) for arg in node.args]
+    name = target_name(node)
+    if name == ATTENTION:
+        return _COUNTS.sdpa_flop_count(*(t.shape for t in args[:3]))
+    if name == ATTENTION_BACKWARD:
+        return _COUNTS.sdpa_backward_flop_count(*(t.shape for t in args[:4]))
+    formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    kwargs = {key: _value(arg) for key, arg in node.kwargs.items()}
+    return int(formula(*args, **kwargs, out_val=_value(node)))
+
+
+def _value(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return argument.meta.get("val")
+    if isinstance(argument, (list, tuple)):
+        return [_value(item) for item in cast("list[Any]", argument)]
+    return argument

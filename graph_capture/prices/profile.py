@@ -1,0 +1,119 @@
+"""Profiles: measured prices of ops as a file, to be kept, sent elsewhere and used again.
+
+A profile names each op by its target, shapes, strides, dtypes and scalars, so it serves every
+model in which the same op occurs. Beside each price stands the op's work, so that a model of the
+device can be fitted to it. The format is JSON, stated in `docs/files.md`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.prices.op_work import Work
+
+SCHEMA_VERSION = 1
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One op as it was measured.
+
+    Attributes
+    ----------
+    cost_us : time of one run. workspace_bytes : beyond inputs and outputs, while it runs.
+    kept_bytes : what its results keep beyond their own storages. work : arithmetic and traffic.
+    is_estimate : the op did not run on made data, so that its time is guessed from its bytes.
+    """
+
+    cost_us: float
+    workspace_bytes: int = 0
+    kept_bytes: int = 0
+    work: Work = Work()
+    is_estimate: bool = False
+
+
+class WholeStep(msgspec.Struct, frozen=True):
+    """Times of a step that was run as a whole (`step_time.py`).
+
+    Attributes
+    ----------
+    step_us : the step with every op run once. keeping_us : how much less forward alone takes if it
+    keeps nothing for backward. again_us : how much longer the step takes with its forward computed
+    again in segments. priced_us : what that is by the prices of the ops; 0 if it was not run.
+    """
+
+    step_us: float
+    keeping_us: float = 0.0
+    again_us: float = 0.0
+    priced_us: float = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """The measured ops of one device.
+
+    Attributes
+    ----------
+    device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
+    torch : the version that ran the ops. ops : by what determines their price.
+    versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
+    steps : on a CPU the times of whole steps, by the hash of their graph.
+    """
+
+    device: str
+    title: str
+    torch: str
+    ops: dict[str, Measured]
+    versions: dict[str, str] = {}
+    steps: dict[str, WholeStep] = {}
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal profile."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Profile:
+        """Read a profile written by `to_json`.
+
+        Raises
+        ------
+        ProfileError : the text is no profile, or of another schema version.
+        """
+        again = "measure it again with: remat profile MODEL -o FILE"
+        try:
+            found = msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProfileError(
+                f"{name} is no profile of this release ({error}): {again}"
+            ) from error
+        if found.schema_version != SCHEMA_VERSION:
+            raise ProfileError(
+                f"{name} has schema version {found.schema_version}, this release reads "
+                f"{SCHEMA_VERSION}: {again}"
+            )
+        wrong = [key for key, one in found.ops.items() if not _is_sound(one)]
+        if wrong:
+            raise ProfileError(f"{name} has a price that cannot be, of {wrong[0]}: {again}")
+        times_us = [t for step in found.steps.values() for t in msgspec.structs.astuple(step)]
+        if not all(0 <= time_us < float("inf") for time_us in times_us):
+            raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
+        return found
+
+
+def _is_sound(one: Measured) -> bool:
+    sizes = one.workspace_bytes, one.kept_bytes, one.work.flops, one.work.moved_bytes
+    return 0 <= one.cost_us < float("inf") and min(sizes) >= 0
+
+
+def as_profile(profile: Profile | str | Path | None) -> Profile | None:
+    """`profile` itself, or what the file of that name holds.
+
+    Raises
+    ------
+    ProfileError : it is no profile. OSError : it cannot be read.
+    """
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    return Profile.from_json(Path(profile).read_bytes(), str(profile))

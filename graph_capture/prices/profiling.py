@@ -1,0 +1,63 @@
+"""Measured profiles of models: each distinct op's price and work, to keep and to send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, is_cuda
+from remat.graph_capture.devices.meter import meter_of
+from remat.graph_capture.prices.op_work import Work, work_of
+from remat.graph_capture.prices.price_cache import PriceCache
+from remat.graph_capture.prices.pricing import SAVE_RNG_KEY, examples, price_with
+from remat.graph_capture.prices.profile import Measured, Profile
+from remat.graph_capture.prices.step_time import known
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.trace import Progress, Trace, trace
+
+
+def profile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure each distinct op of one training step on this machine.
+
+    Arguments are those of `remat.capture`, which takes the outcome as its `profile`, on this
+    machine or another; ``Profile.to_json`` is what a file of it holds.
+
+    Raises
+    ------
+    DeviceError : `device` is not of this machine.
+    """
+    if device is not None:
+        check_measured(device)
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
+    return measure(traced, progress=progress)
+
+
+def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
+    """The measured ops of a trace, and on a CPU the time of its whole step."""
+    meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
+    cache = PriceCache(meter.title, meter.settings)
+    graph = price_with(traced, meter, cache, progress)
+    prices = cache.prices
+    ops: dict[str, Measured] = {}
+    for key in (*node_of, SAVE_RNG_KEY):
+        one = prices[key]
+        work = work_of(node_of[key]) if key in node_of else Work()
+        ops[key] = Measured(
+            one.cost_us, one.workspace_bytes, one.kept_bytes, work, one.is_estimate
+        )  # fmt: skip
+    kind = CUDA if is_cuda(meter.device) else CPU
+    step = known(graph, cache)
+    steps = {} if step is None else {graph.hash: step}
+    return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps)

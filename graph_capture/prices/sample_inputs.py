@@ -1,0 +1,113 @@
+"""Tensors with the layout of a traced node's arguments, to run the node on its own.
+
+Two kinds are no made data, as a kernel trusts them: the seed and offset that fused attention on a
+CUDA device returns for its backward, which may be on the host where a trace has them on the device,
+and what cuDNN's batch norm reserves. They are taken from a run of their own op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.devices.device_table import CUDA
+from remat.graph_capture.joint.nodes import is_getitem, target_name
+
+aten = torch.ops.aten
+
+_BLOCK = 4096
+_TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
+
+_INDEX_BOUND: dict[Any, Any] = {
+    aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
+    aten.embedding_dense_backward.default: lambda node: node.args[2],
+}
+
+
+def price_key(node: fx.Node) -> str:
+    """What determines a node's price: op, shapes, strides, dtypes and scalars."""
+
+    def described(leaf: Any) -> str:
+        if isinstance(leaf, fx.Node):
+            value = leaf.meta.get("val")
+            return _described(value) if isinstance(value, Tensor) else repr(value)
+        return repr(leaf)
+
+    arguments = pytree.tree_map(described, (tuple(node.args), dict(node.kwargs)))
+    return f"{target_name(node)}{arguments}"
+
+
+def _described(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}/{list(tensor.stride())}+{tensor.storage_offset()}"
+
+
+def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like the node's, filled with made data; `constants` holds ``get_attr``s."""
+    bound = _index_bound(node)
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf.op == "get_attr":
+            return getattr(constants, str(leaf.target))
+        value = leaf.meta.get("val")
+        if isinstance(value, Tensor) and _is_trusted(leaf, value):
+            return _from_its_op(leaf, constants)
+        return _made(value, bound) if isinstance(value, Tensor) else value
+
+    return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def _is_trusted(leaf: fx.Node, value: Tensor) -> bool:
+    """Whether a kernel takes the result `leaf` of another op for what that op wrote."""
+    if value.device.type != CUDA or not is_getitem(leaf) or value.is_floating_point():
+        return False
+    source = leaf.args[0]
+    return isinstance(source, fx.Node) and target_name(source).startswith(_TRUSTED)
+
+
+def _from_its_op(leaf: fx.Node, constants: Any) -> Any:
+    source, index = leaf.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
+    assert callable(source.target)
+    args, kwargs = sample_arguments(source, constants)
+    return source.target(*args, **kwargs)[index]
+
+
+def _index_bound(node: fx.Node) -> int:
+    """A bound below which integers are valid indices into every tensor argument."""
+    if node.target in _INDEX_BOUND:
+        return int(_INDEX_BOUND[node.target](node))
+    values = [leaf.meta.get("val") for leaf in node.all_input_nodes]
+    sizes = [
+        size
+        for value in values
+        if isinstance(value, Tensor) and value.is_floating_point()
+        for size in value.shape
+    ]
+    return max(1, min(sizes, default=1))
+
+
+def _made(like: Tensor, bound: int) -> Tensor:
+    n_elements = like.untyped_storage().nbytes() // like.element_size()
+    flat = torch.empty(n_elements, dtype=like.dtype, device=like.device)
+    _fill(flat, bound)
+    return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
+
+
+def _fill(flat: Tensor, bound: int) -> None:
+    """A short random pattern, repeated: no denormals, and every number a probability."""
+    if flat.dtype == torch.bool:
+        block = torch.rand(_BLOCK, device=flat.device) < 0.9
+    elif flat.is_floating_point() or flat.is_complex():
+        block = torch.rand(_BLOCK, device=flat.device).mul_(0.8).add_(0.1).to(flat.dtype)
+    else:
+        block = torch.randint(bound, (_BLOCK,), device=flat.device).to(flat.dtype)
+    whole = flat.numel() // _BLOCK * _BLOCK
+    flat[:whole].view(-1, _BLOCK).copy_(block)
+    flat[whole:].copy_(block[: flat.numel() - whole])

@@ -1,0 +1,233 @@
+"""What a step takes beyond its ops, priced one by one.
+
+What is computed again runs right before it is read, and its inputs are often at hand: the price of
+an op alone is right for that. In a step the same op finds less in the caches, and there is work
+between ops, so that the sum of prices is too low for a step, by a tenth or two on a CPU. The whole
+step is therefore run on made data where it fits into memory, and what it takes beyond its ops is
+booked on the one op that every schedule runs exactly once and that costs nothing itself: the
+arrival of the tangents. So is what keeping results for backward takes, which computing them again
+saves (`keeping_time.py`); and prices are held against a step that computes its forward again
+(`recompute_time.py`). All these runs take turns, as the machine may be slow for seconds on end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.here import free_bytes
+from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph_copy import copy_of
+from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.prices.keeping_time import forwards, less_for_kept
+from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture.prices.profile import Profile, WholeStep
+from remat.graph_capture.prices.recompute_time import as_recomputed, recomputing
+
+STEP_KEY = "remat.step"
+KEYS = STEP_KEY, "remat.keeping", "remat.again", "remat.again_priced"
+"""Of the times of a whole step, in their order."""
+LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 24, 6e6
+"""Rounds are fewer the longer they are; medians count, as other work may come between."""
+ROOM = 0.5
+"""Part of the free memory that a run may take."""
+SPREAD = 0.02
+
+
+def with_time_beyond_ops(
+    graph: TrainingGraph,
+    cache: PriceCache,
+    rounds: StepRounds | None,
+    profile: Profile | None = None,
+) -> TrainingGraph:
+    """`graph` with its arrival of tangents at the cost of all that its ops do not account for.
+
+    What `rounds` found is kept on disk. A `profile` that has the step's time says it. Where nobody
+    knows it, the graph is left as it is.
+    """
+    step = profile.steps.get(graph.hash) if profile is not None else None
+    if step is None and rounds is not None:
+        step = rounds.whole(graph)
+    elif step is None and _is_of(profile, cache.device):
+        step = known(graph, cache)
+    if step is not None and rounds is not None:
+        for key, time_us in zip(KEYS, msgspec.structs.astuple(step), strict=True):
+            cache.prices[f"{key} {graph.hash}"] = Price(time_us, 0)
+        cache.save()
+    return graph if step is None or graph.device != CPU else booked(graph, step)
+
+
+def _is_of(profile: Profile | None, title: str) -> bool:
+    return profile is None or profile.title == title
+
+
+def known(graph: TrainingGraph, cache: PriceCache) -> WholeStep | None:
+    """The times of the whole step, if `cache` has them."""
+    keys = [f"{key} {graph.hash}" for key in KEYS]
+    found = [cache.prices[key].cost_us for key in keys if key in cache.prices]
+    return WholeStep(*found) if len(found) == len(keys) else None
+
+
+def booked(graph: TrainingGraph, step: WholeStep) -> TrainingGraph:
+    """`graph` taking the step's time in all, unless its ops alone take longer."""
+    cheaper = less_for_kept(graph, step.keeping_us)
+    recomputed = as_recomputed(cheaper, step.again_us, step.priced_us)
+    return taking(recomputed, max(step.step_us, graph.time_us, recomputed.time_us))
+
+
+def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
+    """`graph` with its arrival of tangents at the cost of what its ops take less than `time_us`."""
+    beyond_us = time_us - graph.time_us
+    ops = tuple(
+        msgspec.structs.replace(op, cost_us=op.cost_us + beyond_us) if op.target == TANGENTS else op
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=ops)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The step, the step that computes forward again, forward that keeps results and that does not.
+
+    Attributes
+    ----------
+    again : names of the ops that the second runs twice.
+    """
+
+    step: Callable[[], Any]
+    recomputing: Callable[[], Any]
+    keeping: Callable[[], Any]
+    plain: Callable[[], Any]
+    again: tuple[str, ...] = ()
+
+
+class StepRounds:
+    """The runs of a step, in turn on made data.
+
+    In both orders, and in shares: some rounds after each pass over the ops.
+    """
+
+    def __init__(self, meter: Meter, made: Callable[[], Runs | None]) -> None:
+        self._meter, self._made = meter, made
+        self._runs: Runs | None = None
+        self._shares = 0
+        self._rounds: list[list[float]] = []
+
+    def some(self) -> None:
+        """The next share."""
+        if not self._shares:
+            self._runs = self._made()
+        self._shares += 1
+        if self._runs is None:
+            return
+        rounds: list[list[float]] = []
+        least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
+        enough_us = ENOUGH_US / self._meter.passes
+        while len(rounds) < least or (len(rounds) < most and sum(map(sum, rounds)) < enough_us):
+            rounds.append(self._round(self._runs))
+            self._rounds.append(rounds[-1])
+
+    def whole(self, graph: TrainingGraph) -> WholeStep | None:
+        """Medians of all rounds, those that are still to come taken now; None if there are none.
+
+        `graph` has the prices of the ops.
+        """
+        with self._meter.quiet():
+            while self._shares < self._meter.passes:
+                self.some()
+        if self._runs is None:
+            return None
+        step_us = statistics.median(step for step, *_ in self._rounds)
+        longer = statistics.median(again / step for step, again, *_ in self._rounds) - 1
+        kept_us = statistics.median(keeping - plain for *_, keeping, plain in self._rounds)
+        keeping_us, again_us = max(0.0, kept_us), max(0.0, longer * step_us)
+        prices = {op.name: op.cost_us for op in less_for_kept(graph, keeping_us).ops}
+        return WholeStep(
+            step_us, keeping_us, again_us, sum(prices[name] for name in self._runs.again)
+        )
+
+    def _round(self, runs: Runs) -> list[float]:
+        each = runs.step, runs.recomputing, runs.keeping, runs.plain
+        order = range(len(each))[:: -1 if len(self._rounds) % 2 else 1]
+        taken_us = {number: self._meter.step_us(each[number]) for number in order}
+        return [taken_us[number] for number in range(len(each))]
+
+
+def step_rounds(
+    joint: Joint, graph: TrainingGraph, meter: Meter, cache: PriceCache, profile: Profile | None
+) -> StepRounds | None:
+    """The rounds of a step on a CPU whose time nobody knows.
+
+    None where it is known, and where a `profile` of another machine stands in for this one.
+    """
+    is_told = profile is not None and graph.hash in profile.steps
+    if graph.device != CPU or is_told or not _is_of(profile, meter.title) or known(graph, cache):
+        return None
+    return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
+
+
+def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> Runs | None:
+    """The runs of a step, each run once.
+
+    None for a step that needs more than half of the memory that is free, or that does not run on
+    made data.
+    """
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
+    if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
+        return None
+    inputs = [_made(node) for node in placeholders]
+    twice = recomputing(joint)
+    made = copy_of(joint.module), twice.module, *forwards(joint)
+    runs = [partial(module, *inputs) for module in made]
+    try:
+        for run in runs:
+            run()
+    except (RuntimeError, IndexError) as error:
+        said = str(error).splitlines()[0]
+        warnings.warn(
+            f"the step cannot be timed as a whole on made data ({said}); what it takes beyond "
+            "its ops is not counted, so that overheads may be shown too high",
+            stacklevel=2,
+        )
+        return None
+    return Runs(*runs, again=twice.again)
+
+
+def peak_bytes(graph: TrainingGraph) -> int:
+    """The most bytes live when every op runs once, resident ones aside."""
+    sizes = {value.name: value.size_bytes for value in graph.values if value.producer}
+    readers = Counter(name for op in graph.ops for name in {*op.inputs} if name in sizes)
+    readers.update(name for name in graph.outputs if name in sizes)
+    live = most = 0
+    for op in graph.ops:
+        live += sum(sizes[name] for name in op.outputs)
+        most = max(most, live + op.workspace_bytes)
+        read = {name for name in op.inputs if name in sizes}
+        readers.subtract(read)
+        live -= sum(sizes[name] for name in read.union(op.outputs) if not readers[name])
+    return most
+
+
+def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+
+
+def _made(node: fx.Node) -> Any:
+    """Small numbers around zero, so that depth neither swells nor starves them; valid indices."""
+    like: Any = node.meta.get("val")
+    if not isinstance(like, Tensor):
+        return like
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.normal_(0, SPREAD) if like.is_floating_point() else made.zero_()

@@ -1,0 +1,123 @@
+"""What a batch looked like at capture, and whether another one still fits it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from remat.graph_capture.devices.placement import check_placement
+from remat.graph_capture.errors import CaptureError, SignatureError
+
+
+class Signature:
+    """Shapes, strides, dtypes and devices of the tensors of a batch; its other leaves by value.
+
+    Holds no tensor of the batch.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        paths, self.spec = pytree.tree_flatten_with_path(batch)
+        self.names = [_argument_name(path) for path, _ in paths]
+        leaves = [leaf for _, leaf in paths]
+        self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the batch came with a target for the loss."""
+        leaves = zip(self.names, self.tensors, self.others, strict=True)
+        return any(
+            name.startswith("target") and (tensor is not None or other is not None)
+            for name, tensor, other in leaves
+        )
+
+    def lines(self) -> tuple[str, ...]:
+        """One line a leaf, as kept in a graph and in a plan."""
+        return tuple(
+            f"{name}: {_shown(facts) if facts else repr(other)}"
+            for name, facts, other in zip(self.names, self.tensors, self.others, strict=True)
+        )
+
+    def example(self, mode: FakeTensorMode) -> Any:
+        """A batch of fake tensors with this signature."""
+        with mode:
+            leaves = [
+                other if facts is None else _empty(facts)
+                for facts, other in zip(self.tensors, self.others, strict=True)
+            ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def require(self, leaves: list[Any], spec: Any, model: str) -> None:
+        """Raise `SignatureError`, naming the first leaf that differs from capture."""
+        if spec != self.spec:
+            raise SignatureError(
+                f"{model} was planned for arguments ({', '.join(self.names)}) and is called with "
+                "other ones. Call it as at capture, or capture and solve again"
+            )
+        for i, leaf in enumerate(leaves):
+            planned = self.tensors[i]
+            if planned is None:
+                if isinstance(leaf, Tensor) or leaf != self.others[i]:
+                    raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
+            elif not isinstance(leaf, Tensor):
+                raise self._mismatch(i, _shown(planned), repr(leaf), model)
+            elif tensor_facts(leaf) != planned:
+                raise self._mismatch(i, _shown(planned), _shown(tensor_facts(leaf)), model)
+
+    def _mismatch(self, i: int, planned: str, found: str, model: str) -> SignatureError:
+        return SignatureError(
+            f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. "
+            "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
+            "or make another plan for this one"
+        )
+
+
+Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+
+
+def tensor_facts(tensor: Tensor) -> Facts:
+    """What a plan relies on of a tensor in a batch."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _shown(facts: Facts) -> str:
+    shape, stride, dtype, device, requires_grad = facts
+    text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+    if stride != torch.empty(shape, device="meta").stride():
+        text += f", strides {list(stride)}"
+    return text + (", requires_grad" if requires_grad else "")
+
+
+def _empty(facts: Facts) -> Tensor:
+    shape, stride, dtype, device, requires_grad = facts
+    return torch.empty_strided(
+        shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def _argument_name(path: Any) -> str:
+    """``args[0]``, ``kwargs['mask']`` or ``target`` for a path into (args, kwargs, target)."""
+    head = ("args", "kwargs", "target")[path[0].idx]
+    return head + pytree.keystr(path[1:])
+
+
+def check_batch(batch: Any, device: str) -> None:
+    """Raise `CaptureError` for leaves that no static graph can hold.
+
+    And `DeviceError` for those that are not where the step for `device` is captured.
+    """
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        name = _argument_name(path)
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            raise CaptureError(
+                f"{name} is a {leaf.layout} tensor; only strided tensors can be planned. "
+                "Pass a dense tensor"
+            )
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
+        if isinstance(leaf, Tensor):
+            check_placement(name, leaf.device, device)

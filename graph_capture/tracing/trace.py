@@ -1,0 +1,321 @@
+"""Capture: one joint forward and backward graph of a module and a batch.
+
+The way in is AOTAutograd's `aot_export_joint_with_descriptors` with no decompositions,
+so that the ops are those that eager runs; `docs/architecture.md` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import (
+    JointWithDescriptors,
+    aot_export_joint_with_descriptors,
+)
+
+from remat.graph_capture.allocator import allocated_on
+from remat.graph_capture.derived.one_rank import on_one_rank
+from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.devices.device_table import CPU, is_in_table
+from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.fused_attention import FusedAttention
+from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.joint.provenance import Provenance
+from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.refuse import refusal, refuse_module
+from remat.graph_capture.tracing.kernels import kernels_of_eager
+from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.tracing.signature import Signature, check_batch
+from remat.graph_capture.tracing.step_module import LossFunction, Step
+from remat.graph_capture.tracing.ties import tied_as_one
+from remat.graph_capture.tracing.trace_flags import FLAGS, Flags, told, unlogged
+from remat.graph_capture.tracing.true_strides import fake_with_true_strides
+from remat.graph_capture.tracing.untouched import untouched
+from remat.graph_capture.tracing.without_storage import as_if_on_cpu
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that is needed to trace a model again; holds no tensor and no module.
+
+    Attributes
+    ----------
+    device : for which the trace is made: ``cpu`` or ``cuda:0``, whose very ops it has, or a name
+        of the table, for which it is one of the CPU's ops.
+    flags : what the model's code is told of compiling and exporting; None before a first trace.
+    """
+
+    name: str
+    signature: Signature
+    loss_fn: LossFunction | None
+    resident: Resident
+    autocast: tuple[Any, ...]
+    device: str = CPU
+    flags: Flags | None = None
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the device is one of the table, whose ops do not run here."""
+        return is_in_table(self.device)
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into every graph built from this recipe."""
+        return {
+            "inputs": self.signature.lines(),
+            "device": CPU if self.is_modelled else self.device,
+            "versions": {"torch": str(torch.__version__)},
+        }
+
+
+@dataclass
+class Trace:
+    """One trace of a training step.
+
+    Attributes
+    ----------
+    graph : the unpriced training graph. joint : the fx nodes behind it.
+    recipe : how to trace again. descriptors : AOTAutograd's own record, which can be
+        compiled once: `compiled` says whether it has been.
+    """
+
+    joint: Joint
+    recipe: Recipe
+    descriptors: JointWithDescriptors
+    compiled: bool = False
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The unpriced training graph."""
+        return self.joint.graph
+
+
+_recipes: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    device: str | None = None,
+    sharding: Sharding = NO_SHARDING,
+) -> Trace:
+    """Trace one training step of `model` on a batch, without running or changing anything.
+
+    Parameters
+    ----------
+    model : in training mode. args, kwargs : one batch, as forward takes it.
+    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
+        part of the step, and the rewritten module returns its result.
+    optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
+    device : what the trace is to be priced for: ``cpu`` or ``cuda``, where model and batch
+        must be, or a name of `devices.json`. For the latter the trace is one of the CPU's ops, and
+        the model may be on ``meta``, without storage. Left at None, where the model is.
+    sharding : over ranks, for what is resident on one of them.
+
+    Raises
+    ------
+    CaptureError : the step cannot be one static graph; names module, line and way out.
+    DeviceError : the device is unknown or not here, or a tensor is on another one.
+    """
+    device = resolved_device(device, model)
+    refuse_module(model, device)
+    batch = (tuple(args), dict(kwargs or {}), target)
+    check_batch(batch, device)
+    recipe = Recipe(
+        name=type(model).__name__,
+        signature=Signature(batch),
+        loss_fn=loss_fn,
+        resident=resident_bytes(
+            model,
+            batch,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            sharding=sharding,
+            allocated=allocated_on(device),
+        ),
+        autocast=autocast_state(),
+        device=device,
+    )
+    done = trace_recipe(model, recipe)
+    _recipes.setdefault(model, {})[done.graph.hash] = done.recipe
+    return done
+
+
+def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
+    """Trace `model` on fake tensors with the recipe's signature.
+
+    As eager runs it; only where that fails as if it were compiled, then exported, upon which much
+    code takes another way. That is warned about.
+    """
+    first: CaptureError | None = None
+    for flags in FLAGS if recipe.flags is None else [recipe.flags]:
+        try:
+            done = _trace_with(model, dataclasses.replace(recipe, flags=flags))
+        except CaptureError as error:
+            if error.__cause__ is None:
+                raise
+            first = first or error
+            continue
+        if any(flags) and recipe.flags is None:
+            warnings.warn(
+                f"{recipe.name} is traced as if it were compiled, since its own way cannot be "
+                f"traced ({first}). Where it then runs other ops than in eager, the last bits "
+                "differ, which remat.check finds: leave out arguments whose values it looks at, "
+                "such as an attention_mask of ones",
+                stacklevel=3,
+            )
+        return done
+    assert first is not None
+    raise first
+
+
+def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
+    """Trace with the flags of the recipe."""
+    step = Step(model, recipe.loss_fn)
+    provenance = Provenance(step)
+    fake = fake_with_true_strides()
+    refuse_other_devices(fake, recipe.device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unlogged())
+        stack.enter_context(untouched(model))
+        stack.enter_context(as_if_on_cpu(model, fake))
+        stack.enter_context(tied_as_one(model))
+        stack.enter_context(told(recipe.flags or FLAGS[0]))
+        stack.enter_context(kernels_of_eager())
+        stack.enter_context(provenance.watching_modules())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        if recipe.is_modelled:
+            stack.enter_context(FusedAttention())
+        # Last, so that it is called first and sees the frame of the user's code.
+        stack.enter_context(provenance)
+        try:
+            descriptors = aot_export_joint_with_descriptors(
+                stack, step, recipe.signature.example(fake), {}, decompositions={}
+            )
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever a model raises is refused, with its place
+            raise refusal(error, model, provenance.module_of(error)) from error
+    _refuse_no_backward(model, descriptors)
+    joint = build_joint(
+        descriptors.graph_module,
+        num_forward_outputs(descriptors),
+        recipe.name,
+        recipe.resident,
+        **recipe.facts(),
+    )
+    return Trace(joint, recipe, descriptors)
+
+
+def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
+    """The recipe of a capture of this very model made in this process, if there was one."""
+    return _recipes.get(model, {}).get(graph_hash)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    device: str | None = None,
+    sharding: Sharding = NO_SHARDING,
+    profile: Profile | str | Path | None = None,
+    progress: Progress | None = None,
+) -> TrainingGraph:
+    """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
+
+    Nothing of the model is changed; on a device that is here its ops are run, on made data.
+
+    Parameters
+    ----------
+    model : in training mode. args, kwargs : one batch, as forward takes it.
+    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
+        part of the step, and the rewritten module returns its result.
+    optimizer, accumulate : what stays allocated between steps: the state of ``sgd``,
+        ``momentum`` or ``adamw``, and gradients that are added to.
+    device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
+        ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
+        Left at None, where the model is.
+    sharding : over ranks; the graph is then that of one rank. Of ``fsdp2`` it is for planning
+        alone: what is rewritten is the step before it is sharded.
+    profile : prices measured before, here or elsewhere, or the file they are kept in.
+
+    Raises
+    ------
+    CaptureError : the step cannot be one static graph; names module, line and way out.
+    DeviceError : the device is unknown or not here, or a tensor is on another one.
+    ProfileError : the profile cannot be read, or does not serve this device and model.
+    """
+    known = as_profile(profile)
+    traced = trace(
+        model, args, kwargs,
+        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
+        sharding=sharding,
+    )  # fmt: skip
+    return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
+
+
+def price_for(
+    traced: Trace,
+    *,
+    progress: Progress | None = None,
+    profile: Profile | None = None,
+) -> TrainingGraph:
+    """The trace's graph with the prices of its device: measured here, or modelled by name.
+
+    Where `profile` has a price, it counts.
+    """
+    if traced.recipe.is_modelled:
+        from remat.graph_capture.prices.modelled import price_modelled
+
+        return price_modelled(traced, traced.recipe.device, profile)
+    from remat.graph_capture.prices.pricing import price
+
+    return price(traced, progress=progress, profile=profile)
+
+
+def num_forward_outputs(descriptors: JointWithDescriptors) -> int:
+    """How many of the joint graph's outputs the forward returns."""
+    return descriptors._aot_state.fw_metadata.num_forward
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Autocast as it stands: enabled and dtype, by device type."""
+    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    )
+
+
+def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> None:
+    nodes = descriptors.graph_module.graph.find_nodes(op="placeholder")
+    if not any(is_tangent(node) for node in nodes):
+        raise CaptureError(
+            f"no output of {type(model).__name__} depends on a parameter that requires grad, so "
+            "there is no backward to plan. Check for detach() or no_grad in forward or the loss"
+        )

@@ -1,0 +1,189 @@
+"""Fake tensors laid out as the kernels of their device lay out their results.
+
+Some of torch's fake kernels state other strides than the kernels give (seen in 2.13). A trace
+with false strides takes a view where eager copies, and fails when it runs. `RULES` mend
+those that are known, of a CPU and, but for `CPU_ONLY`, of a CUDA device; pricing refuses ops whose
+measured strides still differ from the traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._subclasses import FakeTensorMode
+
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import target_name, tensors_of
+
+aten = torch.ops.aten
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+Rule = Callable[..., Tensor]
+"""From an op's arguments, a tensor on ``meta`` laid out as those of its results of that shape."""
+
+
+def fake_with_true_strides() -> FakeTensorMode:
+    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
+
+    No subclass: torch finds its rules of higher-order ops by the very type of the mode.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.native_group_norm_backward.default:  # its fake kernel takes views of it
+            args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
+        found = dispatch(func, types, args, kwargs or {})
+        rule = RULES.get(func)
+        if rule is None or not _holds(func, found):
+            return found
+        true = rule(*args)
+        if isinstance(found, tuple):
+            return tuple(_mended(mode, one, true) for one in cast("tuple[Any, ...]", found))
+        return _mended(mode, found, true)
+
+    mode.dispatch = mended_dispatch
+    return mode
+
+
+def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
+    """`found`, laid out as `true` if it has its shape."""
+    if not isinstance(found, Tensor) or found.shape != true.shape:
+        return found
+    if found.stride() == true.stride():
+        return found
+    with mode:
+        return torch.empty_strided(
+            found.shape, true.stride(), dtype=found.dtype, device=found.device
+        )
+
+
+def _holds(func: Any, found: Any) -> bool:
+    """Whether the rule of `func` is one of the device that its first result is on."""
+    first = found[0] if isinstance(found, tuple) else found
+    on_cpu = isinstance(first, Tensor) and first.device.type == CPU
+    return on_cpu or func not in CPU_ONLY
+
+
+def _contiguous(shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _like_input(x: Tensor, *_: Any) -> Tensor:
+    """Contiguous, or channels last where `x` is."""
+    return _contiguous(x.shape).contiguous(memory_format=suggest_memory_format(x))
+
+
+def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _like_input(x)
+
+
+def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """Two parts joined again, which are channels last as `x` is if neither is empty."""
+    moves = [shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=False)]
+    return _like_input(x) if moves and all(moves) else _plain(x)
+
+
+def _plain(x: Tensor, *_: Any) -> Tensor:
+    return _contiguous(x.shape)
+
+
+def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _plain(x)
+
+
+def _as_first(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _as_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _noisy(grad: Tensor, _x: Tensor, noise: Tensor, *_: Any) -> Tensor:
+    return _pointwise(noise, grad)
+
+
+def _exponential(grad: Tensor, *more: Any) -> Tensor:
+    return _pointwise(grad, more[4])
+
+
+def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """As the iterator of pointwise ops lays out the result of these two."""
+    strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
+    return torch.empty_strided(x.shape, strides, device="meta")
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_batch_norm.default: _like_input,
+    aten._native_batch_norm_legit.default: _like_input,
+    aten._native_batch_norm_legit.no_stats: _like_input,
+    aten._native_batch_norm_legit_functional.default: _like_input,
+    aten.native_batch_norm_backward.default: _like_second,
+    aten.native_layer_norm_backward.default: _plain,
+    aten._log_softmax_backward_data.default: _plain,
+    aten.log_sigmoid_forward.default: _plain,
+    aten.hardswish_backward.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.roll.default: _rolled,
+    aten.mse_loss_backward.default: _plain_second,
+    aten.smooth_l1_loss_backward.default: _plain_second,
+    aten.huber_loss_backward.default: _plain_second,
+    aten.glu_backward.default: _plain_second,
+    aten.binary_cross_entropy.default: _as_first,
+    aten.binary_cross_entropy_backward.default: _as_second,
+    aten.channel_shuffle.default: _like_input,
+    aten.softplus_backward.default: _pointwise,
+    aten.hardtanh_backward.default: _pointwise,
+    aten.hardsigmoid_backward.default: _pointwise,
+    aten.logit_backward.default: _pointwise,
+    aten.elu_backward.default: _exponential,
+    aten.rrelu_with_noise_backward.default: _noisy,
+    aten.reflection_pad2d_backward.default: _like_second,
+    aten.replication_pad2d_backward.default: _like_second,
+    aten.native_group_norm_backward.default: _like_second,
+}
+
+
+CPU_ONLY = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_dropout_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.roll.default,
+    aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.channel_shuffle.default,
+}
+"""Of these the fake kernels state the strides of CUDA's kernels."""
+
+
+def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:
+    """Raise `CaptureError` where a result is not laid out as the trace has it.
+
+    Parameters
+    ----------
+    result : what the node's op returned on made data. place : says where the op stands.
+    """
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for traced, real in zip(tensors_of(node), cast("Sequence[Any]", results), strict=False):
+        if traced is not None and isinstance(real, Tensor) and not _same_layout(traced, real):
+            raise CaptureError(
+                f"{target_name(node)} {place()} gives strides {list(real.stride())}, where torch's "
+                f"trace has {list(traced.stride())}, so the step cannot be traced exactly. "
+                "Call .contiguous() on what it reads"
+            )
+
+
+def _same_layout(traced: Tensor, real: Tensor) -> bool:
+    if traced.numel() == 0:
+        return True
+    pairs = zip(traced.shape, traced.stride(), real.stride(), strict=True)
+    return all(size == 1 or expected == found for size, expected, found in pairs)

@@ -1,0 +1,1 @@
+"""Planning block by block, each distinct one once."""

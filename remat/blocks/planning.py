@@ -1,0 +1,222 @@
+"""Planning a model block by block: what each may keep, and what the whole step then needs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from remat.blocks.tracing import DistinctBlock, TracedBlocks
+from remat.graph_capture.derived.block_units import with_units
+from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.derived.one_rank import BEFORE_BLOCK, BEHIND_BLOCK, COMMUNICATION, sharded
+from remat.graph_capture.derived.sharding import Sharding
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.assemble import assembled
+from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.schedules.simulate import simulate
+from remat.solver.blocks.given_blocks import SharedBudget
+from remat.solver.problem import Problem
+from remat.solver.result import Result, judged
+from remat.solver.sequence import end_of_forward, schedule_of
+from remat.solver.store_all import StoreAll
+
+TRIES = 12
+"""How many rooms are given to the blocks, to find the fastest step that fits."""
+
+Planned = tuple[dict[str, Schedule], Schedule]
+"""A schedule for each block, and that of the whole step."""
+
+
+class BlocksPlan(msgspec.Struct, frozen=True):
+    """A plan for each block of a model, and what the whole step comes to.
+
+    Attributes
+    ----------
+    pattern : the glob that named the blocks. schedules : by path, each for the block's own graph.
+    result : of the whole step as it then runs, on one rank where it is sharded.
+    distinct : how many distinct blocks were captured.
+    """
+
+    pattern: str
+    schedules: dict[str, Schedule]
+    result: Result
+    distinct: int
+
+    def __repr__(self) -> str:
+        return (
+            f"BlocksPlan({len(self.schedules)} blocks at '{self.pattern}', {self.distinct} "
+            f"distinct, {self.result})"
+        )
+
+
+class BlockPlanner:
+    """The priced step of a model with blocks as units, on one rank."""
+
+    def __init__(
+        self, traced: TracedBlocks, priced: TrainingGraph, sharding: Sharding, time_limit_s: float
+    ) -> None:
+        self.traced = traced
+        self.end_s = time.monotonic() + time_limit_s
+        ops_of = {
+            path: list(one.at[path].op_of.values())
+            for path in traced.blocks
+            for one in (traced.of_path[path],)
+        }
+        self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
+        graph = _eager_outside(_with_own_buffers(priced, self.path_of), self.path_of)
+        self.alone, self.units = with_units(graph, ops_of)
+        self.graph = sharded(self.alone, self.units, sharding)
+        self.eager = sharded(*with_units(as_eager(priced), ops_of), sharding)
+        for op in self.graph.ops:
+            if op.target in COMMUNICATION and op.module:
+                self.path_of[op.name] = op.module
+
+    @cached_property
+    def _shared(self) -> SharedBudget:
+        spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
+        left_s = max(self.end_s - time.monotonic(), 0.0)
+        return SharedBudget.of(self.alone, spans, self._communication_bytes(), left_s)
+
+    def _communication_bytes(self) -> list[int]:
+        """What is live on a sharded rank beyond what is without communication, at each op."""
+        if self.graph is self.alone:
+            return []
+        without, sharded_bytes = _live_bytes(self.alone), _live_bytes(self.graph)
+        beside: list[int] = []
+        waiting_bytes = 0
+        for op in self.graph.ops:
+            waiting_bytes = max(waiting_bytes, sharded_bytes[op.name])
+            if op.name in without:
+                beside.append(waiting_bytes - without[op.name])
+                waiting_bytes = 0
+        return beside
+
+    def plan(self, budget_bytes: int) -> BlocksPlan:
+        """The fastest plan found within the budget; its result is infeasible if none fits."""
+        began_s = time.monotonic()
+        schedules, schedule = self._fastest(budget_bytes) or self._least()
+        result = judged(
+            self.graph,
+            msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
+            budget_bytes=budget_bytes,
+            lower_bound_us=self.graph.time_us,
+            wall_s=time.monotonic() - began_s,
+            cut_short=time.monotonic() > self.end_s,
+        )
+        return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
+
+    def _fastest(self, budget_bytes: int) -> Planned | None:
+        """The fastest of the compositions tried whose whole step fits; None if none does.
+
+        The knapsack does not count all that the judge counts, so the room that it is given is
+        halved in between one that fits and one that does not.
+        """
+        room_bytes = budget_bytes - self.graph.resident.total_bytes
+        low, high = self._shared.least_room_bytes(), 2 * room_bytes
+        best: Planned | None = None
+        best_us = math.inf
+        for _ in range(TRIES):
+            if high < low:
+                break
+            room_bytes = min(max(room_bytes, low), high)
+            tried = self._composed(room_bytes)
+            found = None if tried is None else simulate(self.graph, tried[1])
+            if found is None or found.peak_bytes > budget_bytes:
+                high = room_bytes - 1
+            else:
+                low = room_bytes + 1
+                if found.time_us < best_us:
+                    best, best_us = tried, found.time_us
+            if best_us <= self.graph.time_us * (1 + 1e-9):
+                break
+            room_bytes = (low + high) // 2
+        return best
+
+    def least_bytes(self) -> int:
+        """The least peak known."""
+        return simulate(self.graph, self._least()[1]).peak_bytes
+
+    def _least(self) -> Planned:
+        tried = self._composed(self._shared.least_room_bytes())
+        assert tried is not None
+        return tried
+
+    def _composed(self, room_bytes: int) -> Planned | None:
+        """A schedule for each block, and that of the whole step, if something fits."""
+        sequences = self._shared.sequences(room_bytes)
+        if sequences is None:
+            return None
+        schedules: dict[str, Schedule] = {}
+        steps_of: dict[str, tuple[list[Step], list[Step]]] = {}
+        for unit, sequence in zip(self.units, sequences, strict=True):
+            path, one = unit.path, self.traced.of_path[unit.path]
+            schedules[path] = _of_block(one, path, sequence)
+            steps_of[path] = self._steps_in_model(path, one, schedules[path])
+        return schedules, assembled(self.graph, steps_of, self.path_of)
+
+    def _steps_in_model(
+        self, path: str, one: DistinctBlock, schedule: Schedule
+    ) -> tuple[list[Step], list[Step]]:
+        """A block's forward and backward in names of the model's graph, communication included."""
+        match = one.at[path]
+        halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
+        half = halves[0]
+        for step in schedule.steps:
+            if isinstance(step, Free):
+                half.append(Free(match.value_of[step.value]))
+            elif isinstance(step, Compute) and step.op in match.op_of:
+                half.append(Compute(match.op_of[step.op]))
+            else:
+                half = halves[1]
+        behind = self._added(path, BEHIND_BLOCK)
+        return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
+
+    def _added(self, path: str, targets: Sequence[str]) -> tuple[list[Step], list[Step]]:
+        """A block's communication in forward and in backward."""
+        found = [op for op in self.graph.ops if op.module == path and op.target in targets]
+        return (
+            [Compute(op.name) for op in found if op.phase == "forward"],
+            [Compute(op.name) for op in found if op.phase == "backward"],
+        )
+
+
+def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """What is live while each op runs, where every op runs once."""
+    schedule = StoreAll().schedule(graph)
+    live = simulate(graph, schedule).live_bytes
+    steps = zip(schedule.steps, live, strict=True)
+    return {step.op: size for step, size in steps if isinstance(step, Compute)}
+
+
+def _of_block(one: DistinctBlock, path: str, sequence: Sequence[str]) -> Schedule:
+    """The schedule of a block's own graph that runs the given ops of the model's."""
+    graph = one.trace.graph
+    problem = Problem.of(graph)
+    name_in_block = {theirs: mine for mine, theirs in one.at[path].op_of.items()}
+    ops = [graph.op_index[name_in_block[op]] for op in sequence if op in name_in_block]
+    end = end_of_forward(problem, ops) + 1
+    return schedule_of(problem, [*ops[:end], graph.n_forward, *ops[end:]], solver="blocks")
+
+
+def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
+    """`graph` whose blocks write their new buffers when they end, not when forward does."""
+    value_of = graph.value_by_name
+    kept = tuple(
+        name
+        for name in graph.forward_outputs
+        if name in graph.outputs or value_of[name].producer not in path_of
+    )
+    return msgspec.structs.replace(graph, forward_outputs=kept)
+
+
+def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
+    """`graph` with eager's sizes for what blocks do not compute."""
+    eager = as_eager(graph).value_by_name
+    values = (
+        value if value.producer in path_of else eager[value.name] for value in graph.values
+    )  # fmt: skip
+    return msgspec.structs.replace(graph, values=tuple(values))

@@ -1,0 +1,164 @@
+"""Plan a model block by block, so that what wraps blocks, such as sharding, still can."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from torch import nn
+
+from remat.agreement import agreed
+from remat.blocks.planning import BlockPlanner, BlocksPlan
+from remat.blocks.tracing import TracedBlocks, trace_blocks
+from remat.budgets import parse_budget
+from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from remat.graph_capture.prices.pricing import price
+from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.tracing.trace import trace_recipe
+from remat.graph_capture.tracing.without_storage import has_storage
+from remat.one_call import (
+    Batch,
+    Optimizer,
+    infeasible_text,
+    is_checked,
+    require_equal,
+    resolve_budget,
+)
+from remat.rewriter.compiled import CompiledStep, compile_step
+from remat.rewriter.guards.forward import constants_of
+from remat.rewriter.user_module.block_shells import with_replaced
+from remat.rewriter.user_module.module import make_module
+from remat.rewriter.user_module.shared_state import SharedState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
+
+
+def rematerialize_blocks(
+    model: nn.Module,
+    pattern: str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | SupportsIndex,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    sharding: Sharding = NO_SHARDING,
+    group: ProcessGroup | None = None,
+    profile: Profile | str | Path | None = None,
+    time_limit_s: float = 60.0,
+    check: bool | None = None,
+) -> nn.Module:
+    """A model that trains as `model` does, with each matching block rewritten by itself.
+
+    The budget bounds the peak of the whole step. Each distinct block is captured and solved
+    once, and the budget is shared out over all by a knapsack over what each may keep. What
+    lies outside the blocks runs as it does in `model`. Parameters, buffers and names are those of
+    `model`, which stays as it is; a loss is applied outside, as in eager.
+
+    Parameters
+    ----------
+    pattern : glob over module paths, such as ``"model.layers.*"``. Of two modules that match, one
+        inside the other, the outer one is the block.
+    args, kwargs, loss_fn, target, optimizer, accumulate, profile : as of `remat.capture`. The loss
+        is only used to plan backward.
+    budget : as of `remat.solve`; per cents are of the unmodified step's peak on one rank.
+    sharding : how the result is to be sharded afterwards; the budget then is that of one rank.
+    group : ranks that are to follow the same plan: the first makes it. All of them must call.
+    time_limit_s : for the blocks' options, in seconds.
+    check : as of `remat.rematerialize`; with a sharding only equality is checked, before it.
+
+    Raises
+    ------
+    CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
+        the same computation by itself as inside the model.
+    BudgetError : nothing fits; the message names the least budget known to.
+    AgreementError : ranks have different models or batches.
+    RewriteError : the check found a difference, or a measured peak above the budget.
+    """
+    _refuse(model)
+    known = as_profile(profile)
+    traced = trace_blocks(
+        model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
+        optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+    )  # fmt: skip
+
+    def make() -> BlocksPlan:
+        planner = BlockPlanner(traced, price(traced.whole, profile=known), sharding, time_limit_s)
+        return _within(planner, budget)
+
+    plan = agreed(make, BlocksPlan, traced.hash, group)
+    made = _rewritten(model, traced, plan)
+    if is_checked(traced.whole.graph, check):
+        batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+        limit_bytes = plan.result.budget_bytes if sharding.kind == "none" else None
+        try:
+            require_equal(model, made, batch, limit_bytes)
+        except SignatureError as error:
+            raise CaptureError(
+                f"a block is called otherwise in eager than when it is traced: {error}. Code that "
+                "looks at whether it is traced does so; pass what it would make, such as an "
+                "attention mask of four dimensions, as an argument of the model"
+            ) from error
+    _plans[made] = plan
+    return made
+
+
+def block_plan(model: nn.Module) -> BlocksPlan:
+    """The plan that a model made by `rematerialize_blocks` follows.
+
+    Raises
+    ------
+    RewriteError : it was not made by it.
+    """
+    found = _plans.get(model)
+    if found is None:
+        raise RewriteError(
+            f"this {type(model).__name__} follows no plan for blocks: pass what "
+            "remat.rematerialize_blocks returned, before it is wrapped"
+        )
+    return found
+
+
+def _refuse(model: nn.Module) -> None:
+    if any(isinstance(module, SharedState) for module in model.modules()):
+        raise RewriteError(
+            "a part of this model follows a plan already: plan the blocks of the original"
+        )
+    if not has_storage(model):
+        raise RewriteError(
+            f"this {type(model).__name__} is on the meta device and cannot train: build it with "
+            "storage, or plan it for another device with remat.capture(..., device=...)"
+        )
+
+
+def _within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
+    if parse_budget(budget).kind == "min":
+        return planner.plan(planner.least_bytes())
+    plan = planner.plan(resolve_budget(planner.eager, budget))
+    if plan.result.schedule is None:
+        raise BudgetError(infeasible_text(plan.result))
+    return plan
+
+
+def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.Module:
+    """The model with its blocks replaced; equal blocks of one schedule are compiled once."""
+    compiled: dict[tuple[int, Any], CompiledStep] = {}
+    replaced: dict[nn.Module, nn.Module] = {}
+    for path, schedule in plan.schedules.items():
+        one, block = traced.of_path[path], traced.blocks[path]
+        recipe = one.trace.recipe
+        key = (id(one), schedule.steps)
+        step = compiled.get(key)
+        if step is None or constants_of(step.forward, step.backward):
+            fresh = trace_recipe(block, recipe)
+            step = compiled[key] = compile_step(fresh, schedule)
+        replaced[block] = make_module(block, schedule, recipe, step)
+    return with_replaced(model, replaced)

@@ -1,0 +1,89 @@
+"""The verb `doctor`: what is installed here, and whether it works."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+from remat import __version__
+from remat.cli import options
+from remat.cli.session import REFUSED, Session
+from remat.formats import bytes_text
+from remat.graph_capture.devices.here import free_bytes
+from remat.job.screen import plain_table
+
+PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
+
+
+def doctor(as_json: options.AsJson = False, debug: options.Debug = False) -> None:
+    """Say which versions are here, and whether torch and the solvers work."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        found = _findings()
+        if as_json:
+            session.emit(found)
+        else:
+            _show(session, found)
+    if not (found["torch_ok"] and found["ortools_ok"]):
+        raise SystemExit(REFUSED)
+
+
+def _findings() -> dict[str, Any]:
+    import torch
+
+    from remat.graph_capture.prices.price_cache import cache_folder
+
+    return {
+        "remat": __version__,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "torch_ok": _torch_works(),
+        "ortools_ok": _ortools_works(),
+        "cache_folder": str(cache_folder()),
+        "threads": torch.get_num_threads(),
+        "free_bytes": free_bytes(),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _torch_works() -> bool:
+    import torch
+
+    x = torch.ones(2, requires_grad=True)
+    (x * x).sum().backward()
+    return x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+
+
+def _ortools_works() -> bool:
+    """Solve a knapsack of one item, so that a broken native library shows here."""
+    from ortools.math_opt.python import mathopt
+
+    model = mathopt.Model()
+    x = model.add_binary_variable()
+    model.maximize(x)
+    solved = mathopt.solve(model, mathopt.SolverType.HIGHS)
+    return solved.objective_value() == 1.0
+
+
+def _show(session: Session, found: dict[str, Any]) -> None:
+    table = plain_table("what", "found")
+    table.columns[1].justify = "left"
+    table.add_row("remat", found["remat"])
+    table.add_row("python", found["python"])
+    for name, version in found["versions"].items():
+        table.add_row(name, version)
+    table.add_row("torch computes", "yes" if found["torch_ok"] else "no")
+    table.add_row("ortools solves", "yes" if found["ortools_ok"] else "no")
+    table.add_row("price cache", found["cache_folder"])
+    table.add_row("CPU threads", str(found["threads"]))
+    table.add_row("free memory", bytes_text(found["free_bytes"]))
+    table.add_row("CUDA devices", ", ".join(found["cuda"]) or "none")
+    session.out.print(table)

@@ -1,0 +1,70 @@
+"""The verb `profile`: measured prices of ops, kept as a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from remat.cli import options
+from remat.cli.session import Session
+from remat.formats import bytes_text, time_text
+from remat.graph_capture.devices.device_table import CPU, check_measured
+from remat.job import pipeline
+from remat.job.opened import load_shown
+from remat.job.screen import plain_table
+
+if TYPE_CHECKING:
+    from remat.graph_capture.prices.profile import Profile
+
+
+def profile(
+    model: options.Model,
+    top: options.Top = 20,
+    device: options.Here = CPU,
+    output: options.Output = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure each distinct op of MODEL, and keep the prices for use elsewhere."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        session.require_folder(output)
+        check_measured(device)
+        loaded = load_shown(model, session.stages, device)
+        measured = pipeline.measure_loaded(loaded, session.stages, device)
+        session.save(output, measured.to_json(), "profile")
+        if as_json:
+            session.emit(_summary(measured))
+        else:
+            _show(session, measured, top)
+
+
+def _summary(measured: Profile) -> dict[str, object]:
+    kinds = Counter(one.work.kind for one in measured.ops.values())
+    return {
+        "device": measured.device,
+        "title": measured.title,
+        "torch": measured.torch,
+        "versions": measured.versions,
+        "ops": len(measured.ops),
+        "estimated": sum(one.is_estimate for one in measured.ops.values()),
+        "kinds": dict(kinds),
+    }
+
+
+def _show(session: Session, measured: Profile, top: int) -> None:
+    session.out.print(
+        f"[bold]{len(measured.ops)} distinct ops[/] on {measured.title}, torch {measured.torch}\n",
+        soft_wrap=True,
+    )
+    table = plain_table("op", "time", "workspace", "flops", "moved")
+    dearest = sorted(measured.ops.items(), key=lambda item: -item[1].cost_us)
+    for key, one in dearest[:top]:
+        table.add_row(
+            key.partition("(")[0],
+            time_text(one.cost_us) + (" (guessed)" if one.is_estimate else ""),
+            bytes_text(one.workspace_bytes),
+            f"{one.work.flops:.2e}" if one.work.flops else "-",
+            bytes_text(one.work.moved_bytes),
+        )
+    session.out.print(table)

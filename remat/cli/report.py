@@ -1,0 +1,201 @@
+"""The verbs that show a plan elsewhere: `report` as a page, `export` in other tools' files."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from remat.cli import options
+from remat.cli.run import asked, opened_feasible
+from remat.cli.session import Session
+from remat.graph_capture.derived.sharding import Sharding
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import DeviceError, FileError
+from remat.job.kept_plans import PLAN_FILES
+from remat.job.opened import NO_BUDGET, Opened, load_shown
+from remat.job.pipeline import Request, trace_loaded
+from remat.schedules.exports.chrome_trace import trace_file
+from remat.schedules.exports.dot import to_dot
+from remat.schedules.exports.memory_snapshot import snapshot_file
+from remat.schedules.report.facts import MeasuredStep
+from remat.solver.result import Result
+
+
+class Format(StrEnum):
+    """Files of other tools."""
+
+    snapshot = "snapshot"
+    trace = "trace"
+    dot = "dot"
+
+
+SUFFIXES = {".pickle": Format.snapshot, ".json": Format.trace, ".dot": Format.dot}
+
+FrontFile = Annotated[
+    Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
+]
+Measure = Annotated[
+    bool,
+    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it has"),
+]
+Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
+As = Annotated[
+    Format | None,
+    typer.Option("--as", help="by default the suffix says it: .pickle, .trace.json or .dot"),
+]
+
+
+def report(
+    source: options.Anything,
+    output: Into,
+    plan: options.PlanOption = None,
+    front: FrontFile = None,
+    measure: Measure = False,
+    budget: options.BudgetOrNone = NO_BUDGET,
+    solver: options.Solver = "auto",
+    order: options.Order = options.OrderName.fixed,
+    time_limit: options.TimeLimit = 60.0,
+    keep: options.Keep = [],  # noqa: B006 typer copies it
+    recompute: options.Recompute = [],  # noqa: B006
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
+    profile: options.ProfileFile = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        from remat.questions.report import facts_of, fronts_in
+        from remat.schedules.report.data import page_data
+        from remat.schedules.report.page import render
+
+        session.require_folder(output)
+        request = asked(
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
+            profile, Sharding(shard.value, world_size, shard_blocks),
+        )  # fmt: skip
+        if measure:
+            require_model(source, request)
+        known = fronts_in(front.read_bytes()) if front else None
+        opened = opened_feasible(session, source, request, plan)
+        solved = opened.solved
+        step = _measured(session, source, solved, request) if measure else None
+        with session.stages.stage("report", "writing the report"):
+            facts = facts_of(opened.graph, solved, known, step)
+            page = page_data(facts)
+            _write(session, output, render(facts, page).encode(), "report")
+        if as_json:
+            session.emit({"report": str(output), "summary": msgspec.to_builtins(page.summary)})
+
+
+def export(
+    source: options.Anything,
+    output: Into,
+    form: As = None,
+    plan: options.PlanOption = None,
+    budget: options.BudgetOrNone = NO_BUDGET,
+    solver: options.Solver = "auto",
+    order: options.Order = options.OrderName.fixed,
+    time_limit: options.TimeLimit = 60.0,
+    keep: options.Keep = [],  # noqa: B006
+    recompute: options.Recompute = [],  # noqa: B006
+    optimizer: options.Optimizer = options.OptimizerName.none,
+    accumulate: options.Accumulate = False,
+    device: options.Device = CPU,
+    shard: options.Shard = options.ShardName.none,
+    world_size: options.WorldSize = 1,
+    shard_blocks: options.ShardBlocks = "",
+    profile: options.ProfileFile = None,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write a plan for PyTorch's memory viewer, for Perfetto, or a graph for Graphviz."""
+    session = Session(as_json=as_json, debug=debug)
+    with session.guarded():
+        chosen = form or format_of(output)
+        session.require_folder(output)
+        request = asked(
+            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
+            profile, Sharding(shard.value, world_size, shard_blocks),
+        )  # fmt: skip
+        opened = opened_feasible(session, source, request, plan)
+        _write(session, output, exported(opened, chosen), chosen.value)
+        if as_json:
+            session.emit({"export": str(output), "as": chosen.value})
+
+
+def exported(opened: Opened, form: Format) -> bytes:
+    """The file; a graph without a plan can be drawn too.
+
+    Raises
+    ------
+    BudgetError : there is no plan, and the file is one of a schedule.
+    """
+    if form is Format.dot:
+        return to_dot(opened.graph, opened.schedule).encode()
+    schedule = opened.solved.schedule
+    assert schedule is not None
+    write = snapshot_file if form is Format.snapshot else trace_file
+    return write(opened.graph, schedule)
+
+
+def format_of(path: Path) -> Format:
+    """What the suffix of a file asks for.
+
+    Raises
+    ------
+    FileError : none is known for it.
+    """
+    if path.suffix not in SUFFIXES:
+        raise FileError(
+            f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace) or "
+            f".dot (Graphviz) says what to write; or say it: --as {'|'.join(Format)}"
+        )
+    return SUFFIXES[path.suffix]
+
+
+def require_model(source: str, request: Request) -> None:
+    """Refuse to measure what cannot be run here.
+
+    Raises
+    ------
+    DeviceError : the source is no model, or is planned for a device that is not here.
+    """
+    if source.endswith(PLAN_FILES):
+        raise DeviceError(
+            f"--measure runs a step, and {source} has no model: name the model, and the plan with "
+            f"--plan (MODEL --plan {source})"
+        )
+    if request.device != CPU or not request.is_run_here:
+        raise DeviceError("--measure runs a step on this CPU: leave out --device and --shard")
+
+
+def _measured(session: Session, source: str, result: Result, request: Request) -> MeasuredStep:
+    """A real step of the model under the plan."""
+    from remat.rewriter.checking.measured_step import measured_step
+    from remat.rewriter.rewriting import rewrite
+
+    assert result.schedule is not None
+    loaded = load_shown(source, session.stages, request.device)
+    with session.stages.stage("measure", "running the step"):
+        traced = trace_loaded(loaded, request.optimizer, request.accumulate)
+        module = rewrite(loaded.model, result.schedule, trace=traced)
+        return measured_step(
+            loaded.model, module, loaded.args, loaded.kwargs,
+            loss_fn=loaded.loss_fn, target=loaded.target,
+            optimizer=request.optimizer, accumulate=request.accumulate,
+        )  # fmt: skip
+
+
+def _write(session: Session, path: Path, data: bytes, what: str) -> None:
+    path.write_bytes(data)
+    session.err.print(f"{what} written to {path}", markup=False, soft_wrap=True)

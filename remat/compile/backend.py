@@ -1,0 +1,146 @@
+"""``torch.compile(model, backend="remat", options={"budget": ...})``.
+
+Registered by an entry point, so nothing need be imported. Dynamo traces, guards and breaks
+graphs as ever, Inductor makes the code; in between, each training graph is cut in two by a
+plan under the budget. Where no gradients are asked for, Inductor runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._guards import CompileContext
+from torch._inductor.compile_fx import compile_fx
+
+from remat.budgets import auto_bytes
+from remat.compile.one_shape import of_one_shape
+from remat.compile.options import CompileOptions, read_options
+from remat.compile.report import CompiledPlan, remember
+from remat.compile.search import Candidate, PlanSearch
+from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget, watched
+from remat.formats import bytes_text
+from remat.graph_capture.errors import BudgetError, DeviceError
+from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """Compile one graph of dynamo's.
+
+    Raises
+    ------
+    BudgetError : no budget, one that cannot be read, or, when the graph is first run, one
+        that no plan fits.
+    SolverError : an unknown option or solver.
+    DeviceError : the model is not on a CPU.
+    CaptureError : shapes were asked to be symbolic, or depend on data.
+    """
+    asked = read_options(options, mode=mode)
+    _require_cpu(example_inputs)
+    shared = shared_budget(options)
+    plan = functools.partial(_planned, asked, shared)
+    inputs = of_one_shape(gm, example_inputs)
+    outputs = gm.graph.find_nodes(op="output")[0].args
+    partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
+    with planned(partitioner) as patches:
+        call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
+    return watched(call, shared, _frame()) if _frame() in shared.noted else call
+
+
+backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _require_cpu(example_inputs: Sequence[Any]) -> None:
+    kinds = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+    others = sorted(kinds - {"cpu"})
+    if others:
+        raise DeviceError(
+            f'backend "remat" measures the workspaces of calls on a CPU, and this model is on '
+            f"{others[0]}, where its peaks would be guesses. Use remat.rematerialize, or compile "
+            "without a budget"
+        )
+
+
+def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pair:
+    """Choose what Inductor compiles, and note it."""
+    began_s = time.monotonic()
+    step.calls = asked.calls
+    search = PlanSearch(step, asked)
+    stock = search.stock()
+    frame = _frame()
+    held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
+    base_bytes = shared.base_bytes(frame, held_bytes + stock.replay.peak_bytes)
+    budget_bytes, found = _within(asked, search, stock, held_bytes, base_bytes)
+    shared.note(frame, step, found.replay, stock.replay, budget_bytes)
+    remember(
+        CompiledPlan(
+            frame=f"{frame[0]}/{frame[1]}",
+            budget_bytes=budget_bytes,
+            peak_bytes=held_bytes + found.replay.peak_bytes,
+            baseline_peak_bytes=held_bytes + stock.replay.peak_bytes,
+            held_bytes=held_bytes,
+            saved_bytes=found.replay.saved_bytes,
+            overhead=found.overhead,
+            gap=found.result.gap if found.result else 0.0,
+            recomputed=_recomputed(found),
+            replays=1 + len(search.tried),
+            seconds=time.monotonic() - began_s,
+            schedule=found.schedule,
+        )
+    )
+    return found.pair
+
+
+def _frame() -> tuple[int, int]:
+    """Which of dynamo's frames is compiled, and for the how many-th time."""
+    compiled = CompileContext.current_compile_id()
+    if compiled is None:
+        return 0, 0
+    return compiled.frame_id or 0, compiled.frame_compile_id or 0
+
+
+def _recomputed(found: Candidate) -> int:
+    counts = found.schedule.computations() if found.schedule else {}
+    return sum(count - 1 for count in counts.values())
+
+
+def _within(
+    asked: CompileOptions, search: PlanSearch, stock: Candidate, held_bytes: int, base_bytes: int
+) -> tuple[int, Candidate]:
+    """The budget in bytes, and the candidate chosen under it."""
+    budget = asked.parsed
+    if budget.kind == "min":
+        least = search.least() or stock
+        return held_bytes + least.replay.peak_bytes, least
+    budget_bytes = budget.size_bytes
+    if budget.kind == "share":
+        budget_bytes = int(budget.share * base_bytes)
+    elif budget.kind == "auto":
+        budget_bytes = auto_bytes() + held_bytes
+    found = search.within(budget_bytes - held_bytes, stock)
+    if found is None:
+        raise BudgetError(_too_small(search, stock, budget_bytes, held_bytes))
+    return budget_bytes, found
+
+
+def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_bytes: int) -> str:
+    candidates = [stock, *search.tried.values()]
+    least = held_bytes + min(c.replay.peak_bytes for c in candidates)
+    return (
+        f"budget {bytes_text(budget_bytes)} is below {bytes_text(least)}, the lowest peak of "
+        f"{len(candidates)} compiled plans that were replayed; "
+        f"{bytes_text(held_bytes)} of it are parameters, buffers, inputs and what earlier graphs "
+        f'hold. Give options={{"budget": "{-(-least // 2**20)}MiB"}}, a smaller batch, '
+        '"budget": "min", or a larger "replays" to look further'
+    )

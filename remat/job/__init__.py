@@ -1,0 +1,1 @@
+"""The job behind the verbs: load a factory, capture, price, solve, rewrite, check."""

@@ -1,0 +1,292 @@
+"""The largest batch, or sequence, that trains within a budget at a bearable overhead.
+
+Two captures at two sizes say how bytes and prices grow. Between them and beyond, sizes are guessed
+on graphs made from these two; the answer and the size after it are real captures, each solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, SupportsIndex
+
+import remat.solver as solvers
+from remat.budgets import parse_budget
+from remat.formats import bytes_text, percent_text
+from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
+from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.job.factory import Loaded, call, load
+from remat.job.fitted import Fit, SizeTried
+from remat.job.opened import Captured, captured_model
+from remat.job.pipeline import Request, Stages, check_schedule, failures, trace_loaded
+from remat.job.size_search import Range, largest
+from remat.one_call import infeasible_text, is_checked, resolve_budget, unmodified
+from remat.solver.bounds.cut_program import least_needed_bytes
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+
+Factory = str | Callable[..., Any]
+Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
+EACH_S = 10.0
+"""Seconds that the solve at a size may take."""
+MOST = 1 << 20
+"""Largest size that is tried unless told otherwise."""
+GUESS_S = 2.0
+"""Seconds that a solve of a guess may take."""
+GROWTH = 4
+"""How far beyond the largest captured size a guess may go at once."""
+
+
+def fit(
+    factory: Factory,
+    vary: str = "batch",
+    *,
+    budget: str | SupportsIndex,
+    max_overhead: float = 0.10,
+    sizes: tuple[int, int] | None = None,
+    step: int = 1,
+    most: int = MOST,
+    each_s: float = EACH_S,
+    check: bool | None = None,
+    request: Request | None = None,
+    stages: Stages | None = None,
+) -> Fit:
+    """The largest size at which a plan fits the budget with no more than `max_overhead`.
+
+    Parameters
+    ----------
+    factory : as the command line names one, or the function itself; it takes `vary` as a keyword
+        and returns a model and a batch of that size.
+    vary : ``batch``, ``sequence``, or whatever the factory calls it.
+    budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the step that keeps all.
+    sizes : the two that are captured first; 2 and 4 times `step` if left out.
+    step : sizes are multiples of it. most : no larger size is tried.
+    each_s : seconds that a solve may take.
+    check : run a step of the answer and measure its peak; left at None, where the unmodified step
+        fits into free memory and the device is here.
+    request : how to capture and solve: optimizer, device, solver, pins.
+
+    Raises
+    ------
+    FactoryError : the factory takes no such argument, or fails. BudgetError : a budget that depends
+        on the size. SolverError : sizes without meaning.
+    """
+    search = FitSearch(
+        factory, vary, Range(step, most, step), max_overhead,
+        request or Request(str(budget)), stages or Stages(), each_s,
+    )  # fmt: skip
+    return search.run(budget, sizes or (2 * step, 4 * step), check)
+
+
+class FitSearch:
+    """A search under way: what was captured, and the plan of the largest size that fits."""
+
+    def __init__(
+        self,
+        factory: Factory,
+        vary: str,
+        sizes: Range,
+        max_overhead: float,
+        request: Request,
+        stages: Stages,
+        each_s: float = EACH_S,
+    ) -> None:
+        if not (0 < sizes.step <= sizes.most):
+            raise SolverError(f"step must be from 1 to the most, {sizes.most}, not {sizes.step}")
+        if max_overhead < 0:
+            raise SolverError(f"the overhead must be 0 or more, not {max_overhead}")
+        self.factory, self.vary, self.sizes = factory, vary, sizes
+        self.max_overhead, self.request, self.stages = max_overhead, request, stages
+        self.each_s = each_s
+        self.budget_bytes = 0
+        self.graphs: dict[int, TrainingGraph] = {}
+        self.tried: dict[int, SizeTried] = {}
+        self.best: tuple[int, Captured, Result] | None = None
+
+    def run(
+        self, budget: str | SupportsIndex, first: tuple[int, int], check: bool | None = None
+    ) -> Fit:
+        """Capture at the two first sizes, guess, and settle the answer by captures."""
+        if parse_budget(budget).kind in ("share", "min"):
+            raise BudgetError(
+                f"budget {budget!r} is another one at each size: give bytes, 8GiB, or auto"
+            )
+        small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
+        if small == large:
+            raise SolverError(f"the two first sizes are the same, {small}: give two others")
+        held = [size for size in (small, large) if self._holds_at(size, budget)]
+        fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
+        fits = max((size for size in held if fails is None or size < fails), default=None)
+        size = largest(self.sizes, self._holds, self._guess, fits, fails)
+        return self._fit(size or 0, check)
+
+    def _holds_at(self, size: int, budget: str | SupportsIndex) -> bool:
+        """As `_holds`; a budget in words is made bytes at the first capture."""
+        if not self.budget_bytes:
+            parsed = parse_budget(budget)
+            self.budget_bytes = parsed.size_bytes or resolve_budget(self._graph(size), budget)
+        return self._holds(size)
+
+    def _graph(self, size: int) -> TrainingGraph:
+        return self._captured(size).graph
+
+    def _captured(self, size: int) -> Captured:
+        """Build the model at a size, trace and price it."""
+        with self.stages.stage("load", f"building {self.vary}={size}"):
+            loaded = self._load(size).on(self.request.device)
+        captured = captured_model(loaded, self.request, self.stages)
+        self.graphs[size] = captured.graph
+        return captured
+
+    def _load(self, size: int) -> Loaded:
+        if isinstance(self.factory, str):
+            return load(self.factory, **{self.vary: size})
+        name = getattr(self.factory, "__name__", type(self.factory).__name__)
+        return call(self.factory, name, {self.vary: size})
+
+    def _holds(self, size: int) -> bool:
+        """Capture and solve at a size; the plan of the largest that fits is kept."""
+        captured = self._captured(size)
+        with self.stages.stage("solve", f"solving at {self.vary}={size}"):
+            result = self._solve(captured.graph, self.each_s)
+        one = self._tried(size, captured.graph, result)
+        self.tried[size] = one
+        if one.fits and (self.best is None or size > self.best[0]):
+            self.best = size, captured, result
+        return one.fits
+
+    def _solve(self, graph: TrainingGraph, limit_s: float) -> Result:
+        request = self.request
+        return solvers.solve(
+            graph, self.budget_bytes, request.solver, time_limit_s=limit_s,
+            keep=request.keep, recompute=request.recompute, order=request.order,
+        )  # fmt: skip
+
+    def _is_fit(self, result: Result) -> bool:
+        return result.schedule is not None and result.overhead <= self.max_overhead
+
+    def _tried(self, size: int, graph: TrainingGraph, result: Result) -> SizeTried:
+        bound_us = result.lower_bound_us
+        return SizeTried(
+            size=size,
+            fits=self._is_fit(result),
+            status=result.status,
+            peak_bytes=result.peak_bytes,
+            time_us=result.time_us,
+            overhead=result.overhead,
+            lower_overhead=max(bound_us / graph.time_us - 1, 0.0) if graph.time_us else 0.0,
+            unmodified_bytes=unmodified(graph).peak_bytes,
+            least_bytes=result.least_feasible_bytes,
+            says="" if self._is_fit(result) else self._why_not(result),
+            seconds=result.wall_s,
+        )
+
+    def _why_not(self, result: Result) -> str:
+        if result.schedule is None:
+            return infeasible_text(result)
+        return (
+            f"the fastest plan found within {bytes_text(self.budget_bytes)} has "
+            f"{percent_text(result.overhead)} overhead"
+        )
+
+    def _guess(self, fits: int, fails: int | None) -> int:
+        """The largest size between that is thought to hold, on graphs from two captures."""
+        step, known = self.sizes.step, max(self.graphs)
+        top = min(self.sizes.most, known * GROWTH) if fails is None else fails - step
+        pair = self._pair(fits, fails)
+        if pair is None:
+            return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
+        with self.stages.stage("guess", f"guessing {self.vary} from two captures"):
+            return self._largest_guessed(fits, top, pair)
+
+    def _largest_guessed(self, low: int, top: int, pair: Pair) -> int:
+        high = top + self.sizes.step
+        while high - low > self.sizes.step:
+            middle = max(self.sizes.below((low + high) // 2), low + self.sizes.step)
+            if self._is_thought_to_hold(graph_at(middle, *pair)):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
+        if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
+            return False
+        if solvers.solve(graph, self.budget_bytes, "store_all").schedule is not None:
+            return True
+        if not self.max_overhead:
+            return False
+        return self._is_fit(self._solve(graph, min(self.each_s, GUESS_S)))
+
+    def _pair(self, near: int, fails: int | None = None) -> Pair | None:
+        """Two captures of the same step, to guess between or beyond.
+
+        What holds and what does not, where both are known; else the nearest, and the nearest to it
+        that is well away.
+        """
+        if near in self.graphs and fails is not None and self._are_alike(near, fails):
+            return (near, self.graphs[near]), (fails, self.graphs[fails])
+        by_distance = sorted(self.graphs, key=lambda size: abs(size - near))
+        one = by_distance[0]
+        away = [size for size in by_distance if abs(size - one) * 4 >= one]
+        for other in away:
+            if other != one and self._are_alike(one, other):
+                return (one, self.graphs[one]), (other, self.graphs[other])
+        return None
+
+    def _are_alike(self, one: int, other: int) -> bool:
+        return is_same_step(self.graphs[one], self.graphs[other])
+
+    def _without_plan(self, near: int) -> int:
+        """The largest size whose unmodified step fits, by a line through two captures; else 0."""
+        pair = self._pair(near)
+        if pair is None:
+            return 0
+        (size, first), (other, second) = pair
+        here, there = unmodified(first).peak_bytes, unmodified(second).peak_bytes
+        slope = (there - here) / (other - size)
+        if slope <= 0:
+            return 0
+        reached = int(size + (self.budget_bytes - here) / slope)
+        return max(self.sizes.below(reached), 0) if reached >= self.sizes.least else 0
+
+    def _fit(self, size: int, check: bool | None) -> Fit:
+        after = self.tried.get(size + self.sizes.step)
+        limited = "most" if after is None else "overhead" if after.peak_bytes else "memory"
+        graph = self.graphs[size or min(self.graphs)]
+        return Fit(
+            model=graph.name,
+            device=graph.device,
+            vary=self.vary,
+            size=size,
+            budget_bytes=self.budget_bytes,
+            max_overhead=self.max_overhead,
+            limited_by=limited,
+            answer=self.tried.get(size),
+            next=after,
+            tried=tuple(self.tried[one] for one in sorted(self.tried)),
+            without_plan=self._without_plan(size or min(self.graphs)),
+            measured_peak_bytes=self._measured(check),
+        )
+
+    def _measured(self, check: bool | None) -> int | None:
+        """Peak of a step of the answer, run and compared with eager; None where it is not run."""
+        if self.best is None or not self.request.is_run_here:
+            return None
+        _, captured, result = self.best
+        if captured.loaded is None or result.schedule is None:
+            return None
+        if not is_checked(captured.graph, check):
+            return None
+        request = self.request
+        with self.stages.stage("check", "running a step of the answer"):
+            traced = trace_loaded(
+                captured.loaded, request.optimizer, request.accumulate, request.device
+            )
+            found = check_schedule(
+                captured.loaded, traced, result.schedule, request.optimizer, request.accumulate
+            )
+        failed = failures(found, self.budget_bytes)
+        if failed:
+            raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")
+        return found.plan_peak_bytes

@@ -1,0 +1,102 @@
+"""What the command line prints with `--json`: plain bytes, microseconds and names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from remat.checks import advice_of
+from remat.graph_capture.graph import TrainingGraph
+from remat.job.pipeline import CHECKED, Report, Row
+from remat.one_call import infeasible_text
+from remat.questions.layer_checkpoints import every_n_layers
+from remat.solver.kept import kinds_of
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The object that ``remat run --json`` prints."""
+    result, rows = report.result, {row.name: row for row in report.rows}
+    said = {
+        "status": result.status,
+        "solver": result.solver,
+        "budget_bytes": result.budget_bytes,
+        "model": report.graph.name,
+        "ops": len(report.graph.ops),
+        "device": report.graph.device,
+        "prices": report.graph.prices,
+        "price_notes": report.graph.notes,
+        "baseline": _row_json(rows["unmodified"]),
+        "chen_sqrt": _row_json(rows["chen_sqrt"]),
+        "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
+        "bound": bound_json(report.graph, result),
+        "message": result.message,
+        **kept_json(report.graph, result),
+        "check": check_json(report.check, result.budget_bytes) if report.check else None,
+        "unchecked": report.unchecked,
+        "failures": report.failures,
+        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
+    }
+    if result.schedule is None:
+        said |= infeasible_json(result)
+    return said
+
+
+def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
+    """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
+    bound_us = result.lower_bound_us
+    overhead = bound_us / graph.time_us - 1 if graph.time_us and bound_us else 0.0
+    return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
+
+
+def kept_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
+    """What runs again, by kind of op and for attention, the floor if above, a simpler way."""
+    kinds = kinds_of(graph, result.schedule) if result.schedule else ()
+    attention = result.attention
+    return {
+        "recomputed": [kind._asdict() for kind in kinds if kind.recomputed],
+        "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
+        "floor": msgspec.to_builtins(result.floor),
+        "every_n_layers": msgspec.to_builtins(every_n_layers(graph, result)),
+    }
+
+
+def check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
+    """What was equal, and how many gradients were."""
+    equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
+    return {
+        **equal,
+        "gradients": check.gradients,
+        "gradients_total": check.gradients_total,
+        "unsteady": check.unsteady,
+        "advice": advice_of(check, budget_bytes),
+    }
+
+
+def infeasible_json(result: Result) -> dict[str, Any]:
+    """What there is to say where nothing fits."""
+    held = [
+        {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
+        for item in result.held_at_peak
+    ]
+    return {
+        "least_feasible_bytes": result.least_feasible_bytes,
+        "held_at_peak": held,
+        "error": {"type": "Infeasible", "message": infeasible_text(result)},
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "predicted_peak_bytes": row.peak_bytes,
+        "measured_peak_bytes": row.measured_peak_bytes,
+        "reserved_bytes": row.reserved_bytes,
+        "predicted_step_us": row.time_us,
+        "measured_step_us": row.measured_step_us,
+        "overhead": row.overhead,
+        "measured_overhead": row.measured_overhead,
+    }

@@ -1,0 +1,206 @@
+"""What a verb works on: a model, a kept graph or a kept plan, opened to a graph and a result.
+
+A plan stands alone: its graph is in it, and torch is not imported. Where a plan is given beside a
+model or a graph, it must be one of that graph. Where a budget is given, it is solved for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remat.graph_capture.derived.sharding import NO_SHARDING
+from remat.graph_capture.devices.device_table import check_device
+from remat.graph_capture.errors import BudgetError, DeviceError, GraphError, PlanError, ProfileError
+from remat.graph_capture.graph import TrainingGraph
+from remat.job import pipeline
+from remat.job.factory import Loaded, load
+from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_of
+from remat.questions.solved_options import pins_of, solved_by
+from remat.schedules.judged_plan import judge_plan
+from remat.schedules.plan import AGAIN, Plan
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.solver.result import Result, judged
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.trace import Recipe
+
+NO_BUDGET = ""
+"""The budget of a request that asks for no solve."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A priced graph, and the model behind it where one was captured just now."""
+
+    graph: TrainingGraph
+    loaded: Loaded | None = None
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A graph, and the outcome of a solve on it.
+
+    Attributes
+    ----------
+    result : rebuilt by the simulator where it comes of a plan; None where neither a plan nor a
+        budget was given. Its schedule is None where nothing fits.
+    request : as asked; of a plan, with the solver, order and pins that its schedule names.
+    """
+
+    graph: TrainingGraph
+    result: Result | None
+    request: pipeline.Request
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule, if there is one."""
+        return self.result.schedule if self.result else None
+
+    @property
+    def solved(self) -> Result:
+        """The result.
+
+        Raises
+        ------
+        BudgetError : neither a plan nor a budget was given.
+        """
+        if self.result is None:
+            raise BudgetError(
+                "this needs a plan: name one (MODEL --plan plan.json, or plan.json alone), or "
+                "solve for a budget (MODEL --budget 8GiB)"
+            )
+        return self.result
+
+
+def open_plan(
+    source: str,
+    request: pipeline.Request,
+    stages: pipeline.Stages,
+    plan: Path | None = None,
+) -> Opened:
+    """Open a model, a kept graph or a kept plan.
+
+    Parameters
+    ----------
+    source : ``file.py:factory``, or a file that `capture`, `solve` or `run` kept.
+    request : how to capture a model, and the budget to solve for; `NO_BUDGET` for none.
+    plan : a kept plan of the source, in place of a budget.
+
+    Raises
+    ------
+    PlanError : the plan keeps no graph where it is needed, or is not what the simulator says.
+    ScheduleError : it was made for another graph; names the first difference.
+    BudgetError : both a plan and a budget were given.
+    """
+    if source.endswith(PLAN_FILES) and holds_plan(Path(source)):
+        if plan is not None:
+            raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
+        _refuse_budget(request)
+        return _opened_plan(read_kept(Path(source)), source, None, request)
+    if plan is not None:
+        _refuse_budget(request)
+        kept = read_kept(plan)
+        return _opened_plan(kept, str(plan), captured(source, request, stages).graph, request)
+    graph = captured(source, request, stages).graph
+    is_asked = request.budget != NO_BUDGET
+    result = pipeline.solve_request(graph, request, stages) if is_asked else None
+    return Opened(graph, result, request)
+
+
+def _refuse_budget(request: pipeline.Request) -> None:
+    if request.budget != NO_BUDGET:
+        raise BudgetError(
+            f"a plan has its budget: leave out --budget {request.budget}, or name the model or "
+            "graph without the plan to solve anew"
+        )
+
+
+def _opened_plan(
+    kept: Plan | Schedule, name: str, graph: TrainingGraph | None, request: pipeline.Request
+) -> Opened:
+    """A plan on its own graph, or on the one that is given."""
+    schedule, bound_us = schedule_of(kept), 0.0
+    if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
+        own, _ = judge_plan(kept, name)
+        if graph is None or own == graph:
+            graph = own
+            bound_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
+    if graph is None:
+        raise PlanError(
+            f"{name} is a schedule alone, without sizes and prices: name its graph or model too "
+            f"(GRAPH --plan {name})"
+        )
+    peak_bytes = simulate(graph, schedule).peak_bytes
+    budget_bytes = schedule.budget_bytes or peak_bytes
+    if peak_bytes > budget_bytes:
+        raise PlanError(
+            f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
+            f"{budget_bytes}: it was edited, or made with the sizes of another machine. {AGAIN}"
+        )
+    result = judged(graph, schedule, budget_bytes=budget_bytes, lower_bound_us=bound_us)
+    return Opened(graph, result, as_solved(request, schedule))
+
+
+def as_solved(request: pipeline.Request, schedule: Schedule) -> pipeline.Request:
+    """The request that solves again as the schedule was: by its solver, with its order and pins."""
+    return replace(
+        request,
+        budget=f"{schedule.budget_bytes} B" if schedule.budget_bytes else NO_BUDGET,
+        solver=solved_by(schedule),
+        order=str(schedule.options.get("order", "fixed")),
+        **pins_of(schedule),
+    )
+
+
+def captured(source: str, request: pipeline.Request, stages: pipeline.Stages) -> Captured:
+    """The graph in a file, kept by itself or with a plan, or that of a model, captured now.
+
+    Raises
+    ------
+    ProfileError, DeviceError : a graph has its prices and ranks, and takes no others.
+    PlanError : a plan keeps no graph.
+    """
+    check_device(request.device)
+    if not source.endswith(PLAN_FILES):
+        loaded = load_shown(source, stages, request.device)
+        return captured_model(loaded, request, stages)
+    if request.profile is not None:
+        raise ProfileError(f"{source} has its prices: --profile goes with a model")
+    if request.sharding != NO_SHARDING:
+        raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
+    if holds_plan(Path(source)):
+        return Captured(_graph_in(read_kept(Path(source)), source))
+    try:
+        return Captured(TrainingGraph.from_json(Path(source).read_bytes()))
+    except GraphError as error:
+        raise GraphError(
+            f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
+            "remat capture MODEL -o FILE, or remat run MODEL --budget BUDGET -o FILE"
+        ) from error
+
+
+def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:
+    """The graph that a plan keeps."""
+    if isinstance(kept, Plan):
+        return judge_plan(kept, name)[0]
+    raise PlanError(f"{name} is a schedule alone: name its model, or a graph kept by capture -o")
+
+
+def captured_model(loaded: Loaded, request: pipeline.Request, stages: pipeline.Stages) -> Captured:
+    """Trace and price what a factory made."""
+    with stages.stage("capture", "tracing the training step"):
+        traced = pipeline.trace_loaded(
+            loaded, request.optimizer, request.accumulate, request.device, request.sharding
+        )
+    graph = pipeline.price_trace(traced, stages, request.profile, request.sharding)
+    return Captured(graph, loaded, traced.recipe)
+
+
+def load_shown(model: str, stages: pipeline.Stages, device: str) -> Loaded:
+    """Load the model onto a device, showing that it takes its time."""
+    with stages.stage("load", f"loading {model}"):
+        return load(model).on(device)

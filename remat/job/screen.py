@@ -1,0 +1,194 @@
+"""The screens that a person reads: tables for `run`, `check` and `solve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from remat.checks import advice_of
+from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
+from remat.graph_capture.derived.sharding import UNTIMED
+from remat.graph_capture.devices.device_table import is_in_table, modelled_device
+from remat.graph_capture.graph import TrainingGraph
+from remat.job.pipeline import CHECKED, Report, Row
+from remat.questions.layer_checkpoints import every_n_layers
+from remat.schedules.simulate import Simulation
+from remat.solver.kept import kinds_of, kinds_text
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
+
+HELD_ROWS = 3
+
+
+def plain_table(*headers: str) -> Table:
+    """A table without lines, narrow enough for 60 columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
+    return table
+
+
+def show_run(console: Console, report: Report) -> None:
+    """One screen: the three schedules, the bound, what holds the peak, what is equal."""
+    graph, result = report.graph, report.result
+    backward = len(graph.ops) - graph.n_forward
+    console.print(
+        f"[bold]{graph.name}[/], {graph.n_forward} forward and {backward} backward ops, "
+        f"budget {bytes_text(result.budget_bytes)}\n"
+    )
+    console.print(schedules_table(report.rows))
+    console.print()
+    console.print(_verdict(report))
+
+
+def schedules_table(rows: Iterable[Row]) -> Table:
+    """One row a schedule, predicted beside measured."""
+    table = plain_table("predicted | measured", "peak", "step", "overhead")
+    for row in rows:
+        overhead = percent_pair(row.overhead, row.measured_overhead)
+        table.add_row(
+            row.name,
+            bytes_pair(row.peak_bytes, row.measured_peak_bytes),
+            time_pair(row.time_us, row.measured_step_us),
+            "-" if row.name == "unmodified" else overhead,
+        )
+    return table
+
+
+def _verdict(report: Report) -> Table:
+    """Below the rows: bound, what holds the peak, what is equal, times, status."""
+    result, graph, seconds = report.result, report.graph, report.seconds
+    bound = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+    stages = ("capture", "profile", "solve", "check")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
+    if report.simulation:
+        table.add_row("peak held by", _held(graph, report.simulation))
+    if report.check:
+        table.add_row("equal", equal_text(report.check))
+        _add_reserved(table, report.rows)
+        for advice in advice_of(report.check, result.budget_bytes):
+            table.add_row("advice", Text(advice))
+    if report.unchecked:
+        table.add_row("not run", Text(f"{report.unchecked}; --check runs it anyway"))
+    _add_kept(table, graph, result)
+    _add_prices(table, graph)
+    table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
+    style = "bold red" if report.failures else "bold green"
+    table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
+    if result.message:
+        table.add_row("note", Text(result.message))
+    return table
+
+
+def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
+    """What the allocator held at each peak, where it holds more than it gives out."""
+    known = [(row.name, row.reserved_bytes) for row in rows if row.reserved_bytes is not None]
+    if known:
+        said = ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in known)
+        table.add_row("reserved", said)
+
+
+def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
+    """What runs again, how much of attention does, and whether whole layers would do."""
+    kinds = kinds_text(kinds_of(graph, result.schedule)) if result.schedule else ""
+    if kinds:
+        table.add_row("recomputed", Text(kinds))
+    if result.attention:
+        table.add_row("attention", str(result.attention))
+    simpler = every_n_layers(graph, result)
+    if simpler:
+        table.add_row("simpler", str(simpler))
+
+
+def _add_prices(table: Table, graph: TrainingGraph) -> None:
+    """What is behind the figures, where that is not a measurement on this machine."""
+    if is_in_table(graph.device) or graph.notes:
+        table.add_row("prices", prices_text(graph))
+
+
+def prices_text(graph: TrainingGraph) -> str:
+    """Which prices are modelled, and how far off the model has been seen to be."""
+    said = list(graph.notes)
+    if is_in_table(graph.device):
+        title = modelled_device(graph.device).title
+        said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
+        if all(note == UNTIMED for note in graph.notes):
+            said.append(
+                "each is modelled, at assumed shares of these rates, which nobody has compared "
+                "with a measured step"
+            )
+    return "; ".join(said)
+
+
+def _gap(result: Result) -> str:
+    return f"gap {percent_text(result.gap)}" + (", proved" if result.status == "optimal" else "")
+
+
+def _held(graph: TrainingGraph, simulation: Simulation) -> str:
+    """What is resident and the largest values at the peak, with their modules."""
+    module = {op.name: op.module for op in graph.ops}
+    parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
+    for name in simulation.held_at_peak[:HELD_ROWS]:
+        value = graph.value_by_name[name]
+        place = f" of {module[value.producer]}" if module.get(value.producer) else ""
+        parts.append(f"{name}{place} {bytes_text(value.size_bytes)}")
+    rest = [graph.value_by_name[n].size_bytes for n in simulation.held_at_peak[HELD_ROWS:]]
+    if rest:
+        parts.append(f"{len(rest)} more values {bytes_text(sum(rest))}")
+    if simulation.workspace_at_peak_bytes:
+        parts.append(f"workspace {bytes_text(simulation.workspace_at_peak_bytes)}")
+    return ", ".join(parts)
+
+
+def equal_text(check: Check) -> str:
+    """Which of outputs, gradients, buffers and RNG are bit-identical to eager's."""
+    gradients = f"{check.gradients} of {check.gradients_total} gradients bit-identical"
+    others = [
+        f"{name} {'equal' if getattr(check, f'{name}_equal') else '[red]differ[/red]'}"
+        for name in CHECKED
+        if name != "gradients"
+    ]
+    return ", ".join([gradients, *others])
+
+
+def show_check(console: Console, check: Check, budget_bytes: int) -> None:
+    """What was equal, and the measured peaks and times."""
+    table = plain_table("measured", "peak", "step", "overhead")
+    table.add_row(
+        "unmodified", bytes_text(check.baseline_peak_bytes), time_text(check.baseline_step_us), "-"
+    )
+    table.add_row(
+        "this plan",
+        bytes_text(check.plan_peak_bytes),
+        time_text(check.plan_step_us),
+        percent_text(check.overhead),
+    )
+    console.print(table)
+    console.print(f"\nequal  {equal_text(check)}")
+    if check.plan_reserved_bytes is not None:
+        console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
+    for advice in advice_of(check, budget_bytes):
+        console.print(f"advice  {advice}", markup=False)
+
+
+def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
+    """One line a figure of a solve."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_row("status", f"{result.status}, by {result.solver} in {result.wall_s:.1f} s")
+    table.add_row("budget", bytes_text(result.budget_bytes))
+    table.add_row("peak", bytes_text(result.peak_bytes))
+    table.add_row("step", time_text(result.time_us))
+    table.add_row("overhead", percent_text(result.overhead))
+    table.add_row("gap", percent_text(result.gap))
+    _add_kept(table, graph, result)
+    _add_prices(table, graph)
+    if result.message:
+        table.add_row("note", Text(result.message))
+    console.print(table)

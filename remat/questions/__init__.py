@@ -1,0 +1,1 @@
+"""Questions about a plan, and their answers."""

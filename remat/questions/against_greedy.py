@@ -1,0 +1,99 @@
+"""By how much `cut` beats greedy choices on a model, and where in it."""
+
+from __future__ import annotations
+
+import msgspec
+
+import remat.solver as solvers
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.verdicts.index_ranges import Indices, boxes, split_indices, written
+from remat.solver.result import Result
+
+GREEDY = ("msps", "dtr", "largest", "chen_greedy")
+"""Solvers that take the next best thing at each moment: three evictions, and segments."""
+PLACES = 3
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """One solver at the budget; `fits` is False where it found nothing."""
+
+    solver: str
+    fits: bool
+    overhead: float
+    wall_s: float
+
+
+class Elsewhere(msgspec.Struct, frozen=True):
+    """A module in which a greedy plan spends more on further runs than that of `cut`.
+
+    `extra_us` is below 0 where it spends less.
+    """
+
+    module: str
+    extra_us: float
+
+
+class AgainstGreedy(msgspec.Struct, frozen=True):
+    """`cut` and the best greedy plan at one budget.
+
+    Attributes
+    ----------
+    cut : outcome. tried : greedy ones, the best first. slower : time of the best greedy plan
+        over that of `cut`, minus one; None where either found nothing.
+    places : modules, layers folded, where the two spend most differently on further runs.
+    """
+
+    cut: Tried
+    tried: tuple[Tried, ...]
+    slower: float | None
+    places: tuple[Elsewhere, ...]
+
+
+def against_greedy(
+    graph: TrainingGraph, budget_bytes: int, *, each_s: float = 10.0
+) -> AgainstGreedy:
+    """Solve with `cut` in at most `each_s` seconds, and with `GREEDY` in as many altogether.
+
+    Greedy solvers that have no time left are not tried; the first always is.
+    """
+    cut = solvers.solve(graph, budget_bytes, "cut", time_limit_s=each_s)
+    found: list[Result] = []
+    for name in GREEDY:
+        left_s = each_s - sum(one.wall_s for one in found)
+        if left_s > 0 or not found:
+            found.append(solvers.solve(graph, budget_bytes, name, time_limit_s=left_s))
+    found.sort(key=lambda one: (one.schedule is None, one.time_us))
+    best = found[0]
+    slower, places = None, tuple[Elsewhere, ...]()
+    if cut.schedule is not None and best.schedule is not None:
+        slower = best.time_us / cut.time_us - 1
+        places = _places(graph, cut.schedule, best.schedule)
+    return AgainstGreedy(_tried(cut), tuple(map(_tried, found)), slower, places)
+
+
+def _tried(result: Result) -> Tried:
+    return Tried(result.solver, result.schedule is not None, result.overhead, result.wall_s)
+
+
+def _places(graph: TrainingGraph, cut: Schedule, greedy: Schedule) -> tuple[Elsewhere, ...]:
+    """Modules by how much more the greedy plan recomputes there, the most first."""
+    ours, theirs = _spent(graph, cut), _spent(graph, greedy)
+    extra_us = {name: theirs[name] - ours[name] for name in ours}
+    found = [Elsewhere(name, us) for name, us in extra_us.items() if us]
+    return tuple(sorted(found, key=lambda one: -one.extra_us)[:PLACES])
+
+
+def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
+    """Time of further runs by module, summed over the indices of its path."""
+    runs = schedule.computations()
+    places: dict[str, set[Indices]] = {}
+    spent_us: dict[str, float] = {}
+    for op in graph.ops:
+        pattern, indices = split_indices(op.module)
+        places.setdefault(pattern, set()).add(indices)
+        spent_us[pattern] = spent_us.get(pattern, 0.0) + (runs[op.name] - 1) * op.cost_us
+    return {
+        ", ".join(written(pattern, box) for box in boxes(places[pattern])): us
+        for pattern, us in spent_us.items()
+    }

@@ -1,0 +1,246 @@
+"""What `remat compare` and `remat.compare` return: solvers and simple rules at some budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.one_call import resolve_budget, unmodified
+from remat.questions.sweep import Budgets, in_bytes
+from remat.questions.sweep import sweep as sweep_graph
+from remat.solver import solver_class
+from remat.solver.budgets.front import Front
+from remat.solver.result import Result
+
+DEFAULT_BUDGETS = ("80%", "60%", "45%")
+DEFAULT_SOLVERS = (
+    "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
+    "keep_attention_output", "selective", "full", "torch_knapsack",
+)  # fmt: skip
+"""The best of each kind that answers in seconds, and what people write by hand."""
+UNMODIFIED = "unmodified"
+THIS_PLAN = "this plan"
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One solver at one budget; figures are 0 where it found nothing that fits.
+
+    `over_bound` is the time over the best bound at that budget, minus one.
+    """
+
+    budget_bytes: int
+    fits: bool
+    status: str
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    over_bound: float
+    wall_s: float
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One solver at all budgets. refused : why it does not take this graph; then no cells."""
+
+    solver: str
+    cells: tuple[Cell, ...]
+    wall_s: float
+    refused: str = ""
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The best proven bound at a budget, in captured order, and who proved it."""
+
+    budget_bytes: int
+    overhead: float
+    lower_bound_us: float
+    solver: str
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Budgets against solvers and baselines, with the bound at each budget.
+
+    Attributes
+    ----------
+    base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
+    asked : the budgets as they were written. bounds : one a budget. rows : one a solver, in the
+        order asked; the unmodified step, and where there is one the plan at hand, come first.
+    """
+
+    model: str
+    device: str
+    prices: str
+    base_us: float
+    unmodified_bytes: int
+    asked: tuple[str, ...]
+    bounds: tuple[Bound, ...]
+    rows: tuple[Compared, ...]
+
+    def best(self, i: int) -> tuple[str, ...]:
+        """The solvers whose plan is the fastest at the i-th budget."""
+        found = [row for row in self.rows if row.cells and row.cells[i].fits]
+        least_us = min((row.cells[i].time_us for row in found), default=0.0)
+        return tuple(row.solver for row in found if row.cells[i].time_us <= least_us * (1 + 1e-9))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        best = [self.best(i) for i in range(len(self.bounds))]
+        return {**msgspec.to_builtins(self), "best": best}
+
+    def __str__(self) -> str:
+        from remat.questions.tables import rendered
+        from remat.screen_compare import comparison_screen
+
+        return rendered(comparison_screen(self))
+
+    __repr__ = __str__
+
+
+def compare(
+    graph: TrainingGraph,
+    budgets: Budgets | Iterable[str | SupportsIndex] = DEFAULT_BUDGETS,
+    solvers: Iterable[str] = DEFAULT_SOLVERS,
+    *,
+    plan: Result | None = None,
+    time_limit_s: float = 60.0,
+    tell: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Solve at each budget with each solver.
+
+    Parameters
+    ----------
+    budgets : how many, or each as `remat.solve` takes it. solvers : names of the table.
+    plan : a result to set beside them; its budget is one of those compared.
+    time_limit_s : for all budgets of one solver together, in seconds.
+    tell : called with a solver's name, how many are done, and of how many.
+    **options : `keep` and `recompute`.
+
+    Raises
+    ------
+    BudgetError : a budget cannot be read. SolverError : an unknown solver; one that does not take
+        this graph has a row that says so.
+    """
+    names = tuple(dict.fromkeys(solvers))
+    for name in names:
+        solver_class(name)
+    asked = _budgets(graph, budgets, plan, time_limit_s)
+    fronts: dict[str, Front | SolverError] = {}
+    for i, name in enumerate(names):
+        if tell is not None:
+            tell(name, i, len(names))
+        fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
+    bounds = tuple(_bound(graph, size_bytes, fronts, plan) for size_bytes in asked)
+    rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds)]
+    rows += [_at_hand(THIS_PLAN, plan, bounds)] if plan is not None else []
+    rows += [_compared(name, front, bounds) for name, front in fronts.items()]
+    return Comparison(
+        model=graph.name,
+        device=graph.device,
+        prices=graph.prices,
+        base_us=graph.time_us,
+        unmodified_bytes=unmodified(graph).peak_bytes,
+        asked=tuple(asked.values()),
+        bounds=bounds,
+        rows=tuple(rows),
+    )
+
+
+def _budgets(
+    graph: TrainingGraph, budgets: Any, plan: Result | None, time_limit_s: float
+) -> dict[int, str]:
+    """Each budget in bytes with what it was written as, the largest first."""
+    found: dict[int, str] = {}
+    if plan is not None and plan.schedule is not None:
+        found[plan.budget_bytes] = THIS_PLAN
+    if budgets is None or isinstance(budgets, int):
+        for size_bytes in in_bytes(graph, budgets, time_limit_s, {})[0]:
+            found.setdefault(size_bytes, "")
+    else:
+        for one in budgets:
+            size_bytes = resolve_budget(graph, one, time_limit_s=time_limit_s)
+            found.setdefault(size_bytes, str(one))
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _front(
+    graph: TrainingGraph, budgets: list[int], name: str, limit_s: float, options: dict[str, Any]
+) -> Front | SolverError:
+    """The solver's front, or why it does not take this graph."""
+    try:
+        return sweep_graph(graph, budgets, name, limit_s, **options)
+    except SolverError as error:
+        return error
+
+
+def _bound(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    fronts: dict[str, Front | SolverError],
+    plan: Result | None,
+) -> Bound:
+    """The highest bound that any solver proved; every op once where none did.
+
+    The plan's bound holds at its budget and at every smaller one.
+    """
+    best = Bound(budget_bytes, 0.0, graph.time_us, "")
+    if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
+        overhead = plan.lower_bound_us / graph.time_us - 1
+        best = Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
+    for name, front in fronts.items():
+        result = _result_at(front, budget_bytes)
+        if result is None or result.schedule is None:
+            continue
+        if result.lower_bound_us > best.lower_bound_us:
+            overhead = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+            best = Bound(budget_bytes, overhead, result.lower_bound_us, name)
+    return best
+
+
+def _is_below(budget_bytes: int, plan: Result) -> bool:
+    """Whether the bound of a plan in captured order holds at a budget."""
+    is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
+    return is_fixed and budget_bytes <= plan.budget_bytes
+
+
+def _result_at(front: Front | SolverError, budget_bytes: int) -> Result | None:
+    if isinstance(front, SolverError):
+        return None
+    return next(point.result for point in front.points if point.budget_bytes == budget_bytes)
+
+
+def _compared(name: str, front: Front | SolverError, bounds: tuple[Bound, ...]) -> Compared:
+    if isinstance(front, SolverError):
+        return Compared(name, (), 0.0, str(front))
+    results = {point.budget_bytes: point.result for point in front.points}
+    cells = tuple(_cell(results[bound.budget_bytes], bound) for bound in bounds)
+    return Compared(name, cells, sum(result.wall_s for result in results.values()))
+
+
+def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
+    """A schedule at hand, which fits the budgets that its peak is within."""
+    cells = [
+        _cell(result, bound)
+        if result.peak_bytes <= bound.budget_bytes
+        else Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
+        for bound in bounds
+    ]
+    return Compared(name, tuple(cells), 0.0)
+
+
+def _cell(result: Result, bound: Bound) -> Cell:
+    fits = result.schedule is not None
+    over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
+    return Cell(
+        budget_bytes=bound.budget_bytes,
+        fits=fits,
+        status=result.status,
+        peak_bytes=result.peak_bytes,
+        time_us=result.time_us,
+        overhead=result.overhead,
+        over_bound=max(over, 0.0),
+        wall_s=result.wall_s,
+    )

@@ -1,0 +1,258 @@
+"""The screen of `explain`: one paragraph a question, in words and few tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from remat.formats import KIB, bytes_text, fine_time_text, percent_text
+from remat.job.screen import plain_table
+from remat.questions.explain import Explanation
+from remat.questions.simple_rules import Rule
+from remat.questions.tables import holders_table, short_line, short_path, short_target, tensor_text
+from remat.questions.why import Turned, Why
+from remat.schedules.verdicts.folding import FoldedRow
+from remat.schedules.verdicts.forced import Forced
+from remat.schedules.verdicts.peak_holders import PeakHolders
+
+SAME = 1e-4
+"""Part of a step below which two are said to be as long."""
+SHOWN = 3
+"""Values or modules that a sentence names."""
+
+
+def explanation_screen(found: Explanation) -> RenderableType:
+    """All that was asked, the plan's figures first."""
+    parts: list[RenderableType] = [_headline(found), Text(), peak_text(found.at_peak)]
+    parts += [holders_table(found.at_peak), Text()]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, said in sentences(found):
+        grid.add_row(Text(name, style="bold"), Text(said))
+    parts.append(grid)
+    if found.rules and found.time_us > found.base_us:
+        parts += [Text(), rules_table(found)]
+    return Group(*parts)
+
+
+def _headline(found: Explanation) -> Text:
+    """Peak, budget, overhead and bound of the plan."""
+    bound = found.lower_bound_us / found.base_us - 1 if found.base_us else 0.0
+    proved = ", proved" if found.status == "optimal" else ""
+    return Text.assemble(
+        (found.model, "bold"),
+        f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
+        f"(unmodified {bytes_text(found.unmodified_bytes)}), "
+        f"{percent_text(found.overhead)} overhead, no less than {percent_text(max(bound, 0.0))} "
+        f"(gap {percent_text(found.gap)}{proved}), by {found.solver}",
+    )
+
+
+def peak_text(held: PeakHolders) -> Text:
+    """Where the step is at its peak."""
+    again = f", run {held.run} of it" if held.run > 1 else ""
+    return Text(
+        f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
+        f"{_place(held)} runs{again}."
+    )
+
+
+def _place(held: PeakHolders) -> str:
+    return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
+
+
+def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
+    """A question in a word, and its answer."""
+    yield "least", least_text(found)
+    yield "memory", price_said(found)
+    for i, one in enumerate(found.forced):
+        yield "forced" if i == 0 else "", forced_text(one)
+    if not found.forced:
+        yield "forced", "nothing: no pin, and no op that must not run twice"
+    yield "rule", rule_text(found)
+    yield "cut", greedy_text(found)
+    for one in found.why:
+        yield "why", why_text(found, one)
+    solves = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.seconds.items())
+    yield "took", solves
+
+
+def least_text(found: Explanation) -> str:
+    """The least budget known, the op that sets it, and what is proved."""
+    least = found.least
+    if not least.least_bytes:
+        return "no least budget is known for this solver and these pins"
+    text = f"{bytes_text(least.least_bytes)} is the least peak that {found.solver} knows"
+    if least.at_peak is not None:
+        held = least.at_peak
+        text += f"; {short_target(held.target)} of {_place(held)} sets it, in {held.phase}"
+        biggest = ", ".join(
+            f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
+            f"{bytes_text(row.size_bytes)}"
+            for row in held.values[:SHOWN]
+        )
+        if biggest:
+            text += f", with {biggest} live"
+    if least.floor is not None:
+        place = least.floor.module or least.floor.name
+        text += (
+            f". Below {bytes_text(least.floor.size_bytes)}, set by {least.floor.name} of {place}, "
+            "outputs of the step would have to be made again"
+        )
+    if least.proved_bytes:
+        text += f". No schedule in captured order needs less than {bytes_text(least.proved_bytes)}"
+    return text
+
+
+def price_said(found: Explanation) -> str:
+    """What so much more memory saves and as much less costs, and why that much."""
+    price = found.price
+    step = "1 GiB" if found.is_whole_gib else bytes_text(price.step_bytes)
+    why = "" if found.is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
+    saved = (
+        "saves nothing"
+        if price.saved_us <= 0
+        else (f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})")
+    )
+    if price.cost_us is None or price.cost is None:
+        less = "with as much less no schedule is known"
+    elif price.cost_us <= 0:
+        less = "as much less costs nothing"
+    else:
+        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
+    return f"{step} more{why} {saved}; {less}"
+
+
+def forced_text(one: Forced) -> str:
+    """How many ops a reason leaves no choice for, and what that holds."""
+    ops = f"{one.ops} op" + ("s" if one.ops != 1 else "")
+    held = f", {bytes_text(one.kept_bytes)} kept" if one.kept_bytes >= KIB else ""
+    where = f" ({', '.join(map(short_path, one.places))})" if one.places else ""
+    return f"{one.reason}: {ops}{held}{where}" if one.ops else one.reason
+
+
+def rule_text(found: Explanation) -> str:
+    """Whether a simple rule would do as well."""
+    if found.time_us <= found.base_us:
+        return "nothing is recomputed: the step fits as it is, and needs no rule"
+    if found.simple is not None:
+        rule = found.simple
+        return (
+            f"{rule.says}: within 1 % of this plan, {percent_text(rule.overhead)} overhead at a "
+            f"peak of {bytes_text(rule.peak_bytes)}. Take that, it is simpler"
+        )
+    nearest = next((rule for rule in found.rules if rule.fits), None)
+    if nearest is None:
+        return "no simple rule fits this budget"
+    return (
+        f"none is within 1 % of this plan; the nearest that fits ({nearest.says}) is "
+        f"{percent_text(nearest.slower)} slower"
+    )
+
+
+def rules_table(found: Explanation) -> Table:
+    """Each rule: what it takes, and how much slower the step is than the plan's."""
+    table = plain_table("rule", "peak", "overhead", "slower")
+    for rule in found.rules:
+        table.add_row(Text(rule.says), *_rule_figures(rule))
+    return table
+
+
+def _rule_figures(rule: Rule) -> tuple[str, str, str]:
+    if not rule.fits:
+        peak = bytes_text(rule.peak_bytes) if rule.peak_bytes else "-"
+        return peak, "does not fit", "-"
+    return bytes_text(rule.peak_bytes), percent_text(rule.overhead), percent_text(rule.slower)
+
+
+def greedy_text(found: Explanation) -> str:
+    """By how much `cut` beats the best greedy plan, and where."""
+    greedy = found.greedy
+    best = greedy.tried[0]
+    if not greedy.cut.fits:
+        return f"found nothing at this budget; {best.solver} {'did' if best.fits else 'neither'}"
+    ours = f"cut {percent_text(greedy.cut.overhead)}"
+    if greedy.slower is None:
+        return f"{ours}; none of {', '.join(one.solver for one in greedy.tried)} finds a plan"
+    text = f"{ours}, best greedy ({best.solver}) {percent_text(best.overhead)}"
+    if greedy.slower < SAME:
+        return f"{text}: cut is not better here"
+    places = [place for place in greedy.places if place.extra_us > 0]
+    where = ", ".join(
+        f"{short_path(p.module) or 'the model'} {fine_time_text(p.extra_us)}" for p in places
+    )
+    return f"{text}: cut's step is {percent_text(greedy.slower)} shorter" + (
+        f"; greedy recomputes more in {where}" if where else ""
+    )
+
+
+def why_text(found: Explanation, one: Why) -> str:
+    """Why a value is kept or recomputed, and what the other way would cost."""
+    row = one.row
+    place = " ".join(part for part in (row.module, short_line(row.source)) if part)
+    tensor = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
+    facts = (
+        row.value, f"{short_target(row.target)} of {place or 'the model'}", tensor,
+        bytes_text(row.size_bytes),
+    )  # fmt: skip
+    head = ", ".join(fact for fact in facts if fact) + ": "
+    if one.forced:
+        return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
+    if row.verdict == "free":
+        return f"{head}not kept, and never made again: nothing in backward reads it"
+    if row.verdict == "recompute" or one.runs_us:
+        return head + _recomputed_text(found, one)
+    return head + _kept_text(one)
+
+
+def _recomputed_text(found: Explanation, one: Why) -> str:
+    over_bytes = one.staying_bytes - found.budget_bytes
+    stays = (
+        f"if it stayed and nothing else changed, the peak would be {bytes_text(one.staying_bytes)}"
+    )
+    stays += f", {bytes_text(over_bytes)} over the budget" if over_bytes > 0 else ", which fits"
+    return (
+        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; {stays}. "
+        f"{_turned_text(one.turned)}"
+    )
+
+
+def _kept_text(one: Why) -> str:
+    cost = fine_time_text(one.row.cost_us)
+    return f"kept; one run of its op takes {cost}. {_turned_text(one.turned)}"
+
+
+def _turned_text(turned: Turned | None) -> str:
+    """What a solve with the op pinned the other way found."""
+    if turned is None:
+        return ""
+    doing = "kept" if turned.pin == "keep" else "recomputed"
+    if not turned.fits:
+        return f"Solved again with it {doing}: no plan was found that fits"
+    if turned.extra_us > 0:
+        cost = f"the step takes {fine_time_text(turned.extra_us)} more"
+    elif turned.extra_us < 0:
+        cost = (
+            f"the step takes {fine_time_text(-turned.extra_us)} less, so this plan is not the best"
+        )
+    else:
+        cost = "the step takes as long"
+    text = f"Solved again with it {doing}: {cost}"
+    if turned.dropped:
+        text += f"; made again then, and not now: {_named(turned.dropped)}"
+    if turned.spared:
+        text += f"; made again now, and not then: {_named(turned.spared)}"
+    return text
+
+
+def _named(rows: tuple[FoldedRow, ...]) -> str:
+    said = [
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'}"
+        + (f" x{row.count}" if row.count > 1 else "")
+        + f" ({tensor_text(row)}, {bytes_text(row.size_bytes)})"
+        for row in rows[:SHOWN]
+    ]
+    more = len(rows) - SHOWN
+    return ", ".join(said) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,128 @@
+"""Beyond one budget, for people: sweeps over budgets as they are written, prices as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, SupportsIndex, overload
+
+from remat.formats import bytes_text, percent_text, time_text
+from remat.graph_capture.graph import TrainingGraph
+from remat.one_call import resolve_budget
+from remat.solver import solver_class
+from remat.solver.budgets.front import Front, Price
+from remat.solver.budgets.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
+from remat.solver.budgets.sweep import sweep as sweep_bytes
+from remat.solver.pins.globs import as_globs
+from remat.solver.result import Result
+
+Budgets = int | Iterable[str | SupportsIndex] | None
+"""How many budgets, or each as `remat.solve` takes it; None for twelve."""
+
+
+@overload
+def sweep(
+    graph: TrainingGraph,
+    budgets: Budgets = None,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    *,
+    solvers: None = None,
+    tell: Tell | None = None,
+    **options: Any,
+) -> Front: ...
+
+
+@overload
+def sweep(
+    graph: TrainingGraph,
+    budgets: Budgets = None,
+    *,
+    solvers: Iterable[str],
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    tell: Tell | None = None,
+    **options: Any,
+) -> dict[str, Front]: ...
+
+
+def sweep(
+    graph: TrainingGraph,
+    budgets: Budgets = None,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    *,
+    solvers: Iterable[str] | None = None,
+    tell: Tell | None = None,
+    **options: Any,
+) -> Front | dict[str, Front]:
+    """The time of the step against its peak: solve at several budgets.
+
+    Parameters
+    ----------
+    graph : priced.
+    budgets : how many, spread from the least peak known to the unmodified one (12 if left
+        out), or a list of budgets as `remat.solve` takes them.
+    solver : a name of `remat.solver`'s table. solvers : several, for a front each, at the
+        same budgets.
+    time_limit_s : wall clock for all budgets together, in seconds; for each solver anew.
+    jobs : how many solves run at once; -1 for as many as there are cores. Inside
+        ``joblib.parallel_config(backend="dask")`` they run on that cluster.
+    tell : called with how many budgets are done, and of how many.
+    **options : as of `remat.solve`, `keep` and `recompute` too.
+
+    Returns
+    -------
+    Front : or, where `solvers` are given, one by each solver's name.
+
+    Raises
+    ------
+    BudgetError : a budget cannot be read. SolverError : an unknown solver or option.
+    """
+    names = (solver,) if solvers is None else tuple(solvers)
+    for name in names:
+        solver_class(name)
+    check_jobs(jobs)
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    options |= pins
+    began_s = time.monotonic()
+    asked, at_hand = in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
+    left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
+    shared: dict[str, Any] = {
+        "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
+    }  # fmt: skip
+    fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
+    return fronts[solver] if solvers is None else fronts
+
+
+def in_bytes(
+    graph: TrainingGraph, budgets: Budgets, time_limit_s: float, pins: dict[str, Any]
+) -> tuple[list[int], list[Result]]:
+    """The budgets in bytes, and what is at hand before they are solved."""
+    if budgets is None or isinstance(budgets, int):
+        count = BUDGETS if budgets is None else budgets
+        return spread(graph, count, time_limit_s=time_limit_s, **pins)
+    return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets], []
+
+
+def price_text(price: Price) -> str:
+    """One sentence: what so much more would save, and what as much less would cost."""
+    step = bytes_text(price.step_bytes)
+    saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
+    if price.cost_us is None or price.cost is None:
+        return f"{saved}; for {step} less, no schedule is known"
+    return f"{saved}; {step} less costs {time_text(price.cost_us)} ({percent_text(price.cost)})"
+
+
+def price_json(price: Price) -> dict[str, float | int | None]:
+    """The price as plain figures; None where nothing fits."""
+    return {
+        "budget_bytes": price.budget_bytes,
+        "step_bytes": price.step_bytes,
+        "saved_us": price.saved_us,
+        "saved": price.saved,
+        "cost_us": price.cost_us,
+        "cost": price.cost,
+    }

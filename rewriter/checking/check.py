@@ -1,0 +1,230 @@
+"""Proof by running: the rewritten module against the original, bit for bit.
+
+A module that runs Inductor's code cannot have eager's bits; it is compared to a tolerance.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from remat.graph_capture.allocator import allocated_on
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.meter import Meter, Run, StepMemory, meter_of
+from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
+from remat.graph_capture.tracing.untouched import untouched
+from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
+from remat.rewriter.checking.step_state import STREAM, StepState
+from remat.rewriter.guards.forward import constants_of
+from remat.rewriter.user_module.module import RematModule
+from remat.rewriter.user_module.shared_state import SharedState
+
+ENOUGH_US = 20e6
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What `check` found.
+
+    Attributes
+    ----------
+    outputs_equal, gradients_equal, buffers_equal, rng_equal : against eager, bit for bit where
+        `tolerance` is 0.
+    gradients, gradients_total : how many gradients are equal in that sense, of how many.
+    baseline_peak_bytes, plan_peak_bytes : measured peak of the unmodified and of the
+        rewritten step, resident bytes included.
+    baseline_step_us, plan_step_us : median time of a step.
+    differences : names of what differs. unsteady : of what eager itself does not repeat to the
+        last bit, as sums by atomic additions on a CUDA device; it differs where it is further from
+        eager than runs of eager are from each other.
+    plan_rounding_bytes : of the plan's peak, what the allocator gave beyond what was asked of it.
+    baseline_reserved_bytes, plan_reserved_bytes : the peak and what the allocator held beside it;
+        None on a CPU, whose allocator holds nothing.
+    tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
+    largest_error : how far the furthest is; 0 where bits were compared.
+    """
+
+    outputs_equal: bool
+    gradients_equal: bool
+    buffers_equal: bool
+    rng_equal: bool
+    gradients: int
+    gradients_total: int
+    baseline_peak_bytes: int
+    plan_peak_bytes: int
+    baseline_step_us: float
+    plan_step_us: float
+    differences: tuple[str, ...] = ()
+    unsteady: tuple[str, ...] = ()
+    plan_rounding_bytes: int = 0
+    baseline_reserved_bytes: int | None = None
+    plan_reserved_bytes: int | None = None
+    tolerance: float = 0.0
+    largest_error: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def exceeds(self, budget_bytes: int) -> bool:
+        """Whether the plan asks for more than a budget; blocks that are larger do not count."""
+        return self.plan_peak_bytes - self.plan_rounding_bytes > budget_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Measured time of the rewritten step over the unmodified one's, minus one."""
+        return self.plan_step_us / self.baseline_step_us - 1
+
+
+def check(
+    model: nn.Module,
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    steps: int = 5,
+    tolerance: float | None = None,
+) -> Check:
+    """Run a training step of both on the same batch and random state, and compare.
+
+    Both run once for equality (on a CUDA device eager twice, to see what it repeats), once for
+    the peak, and `steps` times in turn for the time, or fewer once that has taken 20 s.
+    Gradients, buffers, the batch and the random streams are put back as they were.
+
+    Parameters
+    ----------
+    model, module : the original and the rewritten module.
+    args, kwargs, loss_fn, target, optimizer, accumulate : as given to `capture`.
+    tolerance : how far results may be from eager's, as a part of their norm. Left at None, 0, which
+        means equal bits, except for a module that runs Inductor's code, which has other ones:
+        there 0.01. Its random stream has to be eager's to the bit all the same.
+    """
+    batch = (tuple(args), dict(kwargs or {}), target)
+    eager = _eager_run(model, batch, loss_fn)
+    plan = plan_run(module, batch, loss_fn)
+    meter = meter_of(resolved_device(None, model))
+    state = StepState(model, batch, meter.device)
+    kept = (batch, _constants(module))
+    resident = resident_bytes(
+        model, kept,
+        optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
+    )  # fmt: skip
+    with untouched(model, warn=False), state.put_back():
+        expected = state.outcome(eager)
+        again = expected if meter.device == CPU else state.outcome(eager)
+        allowed = _tolerance_of(module) if tolerance is None else tolerance
+        outcome, error = state.outcome(plan), 0.0
+        differences, unsteady = compared(expected, again, outcome)
+        if allowed:
+            differences, error = compared_nearly(expected, outcome, allowed)
+        del again, outcome
+        resident_total_bytes = resident.total_bytes + meter.library_bytes()
+        memory = [
+            state.prepared(lambda run=run: meter.step_memory(run), accumulate)
+            for run in (eager, plan)
+        ]
+        times = _step_times(state, meter, (eager, plan), accumulate, steps)
+    peaks = [resident_total_bytes + one.peak_bytes for one in memory]
+    reserved = [_reserved_bytes(*pair) for pair in zip(peaks, memory, strict=True)]
+    gradients = [name for name in expected if name.startswith("gradient of ")]
+    return Check(
+        outputs_equal=not any(name.startswith("output") for name in differences),
+        gradients_equal=not any(name.startswith("gradient of ") for name in differences),
+        buffers_equal=not any(name.startswith("buffer ") for name in differences),
+        rng_equal=not any(name.startswith(STREAM) for name in differences),
+        gradients=sum(name not in (*differences, *unsteady) for name in gradients),
+        gradients_total=len(gradients),
+        baseline_peak_bytes=peaks[0],
+        plan_peak_bytes=peaks[1],
+        baseline_step_us=times[0],
+        plan_step_us=times[1],
+        differences=differences,
+        unsteady=unsteady,
+        plan_rounding_bytes=memory[1].rounding_bytes,
+        baseline_reserved_bytes=reserved[0],
+        plan_reserved_bytes=reserved[1],
+        tolerance=allowed,
+        largest_error=error,
+    )
+
+
+def _tolerance_of(module: nn.Module) -> float:
+    is_inductors = isinstance(module, RematModule) and module._compiled_step.by_inductor
+    return TOLERANCE if is_inductors else 0.0
+
+
+def _reserved_bytes(peak_bytes: int, memory: StepMemory) -> int | None:
+    return None if memory.slack_bytes is None else peak_bytes + memory.slack_bytes
+
+
+def _constants(module: nn.Module) -> list[Tensor]:
+    if isinstance(module, RematModule):
+        return constants_of(module.forward_module, module.backward_module)
+    return []
+
+
+def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+    args, kwargs, target = batch
+
+    def run() -> Any:
+        output = apply_loss(loss_fn, model(*args, **kwargs), target)
+        _backward(output)
+        return output
+
+    return run
+
+
+def plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+    """A step of the rewritten module, or of any other."""
+    if not isinstance(module, SharedState):
+        return _eager_run(module, batch, loss_fn)
+    args, kwargs, target = batch
+    if loss_fn is not None and target is not None:
+        kwargs = {**kwargs, "target": target}
+
+    def run() -> Any:
+        output = module(*args, **kwargs)
+        _backward(output)
+        return output
+
+    return run
+
+
+def _backward(output: Any) -> None:
+    """Backward from every differentiable leaf; made gradients where it is no scalar.
+
+    Outside autocast, where torch's documentation wants it.
+    """
+    roots = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    generator = torch.Generator(device=roots[0].device).manual_seed(0)
+    tangents = [
+        None
+        if root.numel() == 1
+        else torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator)
+        for root in roots
+    ]
+    with torch.autocast(roots[0].device.type, enabled=False):
+        torch.autograd.backward(roots, tangents)
+
+
+def _step_times(
+    state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
+) -> tuple[float, float]:
+    """Median step times in microseconds, the two in turn so that drift hits both."""
+    times: list[list[float]] = []
+    while len(times) < steps and sum(map(sum, times)) < ENOUGH_US:
+        times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])
+    eager_us, plan_us = zip(*times, strict=True)
+    return statistics.median(eager_us), statistics.median(plan_us)

@@ -1,0 +1,75 @@
+"""What a real step of a rewritten module has live, moment by moment."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from remat.graph_capture.allocator import allocated_on
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.memory_events import measure_live
+from remat.graph_capture.devices.meter import CpuMeter
+from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.untouched import untouched
+from remat.rewriter.checking.check import plan_run
+from remat.rewriter.checking.step_state import StepState
+from remat.schedules.report.facts import MeasuredStep
+
+STEPS = 3
+
+
+def measured_step(
+    model: nn.Module,
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+) -> MeasuredStep:
+    """Run steps of `module` and see what they have live, by the profiler, and how long they take.
+
+    The first step is not measured, one is for memory, then `STEPS` for the median time. Gradients,
+    buffers, the batch and the random streams are put back as they were.
+
+    Parameters
+    ----------
+    model, module : the original and the rewritten module; or the original twice.
+    args, kwargs, loss_fn, target, optimizer, accumulate : as given to `capture`.
+
+    Raises
+    ------
+    DeviceError : the model is not on the CPU, whose allocations alone can be seen one by one.
+    """
+    device = resolved_device(None, model)
+    if device != CPU:
+        raise DeviceError(
+            f"the model is on {device}: moments of a step are measured on the CPU only. There, "
+            "torch.cuda.memory._record_memory_history records them"
+        )
+    batch = (tuple(args), dict(kwargs or {}), target)
+    run, meter = plan_run(module, batch, loss_fn), CpuMeter()
+    state = StepState(model, batch, device)
+    resident = resident_bytes(
+        model, batch, optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(device)
+    )
+    with untouched(model, warn=False), state.put_back():
+        state.prepared(run, accumulate)
+        moments, live = state.prepared(lambda: measure_live(run), accumulate)
+        times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(STEPS)]
+    live_bytes = np.array(live, dtype=np.int64) + resident.total_bytes
+    return MeasuredStep(
+        moments=np.array(moments, dtype=np.float64),
+        live_bytes=live_bytes,
+        peak_bytes=int(live_bytes.max()),
+        time_us=statistics.median(times),
+    )

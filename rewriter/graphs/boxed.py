@@ -1,0 +1,116 @@
+"""Generated Python that takes its inputs in a list and lets go of each value after its last use.
+
+A function that took its inputs one by one would hold every one of them until it returned,
+whatever the schedule says. fx's own code generation names each op by a path of attributes; here
+ops and constants are bound once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from remat.graph_capture.joint.nodes import is_getitem
+from remat.rewriter.graphs.bindings import Bindings
+
+Boxed = Callable[[list[Any]], Any]
+
+_serial = itertools.count()
+
+
+class _Writer:
+    """Writes one graph as a function; `bound` holds the globals that it reads."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.bindings = Bindings()
+        self.bound: dict[str, Any] = {}
+        self.names: dict[int, str] = {}
+        self.lines: list[str] = []
+
+    def write(self) -> str:
+        """The source."""
+        nodes = list(self.gm.graph.nodes)
+        dead = _dead_after(nodes)
+        taken = [node for node in nodes if node.op == "placeholder"]
+        if taken:
+            self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
+        self.lines.append("args_list.clear()")
+        self._drop([node for node in taken if not node.users])
+        for node in nodes:
+            self._line(node)
+            self._drop(dead.get(node, []))
+        body = "\n    ".join(self.lines)
+        return f"def run(args_list):\n    {body}\n"
+
+    def _line(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            constant = self.bind(getattr(self.gm, str(node.target)))
+            self.lines.append(f"{node.name} = {constant}")
+        elif node.op == "output":
+            self.lines.append(f"return {self._shown(node.args[0])}")
+        elif node.op == "call_function":
+            result = f"{node.name} = " if node.users else ""
+            self.lines.append(f"{result}{self._call(node)}")
+
+    def _call(self, node: fx.Node) -> str:
+        if is_getitem(node):
+            return f"{self._shown(node.args[0])}[{node.args[1]}]"
+        given = [self._shown(argument) for argument in node.args]
+        given += [f"{name}={self._shown(argument)}" for name, argument in node.kwargs.items()]
+        return f"{self.bind(self.bindings.of(node))}({', '.join(given)})"
+
+    def _drop(self, nodes: list[fx.Node]) -> None:
+        if nodes:
+            self.lines.append(f"del {', '.join(node.name for node in nodes)}")
+
+    def _shown(self, argument: Any) -> str:
+        """An argument as source: nodes by name, small constants in full, others bound."""
+        if isinstance(argument, fx.Node):
+            return argument.name
+        if argument is None or isinstance(argument, (bool, int)):
+            return repr(argument)
+        if isinstance(argument, (tuple, list)):
+            if any(isinstance(item, (fx.Node, tuple, list)) for item in argument):
+                items = "".join(f"{self._shown(item)}, " for item in argument)
+                return f"({items})" if isinstance(argument, tuple) else f"[{items}]"
+            return self.bind(list(argument) if isinstance(argument, list) else argument)
+        return self.bind(argument)
+
+    def bind(self, thing: Any) -> str:
+        """The name of a global that holds `thing`."""
+        if id(thing) not in self.names:
+            name = f"_{len(self.bound)}"
+            self.names[id(thing)], self.bound[name] = name, thing
+        return self.names[id(thing)]
+
+
+def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Which values no node after this one reads; what the output reads is not among them."""
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set(nodes[-1].all_input_nodes)
+    for node in reversed(nodes[:-1]):
+        for read in node.all_input_nodes:
+            if read not in seen:
+                seen.add(read)
+                dead.setdefault(node, []).append(read)
+    return dead
+
+
+def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+    """The compiler handed to AOTAutograd: plain generated Python over ATen ops."""
+    writer = _Writer(gm)
+    source = writer.write()
+    filename = f"<remat step {next(_serial)}>"
+    space = dict(writer.bound)
+    exec(compile(source, filename, "exec"), space)
+    run: Boxed = space["run"]
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    weakref.finalize(run, linecache.cache.pop, filename, None)
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run

@@ -1,0 +1,71 @@
+"""What autograd must be told of the gradients of a step, read off the joint graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import is_tangent
+
+_SUM = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class GradientFacts:
+    """Gradients of a step, by the places of its inputs: parameters and buffers first.
+
+    Attributes
+    ----------
+    unused : places of what gets no gradient, though it may require one.
+    needs : of each place that gets one, the places of forward's results through which it is
+        reached. through : all of these.
+    summed : places whose gradient is a sum of several terms.
+    overwrites : whether the step writes to a buffer or an input.
+    """
+
+    unused: frozenset[int]
+    needs: dict[int, frozenset[int]]
+    through: frozenset[int]
+    summed: tuple[int, ...]
+    overwrites: bool
+
+
+def gradient_facts(joint: Joint) -> GradientFacts:
+    """The facts of a joint graph."""
+    output = joint.module.graph.find_nodes(op="output")[0]
+    results, described = output.args[0], output.meta["desc"]
+    assert isinstance(results, (tuple, list))
+    gradients = list(results[joint.num_forward_outputs :])
+    forward = list(described[: joint.num_forward_outputs])
+    reached = _reached_from(joint.module.graph, forward)
+    given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}
+    needs = {i: reached.get(node, frozenset[int]()) for i, node in given.items()}
+    return GradientFacts(
+        unused=frozenset(range(len(gradients))).difference(given),
+        needs=needs,
+        through=frozenset[int]().union(*needs.values()),
+        summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
+        overwrites=any(hasattr(one, "mutated_input") for one in forward),
+    )
+
+
+def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, frozenset[int]]:
+    """The places of forward's results whose tangents a node depends on, for those that do."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        if is_tangent(node):
+            found[node] = frozenset([forward.index(node.meta["desc"].output)])
+        elif sources := [found[a] for a in node.all_input_nodes if a in found]:
+            first = sources[0]
+            same = all(source is first for source in sources)
+            found[node] = first if same else first.union(*sources[1:])
+    return found
+
+
+def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]]) -> bool:
+    while node.name not in joint.node_of_op and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target is _SUM and all(a in reached for a in node.all_input_nodes)

@@ -1,0 +1,1 @@
+"""What a plan relies on, looked at before each step."""

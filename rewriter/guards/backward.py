@@ -1,0 +1,118 @@
+"""What is checked when backward reaches a rewritten step, before any of its ops runs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.rewriter.graphs.gradient_facts import GradientFacts
+
+_C: Any = torch._C
+_NODE = "CompiledFunctionBackward"
+"""What AOTAutograd calls the autograd node of a compiled step."""
+
+_last_pass: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+class BackwardGuards:
+    """Watches the autograd node of one forward.
+
+    Parameters
+    ----------
+    model : the user's. inputs : what the step was called with, parameters and buffers first, for
+    which `names` has names. facts : of the step's gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts
+    ) -> None:
+        self.model, self.names, self.facts = model, names, facts
+        self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
+
+    def watch(self, output: Any) -> None:
+        """Hook the node behind `output`, which a forward has just returned."""
+        node = next(filter(None, map(compiled_node, pytree.tree_leaves(output))), None)
+        if node is not None:
+            node.register_prehook(self._before)
+            node.register_hook(self._after)
+
+    def _before(self, tangents: tuple[Tensor | None, ...]) -> None:
+        if torch.is_grad_enabled():
+            raise RewriteError(
+                f"double backward through the rewritten {self._kind} (create_graph=True): its "
+                "backward is a fixed sequence of ops that cannot be differentiated again. Use the "
+                "original model for steps that need second derivatives"
+            )
+        self._require_own_pass()
+        for i in self._unreached(tangents):
+            tensor = self.trained[i]()
+            if tensor is not None and _has_hook(tensor):
+                raise RewriteError(
+                    f"backward from a part of what the rewritten {self._kind} returned reaches "
+                    f"{self._name(i)} not at all, and its hook would be called without a gradient. "
+                    "Remove the hook, or plan with a loss_fn that takes the part alone"
+                )
+
+    def _after(
+        self, gradients: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        """None in place of the zeros of what eager would not have reached."""
+        unreached = set(self._unreached(tangents))
+        if not unreached:
+            return None
+        return tuple(None if i in unreached else g for i, g in enumerate(gradients))
+
+    def _unreached(self, tangents: tuple[Tensor | None, ...]) -> list[int]:
+        given = {i for i, tangent in enumerate(tangents) if tangent is not None}
+        if self.facts.through <= given:
+            return []
+        return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
+
+    def _require_own_pass(self) -> None:
+        """Refuse a second backward of the model in one pass where eager would add otherwise."""
+        now = torch._C._current_graph_task_id()
+        if self.facts.summed and _last_pass.get(self.model) == now:
+            raise RewriteError(
+                f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
+                f"{self._name(self.facts.summed[0])} is a sum of several terms, which eager would "
+                "add in another order, so that last bits would differ. Call backward for each loss "
+                "on its own, or forward once on both batches together"
+            )
+        _last_pass[self.model] = now
+
+    @property
+    def _kind(self) -> str:
+        return type(self.model).__name__
+
+    def _name(self, i: int) -> str:
+        return self.names[i] if i < len(self.names) else f"input {i - len(self.names)}"
+
+
+def _has_hook(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def compiled_node(leaf: Any) -> Any:
+    """The autograd node of the compiled step behind a result; views of results have their own."""
+    node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+    while node is not None and node.name() != _NODE:
+        node = next((source for source, _ in node.next_functions if source is not None), None)
+    return node
+
+
+def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
+    """Raise `RewriteError` where a checkpoint around the step would write its buffers once less."""
+    if not facts.overwrites:
+        return
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise RewriteError(
+            f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
+            "torch.utils.checkpoint, whose second forward ends before it does so again, as eager "
+            "would. Call it without the checkpoint: the plan decides what is computed again"
+        )

@@ -1,0 +1,175 @@
+"""What a rewritten module checks before each training step: that all is as at capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.refuse import (
+    distributed_message,
+    hook_dictionaries,
+    is_distributed,
+    unheard_hook,
+)
+from remat.graph_capture.tracing.ties import tied_places
+from remat.graph_capture.tracing.trace import Recipe, autocast_state
+from remat.rewriter.guards.live_state import LiveState, named_state
+from remat.rewriter.guards.settings import first_difference, settings
+
+
+class Guards:
+    """The state a plan relies on, read at rewriting and compared at every step.
+
+    Parameters
+    ----------
+    model : as captured. recipe : signature of the batch and autocast state at capture.
+    forward, backward : the rewritten graphs, whose constants are watched.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> None:
+        self.kind = type(model).__name__
+        self.model = model
+        self.recipe = recipe
+        self.takes_target = recipe.signature.has_target
+        self.hooks = [
+            (path, module, attribute, getattr(module, attribute))
+            for path, module, attribute in hook_dictionaries(model)
+        ]
+        self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
+        self.live = LiveState(model)
+        self.facts = [_facts(tensor) for _, tensor in named_state(model)]
+        self.tied = tied_places(model)
+        self.taken = [i for i in range(len(self.facts)) if i not in self.tied]
+        self.names = [self.live.names[i] for i in self.taken]
+        self.constants = _watched_constants(model, forward, backward)
+        self.settings = settings()
+
+    @property
+    def captured_modes(self) -> dict[str, bool]:
+        """Whether each module was in training mode, by its path."""
+        return {"": True, **{path: mode for path, _, mode in self.modes}}
+
+    def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
+        """Parameters and buffers that the step takes, a tied one once; and the batch's leaves.
+
+        Parameters
+        ----------
+        batch : (args, kwargs, target).
+
+        Raises
+        ------
+        RewriteError : something is not as at capture; names the first difference.
+        """
+        leaves, spec = pytree.tree_flatten(batch)
+        self.recipe.signature.require(leaves, spec, self.kind)
+        if unheard := unheard_hook(self.hooks):
+            raise RewriteError(unheard)
+        for path, module, mode in self.modes:
+            if module.training is not mode:
+                raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
+        state = self._state()
+        for path, module, attribute, tensor in self.constants:
+            if getattr(module, attribute, None) is not tensor:
+                raise self._changed(f"attribute {path}", "one tensor", "another one")
+        self._require_context()
+        return [state[i] for i in self.taken], leaves
+
+    def _require_context(self) -> None:
+        now = autocast_state()
+        if now != self.recipe.autocast:
+            raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
+        if settings() != self.settings:
+            name, before, found = first_difference(self.settings, settings())
+            raise RewriteError(
+                f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager may "
+                "run other ops. Put it back, or capture and solve again"
+            )
+
+    def _state(self) -> list[Tensor]:
+        state = self.live.read()
+        if state is None:
+            raise self._replaced()
+        for i, (tensor, before) in enumerate(zip(state, self.facts, strict=True)):
+            if _facts(tensor) != before:
+                raise self._another(self.live.names[i], before, tensor)
+        for later, first in self.tied.items():
+            if state[later] is not state[first]:
+                tied = f"tied to {self.live.names[first]}"
+                raise self._changed(self.live.names[later], tied, "another parameter")
+        return state
+
+    def _another(self, name: str, before: tuple[Any, ...], tensor: Tensor) -> RewriteError:
+        """What to tell of a parameter or buffer whose facts are not as before."""
+        if is_distributed(tensor):
+            return RewriteError(distributed_message(f"{name} of {self.kind}"))
+        return self._changed(name, *_first_changed(before, _facts(tensor)))
+
+    def _replaced(self) -> RewriteError:
+        """What to tell where modules, parameters or buffers came or went."""
+        now, before = [name for name, _ in named_state(self.model)], self.live.names
+        if now == before:
+            return self._changed("a submodule", "one object", "another one")
+        missing, added = set(before).difference(now), set(now).difference(before)
+        name = next((n for n in (*before, *now) if n in missing or n in added), before[0])
+        words = ("there", "missing") if name in missing else ("missing", "there")
+        return self._changed(name, *words)
+
+    def _changed(self, what: str, before: str, now: str) -> RewriteError:
+        return RewriteError(
+            f"{what} of {self.kind} was {before} when the step was captured and is {now} now. "
+            "Put it back, or capture and solve again"
+        )
+
+
+def _mode(training: bool) -> str:
+    return "in training mode" if training else "in eval mode"
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+_FACT_TEXT: tuple[Callable[[Any], str], ...] = (
+    lambda trained: "trained" if trained else "frozen",
+    str,
+    lambda device: f"on {device}",
+    lambda shape: f"of shape {list(shape)}",
+    lambda stride: f"of strides {list(stride)}",
+)
+
+
+def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
+    """The first of two facts that differ, as text."""
+    for was, found, text in zip(before, now, _FACT_TEXT, strict=True):
+        if was != found:
+            return text(was), text(found)
+    raise AssertionError("no fact differs")
+
+
+def _shown(state: tuple[Any, ...]) -> str:
+    return ", ".join(f"{dtype} on {kind}" for kind, on, dtype in state if on) or "off"
+
+
+def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
+    """Tensors that the graphs have taken in: neither parameters, buffers nor arguments."""
+    names = [(g, str(n.target)) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
+    return [constant for g, name in names if isinstance(constant := getattr(g, name), Tensor)]
+
+
+def _watched_constants(
+    model: nn.Module, *graphs: fx.GraphModule
+) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Plain tensor attributes of the model that the graphs have taken in."""
+    addresses = {constant.data_ptr() for constant in constants_of(*graphs)}
+    return [
+        (f"{path}.{name}".lstrip("."), module, name, item)
+        for path, module in model.named_modules()
+        for name, item in vars(module).items()
+        if isinstance(item, Tensor) and item.data_ptr() in addresses
+    ]

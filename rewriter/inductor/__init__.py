@@ -1,0 +1,1 @@
+"""Schedules for Inductor: its graphs, its prices, the peak of its code."""

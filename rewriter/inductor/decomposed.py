@@ -1,0 +1,115 @@
+"""From an emitted graph of ATen ops to what Inductor compiles, the schedule unchanged.
+
+Ops are decomposed as Inductor wants them, and each result that the schedule keeps while a later
+call runs is stored there: left to itself, Inductor keeps what a cheap result is made of, and makes
+it again in each reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.joint.dropout import DROPOUT_BACKWARD
+from remat.graph_capture.joint.nodes import is_getitem, mutates, target_name
+from remat.rewriter.inductor.emit import MOVED, REALIZE
+from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_view
+
+aten = torch.ops.aten
+
+
+def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
+    """`gm` decomposed, with what lasts stored; placeholders keep their names.
+
+    Raises
+    ------
+    RewriteError : a decomposition writes to a tensor.
+    """
+    graph = _decomposed(gm, mode)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and mutates(node):
+            raise RewriteError(
+                f"Inductor decomposes an op of this step into {target_name(node)}, which writes to "
+                "its argument: rewrite without compile=True. Please report this model"
+            )
+    return _with_stored_results(graph)
+
+
+def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
+    """A fake tensor for each placeholder; what is no tensor stays as it is."""
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    return [
+        mode.from_tensor(v) if isinstance(v, Tensor) and not isinstance(v, FakeTensor) else v
+        for v in values
+    ]
+
+
+def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
+    inputs = inputs_of(gm, mode)
+    table = select_decomp_table()
+    table = {**table, DROPOUT_BACKWARD: table[aten.native_dropout_backward.default]}
+    with mode, preserve_node_meta(), torch.no_grad():
+        graph = make_fx(fx.Interpreter(gm).run, decomposition_table=table, tracing_mode="real")(
+            *inputs
+        )
+    before = gm.graph.find_nodes(op="placeholder")
+    after = graph.graph.find_nodes(op="placeholder")
+    for old, new, value in zip(before, after, inputs, strict=True):
+        new.target, new.meta["val"] = old.target, value
+        new._rename(str(old.target))
+    return graph
+
+
+def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with `realize` between each result that lasts and the kernels that read it."""
+    lasting = _lasting(list(gm.graph.nodes))
+    graph = fx.Graph()
+    copies: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def read(node: fx.Node, in_kernel: bool) -> fx.Node:
+        if (node, in_kernel) not in copies:
+            copies[node, in_kernel] = graph.node_copy(node, lambda n: read(n, in_kernel))
+        return copies[node, in_kernel]
+
+    for node in gm.graph.nodes:
+        if is_view(node):
+            continue
+        in_kernel = node.op == "call_function" and is_generated(node)
+        copy = graph.node_copy(node, lambda n, k=in_kernel: read(n, k))
+        copies[node, False] = copies[node, True] = copy
+        if node in lasting:
+            stored = graph.call_function(REALIZE, (copy,))
+            stored.meta = dict(node.meta)
+            copies[node, True] = stored
+    graph.lint()
+    return fx.GraphModule(gm, graph)
+
+
+def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Results of kernels, or calls that move, which are read after a later call has run."""
+    place = {node: i for i, node in enumerate(nodes)}
+    calls = [i for i, node in enumerate(nodes) if _is_call(node)]
+    last = dict(place)
+    for node in reversed(nodes):
+        for source in node.all_input_nodes:
+            last[source] = max(last[source], last[node] if is_view(node) else place[node])
+    found: set[fx.Node] = set()
+    for node in nodes:
+        could_move = is_inlined(node) or node.target in MOVED
+        if could_move and any(place[node] < at < last[node] for at in calls):
+            found.add(node)
+    return found
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and not (
+        is_generated(node) or is_view(node) or is_getitem(node)
+    )

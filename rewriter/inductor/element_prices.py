@@ -1,0 +1,118 @@
+"""What an element costs in a kernel that Inductor generates, beyond the bytes read and written.
+
+On a CPU a random number takes some twenty times as long as other arithmetic, an error function
+five times; so these set the price of a dropout or a GELU that is computed again. Each is measured
+once on a machine, by a kernel with it and one without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import inductor_prims
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.graph_capture.devices.meter import CpuMeter
+from remat.graph_capture.joint.nodes import tensors_of
+from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.rewriter.inductor.nodes import DRAWS
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_FUNCTIONS: dict[Any, str] = {
+    getattr(aten, name).default: name
+    for name in (
+        "cos", "erf", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "sin",
+        "tanh",
+    )
+}  # fmt: skip
+_TARGETS = {name: target for target, name in _FUNCTIONS.items()}
+DRAW, BYTE = "draw", "byte"
+KEY = "remat.element"
+ELEMENTS = 1 << 20
+"""What the measured kernels compute: enough to keep every thread busy."""
+
+
+def slow_part(node: fx.Node) -> str:
+    """What `node` computes that is priced by the element; empty for all that is as fast as a copy.
+
+    Reading a mask kept as bytes is among it.
+    """
+    if node.target in DRAWS:
+        return DRAW
+    if node.target == _CONVERT:
+        read = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+        is_byte = any(tensor is not None and tensor.dtype == torch.uint8 for tensor in read)
+        return BYTE if is_byte else ""
+    return _FUNCTIONS.get(node.target, "")
+
+
+def us_per_element(part: str, cache: PriceCache) -> float:
+    """Microseconds that a `slow_part` takes, with as many threads as there are now.
+
+    Measured at the first call and kept in `cache`, whose file is that of this machine and number
+    of threads. May be called in the middle of a compilation.
+    """
+    key = f"{KEY} {part}"
+    if key not in cache.prices:
+        meter = CpuMeter()
+        with _on_its_own():
+            with_it, without = (meter.often_us(_kernel(name)) for name in (part, ""))
+        cache.prices[key] = Price(max(0.0, with_it - without), 0)
+        cache.save()
+    return cache.prices[key].cost_us / ELEMENTS
+
+
+def _kernel(part: str) -> Callable[[], Any]:
+    """A compiled kernel that multiplies `ELEMENTS` numbers by what is to be measured."""
+    given = [
+        torch.zeros(1, dtype=torch.int64),
+        torch.linspace(0.5, 2.0, ELEMENTS),
+        torch.ones(ELEMENTS, dtype=torch.uint8),
+    ]
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(tensor) for tensor in given]
+    with tracing(TracingContext(mode)), inductor_config.patch(fx_graph_cache=False):
+        run: Any = compile_fx_inner(_graph(part, fake, mode), fake)
+
+    def once() -> Any:
+        return run(list(given))
+
+    once()
+    return once
+
+
+@contextlib.contextmanager
+def _on_its_own() -> Generator[None]:
+    """Real tensors and plain kernels, beside whatever is being compiled."""
+    with (
+        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
+    ):  # fmt: skip
+        yield
+
+
+def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    graph = fx.Graph()
+    seeds, numbers, mask = map(graph.placeholder, ("seeds", "numbers", "mask"))
+    factor: Any = 1.5
+    if part == DRAW:
+        seed = graph.call_function(inductor_prims.lookup_seed, (seeds, 0))
+        factor = graph.call_function(inductor_prims.random, ([ELEMENTS], seed, "rand"))
+    elif part == BYTE:
+        factor = graph.call_function(_CONVERT, (mask, torch.float32))
+    elif part:
+        factor = graph.call_function(_TARGETS[part], (numbers,))
+    graph.output((graph.call_function(aten.mul.Tensor, (numbers, factor)),))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fake)
+    return gm

@@ -1,0 +1,262 @@
+"""Inductor's joint graph as a `TrainingGraph` whose ops are kernels and calls.
+
+Pointwise nodes take no storage of their own: they are computed inside the kernels that read
+them. Those that a call reads, that backward reads of forward, or that many kernels would
+have to compute again, are values all the same; the others are inlined where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.joint.nodes import (
+    draws_randomness,
+    is_getitem,
+    is_tangent,
+    mutates,
+    node_inputs,
+    storage_key,
+    target_name,
+    tensors_of,
+)
+from remat.rewriter.inductor.nodes import SEEDS, is_inlined, is_view, place_of, refuse_symbols
+from remat.rewriter.inductor.stored import StoredNodes
+
+
+@dataclass
+class FusedJoint:
+    """A training graph of kernels together with the fx nodes that its names stand for.
+
+    Attributes
+    ----------
+    module : the joint graph. n_outputs : of its outputs, those of forward.
+    node_of_op : the node behind each op; none for the tangents.
+    base_of_value : the node that first returns a value.
+    values_read : for each node, the values that must be live where it is emitted.
+    """
+
+    module: fx.GraphModule
+    n_outputs: int
+    graph: TrainingGraph
+    node_of_op: dict[str, fx.Node]
+    base_of_value: dict[str, fx.Node]
+    values_read: dict[fx.Node, tuple[str, ...]]
+
+    @property
+    def results(self) -> list[Any]:
+        """What both graphs return: forward's own outputs, then the gradients."""
+        return list(self.module.graph.find_nodes(op="output")[0].args[0])  # pyright: ignore
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Inputs of the joint graph."""
+        return list(self.module.graph.find_nodes(op="placeholder"))
+
+
+@dataclass
+class _Builder:
+    gm: fx.GraphModule
+    n_outputs: int
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
+    base: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    values_read: dict[fx.Node, tuple[str, ...]] = field(
+        default_factory=dict[fx.Node, tuple[str, ...]]
+    )
+    node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    ops: dict[Phase, list[Op]] = field(
+        default_factory=lambda: {"forward": list[Op](), "backward": list[Op]()}
+    )
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.gm.graph.nodes)
+        results: Any = self.nodes[-1].args[0]
+        self.forward_results = [n for n in results[: self.n_outputs] if isinstance(n, fx.Node)]
+        self.gradients = [n for n in results[self.n_outputs :] if isinstance(n, fx.Node)]
+        self.in_forward = self._forward_nodes()
+        self.stored = StoredNodes(self.nodes, self.in_forward, self._readers())
+        self.overwritten = {n.args[0] for n in self.nodes if mutates(n)}
+
+    def _forward_nodes(self) -> set[fx.Node]:
+        """Ancestors of forward's results, what draws or has effects there, and their parts."""
+        late = {node for node in self.nodes if is_tangent(node)}
+        for node in self.nodes:
+            if any(source in late for source in node.all_input_nodes):
+                late.add(node)
+        effects = [
+            n for n in self.nodes
+            if n.op == "call_function" and n not in late
+            and (draws_randomness(n) or mutates(n) or n.target == SEEDS)
+        ]  # fmt: skip
+        found: set[fx.Node] = set()
+        stack = [*self.forward_results, *effects]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        for node in self.nodes:
+            if is_getitem(node) and node.args[0] in found:
+                found.add(node)
+        return found
+
+    def _readers(self) -> dict[fx.Node, list[fx.Node]]:
+        """Who reads each node, through views."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed(self.nodes):
+            found[node] = [
+                reader
+                for user in node.users
+                for reader in (found[user] if is_view(user) else [user])
+            ]
+        return found
+
+    def build(self, name: str, resident: Resident, device: str) -> FusedJoint:
+        """Turn nodes into ops in their order."""
+        self._add_inputs()
+        for node in self.nodes:
+            if node.op == "call_function":
+                self._add(node)
+        kept = self._names(n for n in self.forward_results if n not in self.overwritten)
+        tangents = [v.name for v in self.values.values() if v.kind == "tangent"]
+        ends = (*kept, *self._names(self.gradients), *tangents)
+        graph = TrainingGraph(
+            name=name,
+            ops=(*self.ops["forward"], *self.ops["backward"]),
+            values=tuple(self.values.values()),
+            forward_outputs=tuple(dict.fromkeys(kept)),
+            outputs=tuple(dict.fromkeys(ends)),
+            resident=resident,
+            device=device,
+        )
+        return FusedJoint(
+            self.gm, self.n_outputs, graph, self.node_of_op, self.base, self.values_read
+        )
+
+    def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
+        names = [name for node in nodes for name in self.values_read[node]]
+        return [name for name in names if self.values[name].producer]
+
+    def _add_inputs(self) -> None:
+        storages: dict[int, str] = {}
+        tangents: list[str] = []
+        for node in self.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                continue
+            tensor = node.meta.get("val")
+            self.values_read[node] = ()
+            if not isinstance(tensor, Tensor):
+                continue
+            key = storage_key(tensor)
+            if key not in storages:
+                storages[key] = node.name
+                is_late = is_tangent(node)
+                kind: Kind = "tangent" if is_late else "input"
+                self._register(node, node, tensor, "tangents" if is_late else "", kind)
+                if is_late:
+                    tangents.append(node.name)
+            self.values_read[node] = (storages[key],)
+        pin = "its results arrive from autograd"
+        self.ops["backward"].append(
+            Op("tangents", TANGENTS, "backward", (), tuple(tangents), pinned=pin)
+        )
+
+    def _register(
+        self, node: fx.Node, base: fx.Node, tensor: Tensor, producer: str, kind: Kind
+    ) -> None:
+        self.base[node.name] = base
+        self.values[node.name] = Value(
+            name=node.name,
+            size_bytes=tensor.untyped_storage().nbytes(),
+            producer=producer,
+            kind=kind,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(int(n) for n in tensor.shape),
+        )
+
+    def _read(self, node: fx.Node) -> tuple[str, ...]:
+        """Values among the arguments, those of inlined nodes in their place."""
+        return tuple(
+            dict.fromkeys(v for a in node_inputs(node) for v in self.values_read.get(a, ()))
+        )
+
+    def _add(self, node: fx.Node) -> None:
+        if is_getitem(node):
+            self._add_part(node)
+        elif is_view(node) or (is_inlined(node) and not self.stored.is_stored(node)):
+            self.values_read[node] = self._read(node)
+        else:
+            self._add_op(node)
+
+    def _add_part(self, node: fx.Node) -> None:
+        """An element of a tuple: a value of the op that made it, or a view like its source."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        self.values_read[node] = (
+            (node.name,) if node.name in self.values else self.values_read[source]
+        )
+
+    def _add_op(self, node: fx.Node) -> None:
+        phase: Phase = "forward" if node in self.in_forward else "backward"
+        outputs: list[str] = []
+        kind: Kind = "activation" if phase == "forward" else "gradient"
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            tensors = tensors_of(node)
+            for user in node.users:
+                tensor = tensors[user.args[1]] if is_getitem(user) else None  # pyright: ignore
+                if tensor is not None and user.name not in self.values:
+                    self._register(user, user, tensor, node.name, kind)
+                    outputs.append(user.name)
+        elif isinstance(node.meta.get("val"), Tensor) and not mutates(node):
+            self._register(node, node, node.meta["val"], node.name, kind)
+            outputs.append(node.name)
+        inputs = self._read(node)
+        self.values_read[node] = tuple(outputs) if outputs else self._written(node)
+        self.node_of_op[node.name] = node
+        module, source = place_of(node)
+        self.ops[phase].append(
+            Op(
+                node.name, target_name(node), phase, inputs, tuple(outputs),
+                pinned=self._why_pinned(node, phase), module=module, source=source,
+            )
+        )  # fmt: skip
+
+    def _written(self, node: fx.Node) -> tuple[str, ...]:
+        """The value that stands for what an op with effects returns."""
+        first = node.args[0] if node.args else None
+        return self.values_read[first] if mutates(node) and isinstance(first, fx.Node) else ()
+
+    def _why_pinned(self, node: fx.Node, phase: Phase) -> str:
+        reads = {self.base.get(name) for name in self._read(node)}
+        if mutates(node):
+            return "it has effects"
+        if reads & self.overwritten and phase == "forward":
+            return "it reads an input that the step overwrites"
+        if reads & self.overwritten:
+            raise CaptureError(
+                f"backward reads {target_name(node)} of an input that forward overwrites "
+                f"({place_of(node)[1]}). Give forward a copy: x.clone() before the change"
+            )
+        if node.target == SEEDS or draws_randomness(node):
+            return "it draws random numbers"
+        return "" if any(t is not None for t in tensors_of(node)) else "it has effects only"
+
+
+def build_fused(
+    gm: fx.GraphModule, n_outputs: int, name: str, resident: Resident, device: str
+) -> FusedJoint:
+    """Analyse the joint graph that Inductor is about to partition.
+
+    Raises
+    ------
+    CaptureError : a size is symbolic, or backward reads an input that forward overwrites.
+    """
+    for node in gm.graph.nodes:
+        refuse_symbols(node)
+    return _Builder(gm, n_outputs).build(name, resident, device)

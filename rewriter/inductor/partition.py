@@ -1,0 +1,192 @@
+"""The place in torch.compile where a step is cut in two: our partitioner, and what it offers.
+
+Inductor hands over its joint graph, decomposed and after its own joint passes. A `FusedStep`
+is that graph with prices, the means to emit a schedule of it, and to replay its peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch._functorch.config as functorch_config
+from torch import Tensor, fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.graph_copy import copy_of
+from remat.graph_capture.joint.nodes import draws_randomness, is_tangent
+from remat.graph_capture.tracing.resident import storage_bytes
+from remat.rewriter.inductor.choices import calls_in_order
+from remat.rewriter.inductor.emit import emit_fused
+from remat.rewriter.inductor.graph import FusedJoint, build_fused
+from remat.rewriter.inductor.masks import keep_masks_as_bytes
+from remat.rewriter.inductor.nodes import SEEDS
+from remat.rewriter.inductor.prices import CallPrices, price_fused
+from remat.rewriter.inductor.replay import Replay, replay
+from remat.schedules.schedule import Schedule
+
+CONFIG: dict[str, Any] = {
+    "layout_optimization": False,
+    "fx_graph_cache": False,
+}
+"""Inductor's configuration for a step of ours.
+
+Channels-last layouts would have forward save copies of parameters, which are not seen in the
+graph; and a cached pair of graphs would come past the partitioner.
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two graphs that Inductor compiles, and whether it must hold the order of a plan."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    holds_order: bool = True
+
+
+class FusedStep:
+    """One joint graph of torch.compile, to be planned.
+
+    Attributes
+    ----------
+    graph : its kernels and calls, priced, with nothing resident.
+    static_bytes, dynamic_bytes : of the inputs: parameters and buffers, and all others.
+    n_masks : those that a plan keeps as bytes, and torch's own cut as bool.
+    calls : forwards that run before the first backward; all but one leave what they have saved,
+        and their inputs, beside what is replayed.
+    """
+
+    calls = 1
+
+    def __init__(
+        self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
+        static: Sequence[int], n_visible: int,
+    ) -> None:  # fmt: skip
+        self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
+        self.n_masks = keep_masks_as_bytes(gm, n_outputs)
+        self._prices = CallPrices(gm)
+        self._visible = _visible_outputs(n_visible)
+        inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        self.joint: FusedJoint = build_fused(
+            gm, n_outputs, "torch.compile", Resident(), _device_of(inputs)
+        )
+        self.joint.graph = price_fused(self.joint, self._prices)
+        known: set[int] = set()
+        self.static_bytes = storage_bytes((inputs[i].meta.get("val") for i in self._static), known)
+        self.dynamic_bytes = storage_bytes((node.meta.get("val") for node in inputs), known)
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The priced graph."""
+        return self.joint.graph
+
+    def emit(self, schedule: Schedule) -> Pair:
+        """The two graphs that carry out `schedule`."""
+        return Pair(*emit_fused(self.joint, schedule))
+
+    def stock(self) -> Pair:
+        """The two graphs that torch makes of the step where nothing is asked of it."""
+        with functorch_config.patch(activation_memory_budget=1.0):
+            return Pair(
+                *min_cut_rematerialization_partition(
+                    copy_of(self._gm), self._joint_inputs, compiler="inductor",
+                    num_fwd_outputs=self.joint.n_outputs,
+                    static_lifetime_input_indices=self._static,
+                ),
+                holds_order=False,
+            )  # fmt: skip
+
+    def replay(self, pair: Pair) -> Replay:
+        """What Inductor's code for `pair` allocates.
+
+        Raises
+        ------
+        ReplayError : it cannot be read.
+        """
+        with calls_in_order(pair.holds_order):
+            found = replay(
+                pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible
+            )
+        extra_bytes = self.left_by_others_bytes(found)
+        return dataclasses.replace(
+            found,
+            forward_peak_bytes=found.forward_peak_bytes + extra_bytes,
+            backward_peak_bytes=found.backward_peak_bytes + extra_bytes,
+        )
+
+    def left_by_others_bytes(self, found: Replay) -> int:
+        """What the other calls have left when the last one runs."""
+        return (self.calls - 1) * (found.saved_bytes + self.dynamic_bytes)
+
+    def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
+        return [price.workspace_bytes for price in self._prices.of(calls)]
+
+
+def draws_once(pair: Pair) -> bool:
+    """Whether nothing that draws in forward draws again in backward."""
+    drawn = {node.name for node in pair.forward.graph.nodes if _draws(node)}
+    return not any(_draws(node) and node.name in drawn for node in pair.backward.graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.target == SEEDS or draws_randomness(node)
+
+
+def _device_of(inputs: Iterable[fx.Node]) -> str:
+    tensors = (node.meta.get("val") for node in inputs)
+    return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
+
+
+def _visible_outputs(n_visible: int) -> range:
+    """Which of forward's outputs users see: those after what it writes back to inputs."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    first = 0 if metadata is None else metadata.num_mutated_inp_runtime_indices
+    return range(first, first + n_visible)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Hands the joint graph to `plan` and its two graphs to Inductor."""
+
+    def __init__(self, plan: Callable[[FusedStep], Pair], n_visible: int) -> None:
+        self.plan, self.n_visible = plan, n_visible
+        self.holds_order = False
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Called by Inductor; `plan`'s errors go through to the user."""
+        step = FusedStep(
+            gm, joint_inputs, kwargs["num_fwd_outputs"],
+            kwargs.get("static_lifetime_input_indices") or (), self.n_visible,
+        )  # fmt: skip
+        pair = self.plan(step)
+        self.holds_order = pair.holds_order
+        return pair.forward, pair.backward
+
+    def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile one of the two graphs; backward's turn comes when it is first run."""
+        with calls_in_order(self.holds_order):
+            return compile_fx_inner(*args, **kwargs)
+
+    def uuid(self) -> None:
+        """No key: what is planned depends on more than the graph."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        """Inductor copies its configuration."""
+        return self
+
+
+@contextlib.contextmanager
+def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
+    """The configuration to compile under; yields what to hand Inductor as its patches."""
+    with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+        yield {**CONFIG, "custom_partitioner_fn": partitioner}

@@ -1,0 +1,179 @@
+"""Prices of a compiled step: calls as measured, kernels by what they move and compute."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.graph_capture.devices.memory_events import measure_regions
+from remat.graph_capture.devices.meter import CpuMeter
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
+from remat.graph_capture.prices.keeping_time import kept_bytes, less_for_kept
+from remat.graph_capture.prices.op_times import times_us
+from remat.graph_capture.prices.op_work import moved_bytes
+from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture.prices.pricing import ESTIMATED_BYTES_PER_US
+from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
+from remat.graph_capture.prices.step_time import taking
+from remat.rewriter.inductor.element_prices import slow_part, us_per_element
+from remat.rewriter.inductor.graph import FusedJoint
+from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_reduction, is_view
+from remat.rewriter.inductor.stored import is_added_product
+
+BANDWIDTH_KEY = "remat.copy_bandwidth"
+BANDWIDTH_BYTES = 1 << 25
+LEAST_ELEMENTS = 1 << 12
+"""Below that no slow part is worth the seconds that it takes to measure one."""
+NEAR = 0.8
+"""Part of the time to read a result from memory that is saved while it is near the core."""
+
+
+class CallPrices:
+    """Time and workspace of calls, each distinct one measured once; they are kept on disk.
+
+    Parameters
+    ----------
+    constants : the module whose ``get_attr`` tensors the calls may read.
+    """
+
+    def __init__(self, constants: Any) -> None:
+        self.constants = constants
+        self.cache, self.meter = PriceCache(), CpuMeter()
+
+    def of(self, nodes: Iterable[fx.Node]) -> list[Price]:
+        """Prices of `nodes`, in their order."""
+        asked = list(nodes)
+        keys = [price_key(node) for node in asked]
+        missing = {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.prices}
+        if missing:
+            with _for_real():
+                self.cache.prices.update(self._measured(missing))
+            self.cache.save()
+        return [self.cache.prices[key] for key in keys]
+
+    def bytes_per_us(self) -> float:
+        """What a copy to memory that is there already reads and writes in a microsecond here."""
+        if BANDWIDTH_KEY not in self.cache.prices:
+            with _for_real():
+                source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8)
+                target = torch.ones_like(source)
+                copy_us = self.meter.often_us(lambda: target.copy_(source))
+                self.cache.prices[BANDWIDTH_KEY] = Price(copy_us, 0)
+            self.cache.save()
+        return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
+
+    def us_per_element(self, part: str) -> float:
+        """What a slow part of a kernel that Inductor generates costs here."""
+        return us_per_element(part, self.cache)
+
+    def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
+        found: dict[str, Price] = {}
+        moved = {key: moved_bytes(node) for key, node in missing.items()}
+
+        def failed(key: str, _: RuntimeError) -> None:
+            found[key] = Price(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
+
+        made = {key: partial(self._runner, node) for key, node in missing.items()}
+        costs = times_us(made, moved, self.meter, failed)
+        memory = measure_regions(self._runner(missing[key]) for key in costs)
+        for (key, cost_us), region in zip(costs.items(), memory, strict=True):
+            extra = max(0, region.peak_bytes - sum(fresh_storages(missing[key])))
+            found[key] = Price(cost_us, extra)
+        return found
+
+    def _runner(self, node: fx.Node) -> Callable[[], Any]:
+        args, kwargs = sample_arguments(node, self.constants)
+        target = node.target
+        assert callable(target)
+        return lambda: target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _for_real() -> Generator[None]:
+    """Real tensors and plain kernels, in the middle of a compilation."""
+    with (
+        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(),
+        torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]),
+    ):  # fmt: skip
+        yield
+
+
+def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
+    """The joint's graph with costs and workspaces.
+
+    What is generated costs what it takes to read and write its values, and what it draws and
+    computes that is slow; what is inlined costs nothing more. What is computed again is near the
+    core when it is read, what was kept is not: most of what reading it takes is no part of its
+    price, but of the step's.
+    """
+    calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
+    found = dict(zip(calls, prices.of(calls.values()), strict=True))
+    bytes_per_us = prices.bytes_per_us()
+    stored, values = set(joint.node_of_op.values()), joint.graph.value_by_name
+    ops: list[Op] = []
+    for op in joint.graph.ops:
+        node = joint.node_of_op.get(op.name)
+        if op.name in found:
+            op = _called(op, found[op.name])
+        elif node is not None:
+            cost_us = _moved_bytes(op, node, values) / bytes_per_us
+            slow = _slow_elements(node, stored)
+            cost_us += sum(n * prices.us_per_element(part) for part, n in slow.items())
+            op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
+        ops.append(op)
+    priced = msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
+    read_us = sum(kept_bytes(priced).values()) / bytes_per_us
+    cheaper = less_for_kept(priced, NEAR * read_us)
+    return taking(cheaper, priced.time_us)
+
+
+def _called(op: Op, price: Price) -> Op:
+    return msgspec.structs.replace(
+        op,
+        cost_us=price.cost_us,
+        workspace_bytes=price.workspace_bytes,
+        price="estimated" if price.is_estimate else "measured",
+    )
+
+
+def _moved_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
+    """What a kernel reads and writes; a pointwise one reads no more elements than it writes.
+
+    A sum with a product is written by the call that multiplies, which reads the other term.
+    """
+    made = [tensor for tensor in tensors_of(node) if tensor is not None]
+    if is_added_product(node):
+        return sum(tensor.numel() * tensor.element_size() for tensor in made)
+    written = max((tensor.numel() for tensor in made), default=0)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    for value in map(values.__getitem__, op.inputs):
+        most_bytes = written * getattr(torch, value.dtype).itemsize
+        total += value.size_bytes if is_reduction(node) else min(value.size_bytes, most_bytes)
+    return total
+
+
+def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
+    """Elements of each slow part that computing `node` takes, with what is inlined into it."""
+    found, stack, elements = {node}, [node], Counter[str]()
+    while stack:
+        at = stack.pop()
+        made = sum(t.numel() for t in tensors_of(at) if t is not None)
+        if made >= LEAST_ELEMENTS and (part := slow_part(at)):
+            elements[part] += made
+        for source in node_inputs(at):
+            is_part = source not in stored and (is_inlined(source) or is_view(source))
+            if is_part and source not in found:
+                found.add(source)
+                stack.append(source)
+    return elements

@@ -1,0 +1,189 @@
+"""The peak of a compiled step: the events of its two graphs, replayed over storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.joint.nodes import is_tangent, storage_key
+from remat.rewriter.inductor.lowering import Event, Lowered, lower
+
+Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a compiled step allocates beyond its inputs.
+
+    Attributes
+    ----------
+    forward_peak_bytes, backward_peak_bytes : highest sums while each graph runs.
+    saved_bytes : what forward leaves for backward, its own outputs apart.
+    outputs_bytes : of forward's outputs that are not inputs.
+    """
+
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    saved_bytes: int
+    outputs_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The higher of the two peaks."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+def replay(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    n_outputs: int,
+    workspaces: Workspaces,
+    visible: Sequence[int],
+) -> Replay:
+    """Lower both graphs and replay what they allocate.
+
+    Parameters
+    ----------
+    n_outputs : how many of forward's outputs are its own; the rest is saved.
+    workspaces : bytes that each of some calls takes while it runs, beyond its results.
+    visible : as in `lower`.
+
+    Raises
+    ------
+    ReplayError : Inductor's code cannot be read.
+    """
+    inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
+    lowered = lower(forward, inputs, is_backward=False, visible=visible)
+    run = LiveStorages(workspaces, held=set(lowered.inputs))
+    for name in lowered.inputs:
+        run.bring(name, [run.storage(0)])
+    run.carry_out(lowered)
+    forward_peak = run.peak_bytes
+    kept = [_held_by(run, name) for name in lowered.outputs]
+    outputs, saved = kept[:n_outputs], kept[n_outputs:]
+    theirs = _bytes_of(run, outputs)
+    both = _bytes_of(run, kept)
+    then = _backward_run(
+        run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:]
+    )
+    return Replay(forward_peak, then.peak_bytes, both - theirs, theirs)
+
+
+class LiveStorages:
+    """Live storages by the names that hold them, while events are carried out."""
+
+    def __init__(self, workspaces: Workspaces, held: set[str]) -> None:
+        self.workspaces = workspaces
+        self.held = held
+        self.size_bytes: list[int] = []
+        self.holders: list[int] = []
+        self.names: dict[str, list[int]] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def storage(self, size_bytes: int) -> int:
+        """A new storage; its number."""
+        self.size_bytes.append(size_bytes)
+        self.holders.append(0)
+        return len(self.size_bytes) - 1
+
+    def bring(self, name: str, storages: list[int]) -> None:
+        """Let `name` hold `storages`."""
+        self.names[name] = storages
+        for number in storages:
+            if not self.holders[number]:
+                self.live_bytes += self.size_bytes[number]
+            self.holders[number] += 1
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def drop(self, name: str) -> None:
+        """Let go of what `name` holds, unless the caller holds it too."""
+        if name in self.held:
+            return
+        for number in self.names.pop(name, ()):
+            self.holders[number] -= 1
+            if not self.holders[number]:
+                self.live_bytes -= self.size_bytes[number]
+
+    def carry_out(self, lowered: Lowered) -> None:
+        """All events of a graph, in order."""
+        calls = [event.node for event in lowered.events if event.node is not None]
+        extra = iter(self.workspaces(calls))
+        for event in lowered.events:
+            self._carry_out(event, next(extra) if event.node is not None else 0)
+
+    def _carry_out(self, event: Event, extra_bytes: int) -> None:
+        if event.kind == "free":
+            self.drop(event.name)
+        elif event.kind == "alias":
+            shared = self.names.get(event.of, [])
+            self.bring(event.name, shared if event.element is None else [shared[event.element]])
+        elif event.kind == "rename":
+            self.bring(event.name, self.names[event.of])
+            self.drop(event.of)
+        else:
+            self._allocate(event, extra_bytes)
+
+    def _allocate(self, event: Event, extra_bytes: int) -> None:
+        made = sum(event.sizes_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + made + extra_bytes)
+        if event.sizes_bytes:
+            self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
+
+
+def _held_by(run: LiveStorages, name: str | None) -> list[int]:
+    return [] if name is None else run.names.get(name, [])
+
+
+def _bytes_of(run: LiveStorages, storages: Sequence[list[int]]) -> int:
+    return sum(run.size_bytes[number] for number in {n for held in storages for n in held})
+
+
+def _backward_run(
+    run: LiveStorages,
+    backward: fx.GraphModule,
+    workspaces: Workspaces,
+    outputs: Sequence[list[int]],
+    saved: Sequence[list[int]],
+    strides: Sequence[tuple[int, ...] | None],
+) -> LiveStorages:
+    """Carry out backward, on what forward has left."""
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if is_tangent(node)]
+    inputs = [
+        _restrided(node.meta["val"], strides[i] if i < len(saved) else None)
+        for i, node in enumerate(placeholders)
+    ]
+    lowered = lower(backward, inputs, is_backward=True, visible=())
+    then = LiveStorages(workspaces, held={"their outputs"})
+    then.size_bytes, then.holders = run.size_bytes, [0] * len(run.size_bytes)
+    then.bring("their outputs", sorted({n for held in outputs for n in held}))
+    for name, storages in zip(lowered.inputs, saved, strict=False):
+        then.bring(name, storages)
+    rest = lowered.inputs[len(saved) :]
+    _bring_tangents(then, rest[: len(tangents)], tangents)
+    for name in rest[len(tangents) :]:
+        then.bring(name, [then.storage(0)])
+    then.carry_out(lowered)
+    return then
+
+
+def _bring_tangents(run: LiveStorages, names: Sequence[str], tangents: Sequence[fx.Node]) -> None:
+    made: dict[int, int] = {}
+    for name, node in zip(names, tangents, strict=True):
+        tensor = node.meta["val"]
+        key = storage_key(tensor)
+        if key not in made:
+            made[key] = run.storage(tensor.untyped_storage().nbytes())
+        run.bring(name, [made[key]])
+
+
+def _restrided(value: Any, stride: tuple[int, ...] | None) -> Any:
+    """`value` with the strides that the generated forward gives it."""
+    if not isinstance(value, Tensor) or stride is None or tuple(value.stride()) == stride:
+        return value
+    return torch.as_strided(value, value.shape, stride)

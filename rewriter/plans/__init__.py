@@ -1,0 +1,1 @@
+"""Plans in files: kept, read, and held against a model."""

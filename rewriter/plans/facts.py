@@ -1,0 +1,167 @@
+"""What a plan keeps of a model, a batch and a machine, and the recipe made of it again."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
+from remat.graph_capture.errors import PlanError
+from remat.graph_capture.prices.price_cache import device_name
+from remat.graph_capture.tracing.signature import Signature
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.ties import tied_places
+from remat.graph_capture.tracing.trace import Recipe, autocast_state
+from remat.rewriter.guards.live_state import named_state
+from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, State, TensorLeaf
+
+_LITERALS = (bool, int, str, type(None))
+
+
+def state_of(model: nn.Module) -> tuple[State, ...]:
+    """Parameters, then buffers, as the model has them now."""
+    named, tied = named_state(model), tied_places(model)
+    n_parameters = len(list(model.named_parameters(remove_duplicate=False)))
+    return tuple(
+        State(
+            name=name,
+            kind="parameter" if i < n_parameters else "buffer",
+            dtype=_dtype_text(tensor.dtype),
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+            trained=tensor.requires_grad,
+            tied_to=named[tied[i]][0] if i in tied else "",
+        )
+        for i, (name, tensor) in enumerate(named)
+    )
+
+
+def modules_in_eval(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the submodules that are in eval mode."""
+    return tuple(path for path, module in model.named_modules() if path and not module.training)
+
+
+def loss_name(loss_fn: LossFunction | None) -> str:
+    """The function's name, or its class; empty for None."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_name(loss_fn.func)
+    return "" if loss_fn is None else getattr(loss_fn, "__name__", type(loss_fn).__name__)
+
+
+def title_of(device: str) -> str:
+    """The very machine behind a device's name."""
+    if is_in_table(device):
+        return modelled_device(device).title
+    return device_name() if device == CPU else torch.cuda.get_device_name(device)
+
+
+def batch_signature(signature: Signature) -> BatchSignature:
+    """The signature as a file can hold it.
+
+    Raises
+    ------
+    PlanError : an argument is neither a tensor, a number, a text nor a container of these.
+    """
+    try:
+        tree = pytree.treespec_dumps(signature.spec)
+    except (NotImplementedError, TypeError) as error:
+        raise PlanError(
+            f"the batch has a container that a plan file cannot hold ({error}): pass its parts as "
+            "tuples, lists or dicts"
+        ) from error
+    leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
+    return BatchSignature(
+        tree,
+        tuple(
+            _python_leaf(name, other)
+            if facts is None
+            else TensorLeaf(
+                tuple(facts[0]), facts[1], _dtype_text(facts[2]), str(facts[3]), facts[4]
+            )
+            for name, facts, other in leaves
+        ),
+    )
+
+
+def signature_from(batch: BatchSignature) -> Signature:
+    """The signature that `batch_signature` made it of.
+
+    Raises
+    ------
+    PlanError : the file holds a tree or a leaf that cannot be read.
+    """
+    try:
+        spec = pytree.treespec_loads(batch.tree)
+        with FakeTensorMode():
+            return Signature(pytree.tree_unflatten([_leaf(leaf) for leaf in batch.leaves], spec))
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError) as error:
+        raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
+
+
+def _python_leaf(name: str, value: Any) -> PythonLeaf:
+    if type(value) is float or type(value) in _LITERALS:
+        return PythonLeaf(type(value).__name__, repr(value))
+    raise PlanError(
+        f"{name} is a {type(value).__name__}, which a plan file cannot hold: pass what forward "
+        "needs of it as numbers, texts or tensors"
+    )
+
+
+def _leaf(leaf: TensorLeaf | PythonLeaf) -> Any:
+    if isinstance(leaf, TensorLeaf):
+        return torch.empty_strided(
+            leaf.shape, leaf.strides, dtype=dtype_of(leaf.dtype), device=leaf.device,
+            requires_grad=leaf.requires_grad,
+        )  # fmt: skip
+    return float(leaf.text) if leaf.kind == "float" else ast.literal_eval(leaf.text)
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """The dtype of a name such as ``bfloat16``."""
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise PlanError(f"the plan file names a dtype {text!r}, which this torch does not have")
+    return found
+
+
+def autocast_of(state: tuple[Any, ...]) -> tuple[Autocast, ...]:
+    """Autocast as a file holds it."""
+    return tuple(Autocast(kind, enabled, _dtype_text(dtype)) for kind, enabled, dtype in state)
+
+
+@contextlib.contextmanager
+def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
+    """Autocast as it was when the plan was made, for the types of device that are here."""
+    here = [kind for kind, _, _ in autocast_state()]
+    with contextlib.ExitStack() as stack:
+        for one in planned:
+            if one.device in here:
+                stack.enter_context(
+                    torch.autocast(one.device, dtype_of(one.dtype), enabled=one.enabled)
+                )
+        yield
+
+
+def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe:
+    """How to trace the plan's step on `device`, which is here; called under the plan's autocast."""
+    return Recipe(
+        name=plan.model,
+        signature=signature_from(plan.batch),
+        loss_fn=loss_fn,
+        resident=plan.resident,
+        autocast=autocast_state(),
+        device=device,
+        flags=(plan.told_compiling, plan.told_exporting),
+    )

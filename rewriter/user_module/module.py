@@ -1,0 +1,191 @@
+"""The module users train: their own, with a training step that follows the schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import fx, nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.tracing.trace import Recipe, trace_recipe
+from remat.rewriter.compiled import CompiledStep, compile_step
+from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
+from remat.rewriter.guards.forward import Guards
+from remat.rewriter.user_module.own_forward import class_of_user
+from remat.rewriter.user_module.shared_state import SharedState
+from remat.schedules.plan import Prediction
+from remat.schedules.schedule import Schedule
+
+
+class RematModule(SharedState, fx.GraphModule):
+    """A GraphModule that shares every attribute with the user's module.
+
+    Its instances have the user's ``__dict__`` itself: the same parameters, buffers,
+    submodules, training flag and names; nothing is added to it. In training mode with
+    gradients enabled, a call runs the rewritten step; otherwise the user's own forward.
+
+    Class attributes (each instance has a class of its own)
+    -------------------------------------------------------
+    schedule : what the step carries out. forward_module, backward_module : the two
+        graphs, as plain GraphModules that can be read, printed and iterated.
+    """
+
+    schedule: ClassVar[Schedule]
+    forward_module: ClassVar[fx.GraphModule]
+    backward_module: ClassVar[fx.GraphModule]
+    _compiled_step: ClassVar[CompiledStep]
+    _guards: ClassVar[Guards]
+    _prediction: ClassVar[Prediction | None]
+    _priced: ClassVar[TrainingGraph | None]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
+        """A plain instance; `GraphModule.__new__` would make another class for it."""
+        return object.__new__(cls)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` where a loss was captured.
+
+        Raises
+        ------
+        RewriteError : the batch or the module is not as it was at capture.
+        """
+        target = kwargs.pop("target", None) if self._loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            if target is None and self._guards.takes_target:
+                raise RewriteError(
+                    f"the loss is part of the rewritten {self._guards.kind} and takes a target: "
+                    "call it with target=..., as it was captured"
+                )
+            return self._step((args, kwargs, target))
+        return self._run_original(args, kwargs, target)
+
+    def _step(self, batch: Any) -> Any:
+        guards, step = self._guards, self._compiled_step
+        state, leaves = guards.require(batch)
+        refuse_checkpoint(guards.model, step.gradients)
+        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
+        output = step.call(*used, *batch)
+        inputs = [*state, *leaves]
+        BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
+        return output
+
+    @classmethod
+    def _over(cls, model: nn.Module) -> RematModule:
+        """The same plan over a copy of the model; traced anew if it has tensors of the model's."""
+        if cls._guards.constants:
+            make, (_, *given) = cls._recipe_to_pickle()
+            return make(model, *given)
+        recipe, known = cls._guards.recipe, (cls._prediction, cls._priced)
+        return make_module(model, cls.schedule, recipe, cls._compiled_step, *known)
+
+    @classmethod
+    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        guards = cls._guards
+        made_of = (cls.schedule, guards.recipe, guards.captured_modes)
+        known = (cls._prediction, cls._priced, cls._compiled_step.by_inductor)
+        return restored, (cls.original_module, *made_of, *known)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The forward graph; read-only, see `backward_module` for the other one."""
+        return self.forward_module.graph
+
+    @graph.setter
+    def graph(self, g: fx.Graph) -> NoReturn:
+        raise RewriteError(
+            "the graphs of a rewritten module carry out its schedule and cannot be replaced: "
+            "make another schedule and rewrite again"
+        )
+
+    @property
+    def code(self) -> str:
+        """Python code of both graphs."""
+        return f"# forward{self.forward_module.code}\n# backward{self.backward_module.code}"
+
+    def recompile(self) -> NoReturn:
+        """Refused: see `graph`."""
+        raise RewriteError(
+            "a rewritten module is not recompiled after an edit: "
+            "make another schedule and rewrite again"
+        )
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """Both graphs with the shape of every tensor; printed unless told otherwise."""
+        parts = [
+            graph.print_readable(print_output, *args, **kwargs)
+            for graph in (self.forward_module, self.backward_module)
+        ]
+        return "\n".join(parts)
+
+    def __str__(self) -> str:
+        return f"{nn.Module.__repr__(self)}\n{self.code}"
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)
+
+
+def make_module(
+    model: nn.Module,
+    schedule: Schedule,
+    recipe: Recipe,
+    step: CompiledStep,
+    prediction: Prediction | None = None,
+    priced: TrainingGraph | None = None,
+) -> RematModule:
+    """A `RematModule` over `model`; also an instance of the model's own class."""
+    kind = class_of_user(
+        RematModule,
+        model,
+        recipe.loss_fn,
+        schedule=schedule,
+        forward_module=step.forward,
+        backward_module=step.backward,
+        original_module=model,
+        _compiled_step=step,
+        _guards=Guards(model, recipe, step.forward, step.backward),
+        _prediction=prediction,
+        _priced=priced,
+        _loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
+    )
+    return kind()
+
+
+def restored(
+    model: nn.Module,
+    schedule: Schedule,
+    recipe: Recipe,
+    modes: dict[str, bool],
+    prediction: Prediction | None,
+    priced: TrainingGraph | None,
+    by_inductor: bool = False,
+) -> RematModule:
+    """The module of a plan over a copy of the model that it was made for; traced anew.
+
+    Parameters
+    ----------
+    modes : which of the model's modules were in training mode when it was captured, by path. The
+        copy may be in eval mode, and stays so.
+
+    Raises
+    ------
+    ScheduleError : what is traced is not what the plan was made for, as with another torch.
+    """
+    with _in_modes(model, modes):
+        step = compile_step(trace_recipe(model, recipe), schedule, by_inductor=by_inductor)
+        return make_module(model, schedule, recipe, step, prediction, priced)
+
+
+@contextlib.contextmanager
+def _in_modes(model: nn.Module, modes: dict[str, bool]) -> Generator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for path, module in model.named_modules():
+            module.training = modes.get(path, module.training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,72 @@
+"""The forward of a module that shares the user's ``__dict__``, as trainers see and replace it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.graph_capture.tracing.step_module import LossFunction
+
+Forward = Callable[..., Any]
+
+
+class OwnForward:
+    """A descriptor that comes before the instance's ``__dict__``, which is the user's too.
+
+    So what the user set there, ``model.forward = ...``, does not hide the plan, and what a
+    trainer sets on the planned module, as Accelerate does for mixed precision, is not set on
+    the user's, where the two would call each other without end.
+    """
+
+    def __init__(self, function: Forward) -> None:
+        self.function = function
+        self.replacement: Forward | None = None
+
+    def __get__(self, instance: Any, owner: type) -> Forward:
+        if instance is None:
+            return self.function
+        return self.replacement or MethodType(self.function, instance)
+
+    def __set__(self, instance: Any, replacement: Forward) -> None:
+        self.replacement = replacement
+
+    def __delete__(self, instance: Any) -> None:
+        self.replacement = None
+
+
+def class_of_user(
+    base: type[nn.Module], model: nn.Module, loss_fn: LossFunction | None, **own: Any
+) -> Any:
+    """A class over `base` and the model's, with the name and the signature that the model has.
+
+    Trainers choose by these what they pass and how they take the loss, and keep the name in
+    checkpoints. `torch.compile` leaves the forward as it is.
+    """
+    user = type(model)
+    names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
+    forward = OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
+    body = {"__doc__": base.__doc__, **names, "forward": forward, **own}
+    return type(user.__name__, (base, user), body)
+
+
+def _like_users(user: type[nn.Module], forward: Forward, loss_fn: LossFunction | None) -> Forward:
+    """`forward` under the user's signature, with a ``target`` where there is a loss."""
+
+    @functools.wraps(user.forward)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    found = inspect.signature(user.forward)
+    given = list(found.parameters.values())
+    if loss_fn is not None and "target" not in found.parameters:
+        target = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None)
+        place = sum(one.kind is not inspect.Parameter.VAR_KEYWORD for one in given)
+        given.insert(place, target)
+    vars(method)["__signature__"] = found.replace(parameters=given)
+    return method

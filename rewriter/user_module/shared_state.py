@@ -1,0 +1,62 @@
+"""Modules that have the user's own state: every parameter, buffer and attribute, by one dict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, SupportsIndex
+
+from torch import nn
+
+from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
+
+
+class SharedState:
+    """What such modules have in common; each instance has a class of its own.
+
+    A copy, deep or not, has a copy of the user's module behind it, and so has what is pickled and
+    read again.
+
+    Class attributes
+    ----------------
+    original_module : the user's, whose ``__dict__`` the instance has.
+    """
+
+    original_module: ClassVar[nn.Module]
+    _loss_fn: ClassVar[LossFunction | None]
+
+    def __init__(self) -> None:
+        self.__dict__ = self.original_module.__dict__
+
+    @classmethod
+    def _last_used(cls) -> type[SharedState]:
+        """The class of the rewritten module that the last step ran; this one, or one it holds."""
+        return cls
+
+    @classmethod
+    def _run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
+        """The user's own forward, and the loss where there is a target."""
+        output = cls.original_module.forward(*args, **kwargs)
+        return output if target is None else apply_loss(cls._loss_fn, output, target)
+
+    @classmethod
+    def _over(cls, model: nn.Module) -> Any:
+        """The same over a copy of the original module; each kind of module says how."""
+        raise NotImplementedError
+
+    @classmethod
+    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function, and what it needs to make the same elsewhere; each kind says what."""
+        raise NotImplementedError
+
+    def __copy__(self) -> Any:
+        return self._over(copy.copy(self.original_module))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._over(copy.deepcopy(self.original_module, memo))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._recipe_to_pickle()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._recipe_to_pickle()

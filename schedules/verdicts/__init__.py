@@ -1,0 +1,1 @@
+"""What becomes of each value, folded and grouped; who holds the peak."""

@@ -1,0 +1,1 @@
+"""Forms that pictures read: runs, bands, ribbons, colours."""

@@ -1,0 +1,99 @@
+"""The schedule as Checkmate draws it, folded by layer: what runs when (R), what is kept when (S).
+
+Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column a run, so that
+a step of thousands of ops still shows as a picture.
+
+P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
+MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat.schedules.views.module_groups import rows_of_ops
+from remat.schedules.views.timeline import Ints, Timeline
+
+
+@dataclass(frozen=True)
+class Span:
+    """In row `row`, from run `begin` to before run `end`."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Ribbon:
+    """What each row runs and holds.
+
+    Attributes
+    ----------
+    titles : of the rows, in captured order. forward, backward, recompute : spans of runs that are
+        the first of an op of that phase, or another one.
+    holds : spans in which a forward value of the row is live.
+    holds_most : of these, where it is at least half of the most bytes that the row ever holds.
+    """
+
+    titles: tuple[str, ...]
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    recompute: tuple[Span, ...]
+    holds: tuple[Span, ...]
+    holds_most: tuple[Span, ...]
+
+
+def ribbon(line: Timeline) -> Ribbon:
+    """The picture of a schedule."""
+    titles, row_of_op = rows_of_ops(line.graph)
+    rows = np.array(row_of_op, dtype=np.int64)[line.ops]
+    is_forward = line.ops < line.graph.n_forward
+    held = _held_bytes(line, row_of_op, len(titles))
+    most = held.max(axis=1, keepdims=True, initial=0)
+    return Ribbon(
+        titles=titles,
+        forward=_runs(rows, is_forward & ~line.again),
+        backward=_runs(rows, ~is_forward & ~line.again),
+        recompute=_runs(rows, line.again),
+        holds=_spans(held > 0),
+        holds_most=_spans((held > 0) & (2 * held >= most)),
+    )
+
+
+def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints:
+    """Bytes of forward values that each row holds during each run, [rows, runs]."""
+    graph = line.graph
+    change = np.zeros((n_rows, len(line) + 1), dtype=np.int64)
+    for stay in line.residences:
+        value = graph.value_by_name[stay.value]
+        maker = graph.op_index[value.producer]
+        if maker < graph.n_forward:
+            change[row_of_op[maker], stay.begin] += value.size_bytes
+            change[row_of_op[maker], stay.end] -= value.size_bytes
+    return np.cumsum(change, axis=1)[:, :-1]
+
+
+def _runs(rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+    """Spans of neighbouring runs in one row."""
+    spans: list[Span] = []
+    for run in np.flatnonzero(chosen).tolist():
+        row = int(rows[run])
+        if spans and spans[-1].row == row and spans[-1].end == run:
+            spans[-1] = Span(row, spans[-1].begin, run + 1)
+        else:
+            spans.append(Span(row, run, run + 1))
+    return tuple(spans)
+
+
+def _spans(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+    """Where each row of a mask is true."""
+    padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
+    edges = np.diff(padded, axis=1)
+    spans: list[Span] = []
+    for row, edge in enumerate(edges):
+        begins, ends = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
+        spans += [Span(row, int(b), int(e)) for b, e in zip(begins, ends, strict=True)]
+    return tuple(spans)

@@ -1,0 +1,1 @@
+"""Runs programs: integer programs with HiGHS, SCIP or CBC, and processes that can be killed."""

@@ -1,0 +1,146 @@
+"""Calls of functions in processes of their own, which can be ended at any moment.
+
+HiGHS, as OR-Tools 9.15 has it, needs that: it heeds no interrupter, so in a thread it would
+go on after Ctrl-C, and abort the interpreter where that ends meanwhile; and some repairs of
+solutions print a line to standard output whatever the options say, into the user's data
+(https://github.com/ERGO-Code/HiGHS/issues/2783). A process waits for its next call, and
+ends with the one that began it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import IO, Any, ParamSpec, TypeVar, cast
+
+from remat.graph_capture.errors import SolverError
+from remat.solver.backends.background import Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
+STANDARD_OUTPUT = 1
+BEGIN = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.path[:] = sys.argv[1:]; import remat.solver.backends.apart as apart; apart.serve()"
+)
+"""Ctrl-C reaches every process of a terminal; it is the first one that decides."""
+
+
+def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What `function`, which must be importable, returns or raises in another process.
+
+    Raises
+    ------
+    SolverError : the process cannot be started, or it crashed.
+    """
+    process = _idle_process() or _Process()
+    call = functools.partial(function, *arguments, **options)
+    try:
+        answer = Task(lambda: process.answer(call), process.kill).wait()
+    except BaseException:
+        process.close()
+        raise
+    _idle.append(process)
+    return answer
+
+
+def end_idle() -> None:
+    """End the processes that wait for a call."""
+    while _idle:
+        _idle.pop().close()
+
+
+class _Process:
+    """Another interpreter, which answers one call at a time."""
+
+    def __init__(self) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", BEGIN, *sys.path],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise SolverError(
+                f"cannot start another {sys.executable or 'Python'} for HiGHS: {error.strerror}"
+            ) from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def answer(self, call: functools.partial[T]) -> T:
+        """Send `call`, wait for what it returns or raises."""
+        calls, answers = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
+        try:
+            pickle.dump(pickle.dumps(call), calls)
+            calls.flush()
+            has_failed, answer = pickle.load(answers)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise SolverError(
+                f"the process of HiGHS ended with status {self._popen.wait()} amid a program: "
+                "it may have run out of memory, or crashed"
+            ) from error
+        if has_failed:
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def close(self) -> None:
+        self._popen.kill()
+        with contextlib.suppress(OSError), self._popen:
+            pass
+
+
+_idle: list[_Process] = []
+atexit.register(end_idle)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _idle_process() -> _Process | None:
+    with contextlib.suppress(IndexError):
+        while True:
+            process = _idle.pop()
+            if process.is_alive:
+                return process
+            process.close()
+    return None
+
+
+def serve() -> None:
+    """Answer calls until standard input ends. What they print goes nowhere."""
+    answers = os.fdopen(os.dup(STANDARD_OUTPUT), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+    calls: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(calls,), daemon=True).start()
+    while True:
+        pickle.dump(_answered(calls.get()), answers)
+        answers.flush()
+
+
+def _read(calls: SimpleQueue[bytes]) -> None:
+    """Pass on what comes in; at its end, end the process, whatever it is at."""
+    with contextlib.suppress(EOFError):
+        while True:
+            calls.put(pickle.load(sys.stdin.buffer))
+    os._exit(0)
+
+
+def _answered(call: bytes) -> tuple[bool, Any]:
+    """Whether the call failed, and what it raised or returned."""
+    try:
+        return False, pickle.loads(call)()
+    except Exception as error:  # noqa: BLE001 - raised again where the call came from
+        error.add_note("".join(traceback.format_exception(error)))
+        return True, error

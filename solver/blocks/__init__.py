@@ -1,0 +1,1 @@
+"""Solvers that plan repeated blocks once and choose among their options."""

@@ -1,0 +1,208 @@
+"""Solve each distinct block of a repetitive graph once, and compose by a knapsack over blocks.
+
+Also called: hierarchical rematerialisation, Rockmate, HiRemate.
+Paper: X. Zhao, T. Le Hellard, L. Eyraud-Dubois, J. Gusak, O. Beaumont, "Rockmate: an
+Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", 2023,
+https://arxiv.org/abs/2307.01236; HiRemate (J. Gusak et al., ICML 2025) nests it.
+Solves: the least extra time over one option for each block, where all that the blocks
+before one keep, what is live beside it, and the block itself while it runs fit together;
+bytes kept are rounded up to a grid. The options of equal blocks (`repeated_blocks`) are
+found once (`block_options`). Values between blocks stay, as in Rockmate's options but
+unlike its chain step, which may recompute whole blocks; where nothing fits so, blocks are
+taken in groups, inside which such values may go. The schedule is then filled with what fits.
+Optimal: for its tables, up to the grid; not for the graph, so no bound is claimed.
+Cost: the options of each distinct block, then one pass over the grid for each block and
+option; near-linear.
+Shortcomings: refuses graphs without repeated blocks; no recomputation across blocks; one
+recomputation an op in most options; weak where few, large blocks are most of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of
+from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
+from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
+from remat.solver.bounds.cut_program import least_needed_bytes
+from remat.solver.kept_results import kept_with
+from remat.solver.local_search.repair import Repair, fill
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+from remat.solver.state import State
+from remat.solver.store_all import store_all_state
+
+GROUPS = (1, 2, 4)
+"""Repetitions taken as one block, tried in turn until something fits."""
+PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
+"""Parts of the room given to the composition, until its schedule truly fits."""
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """Solver for graphs of repeated blocks.
+
+    Attributes
+    ----------
+    limits : bounds on the bytes a block keeps for which it is solved.
+    slots : steps of the grid of bytes on which blocks are composed.
+    """
+
+    limits: int = 12
+    slots: int = 4096
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("limits", self.limits, 1), ("slots", self.slots, 16)):
+            if value < least:
+                raise SolverError(f"{name} must be {least} or more, not {value}")
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule composed within `budget_bytes`; no bound beyond every op once."""
+        search = Search(graph, budget_bytes, "hierarchical", self.time_limit_s, self.progress)
+        search.options = {"limits": self.limits, "slots": self.slots}
+        with search.until_interrupted():
+            self._run(search)
+        return search.result()
+
+    def first(self, search: Search, *, is_thorough: bool) -> None:
+        """Offer the composition of single repetitions, if there are any and it fits.
+
+        Where it does not, go on as `solve` does if `is_thorough`.
+        """
+        message = search.message
+        if is_thorough:
+            self._run(search)
+        elif (layers := self._layers(search, 1)) is not None:
+            self._compose(search, layers)
+        search.message = message
+
+    def least_states(self, search: Search) -> Iterator[State]:
+        """States in which blocks of 1, 2 and 4 repetitions keep the least they can."""
+        message = search.message
+        for group in GROUPS:
+            layers = self._layers(search, group)
+            search.message = message
+            if layers is None or search.out_of_time():
+                return
+            yield _least_state(search.problem, layers)
+
+    def _run(self, search: Search) -> None:
+        plain = store_all_state(search.problem)
+        search.offer_least(plain)
+        if search.best is not None:
+            return
+        starts: list[State] = []
+        for group in GROUPS:
+            layers = self._layers(search, group)
+            if layers is None or search.out_of_time():
+                break
+            if self._compose(search, layers):
+                return
+            starts.append(_least_state(search.problem, layers))
+            search.offer_least(starts[-1])
+        if least_needed_bytes(search.problem) > search.budget_bytes:
+            search.proved_infeasible = True
+            return
+        for start in sorted(starts, key=lambda state: int(state.peak_bytes.max())):
+            if _repair(search, start):
+                return
+
+    def _layers(self, search: Search, group: int) -> list[Layer] | None:
+        """The blocks of `group` repetitions with their options; None where none repeats."""
+        search.say(f"looking for blocks of {group} repetitions")
+        reads = Reads.of(search.problem)
+        blocks = find_blocks(search.problem, reads, group)
+        shapes = [shape_of(search.problem, reads, block) for block in blocks]
+        if len(set(shapes)) == len(shapes):
+            search.message = search.message or "no repeated block: the solver 'cut' needs none"
+            return None
+        search.message = search.message or _description(shapes)
+        blocks_by_shape: dict[Shape, Block] = {}
+        for block, shape in zip(blocks, shapes, strict=True):
+            blocks_by_shape.setdefault(shape, block)
+        tables = self._tables(search, reads, blocks_by_shape)
+        return [(block, tables[shape]) for block, shape in zip(blocks, shapes, strict=True)]
+
+    def _tables(
+        self, search: Search, reads: Reads, blocks: dict[Shape, Block]
+    ) -> dict[Shape, Options]:
+        """The options of each shape; complete ones are kept for other solves of the graph."""
+        known = kept_with(search.graph, f"options at {self.limits}", dict[Shape, Options])
+        found: dict[Shape, Options] = {}
+        for shape, block in blocks.items():
+            if shape not in known:
+                search.say(f"solving the block from {search.graph.ops[block.start].name} on")
+                small = block_graph(search.problem, reads, block)
+                found[shape] = block_options(small, self.limits, lambda: search.left_s)
+                if search.left_s > 0:
+                    known[shape] = found[shape]
+        return known | found
+
+    def _compose(self, search: Search, layers: Sequence[Layer]) -> bool:
+        """Choose, expand, judge, fill; return whether something fits."""
+        search.say("composing the blocks")
+        choices = choices_in_place(search.problem, layers)
+        room_bytes = search.budget_bytes - search.problem.resident_bytes
+        for part in PARTS:
+            chosen = compose(choices, int(part * room_bytes), self.slots)
+            if chosen is None or search.out_of_time():
+                return False
+            picked = [table[i] for (_, table), i in zip(layers, chosen, strict=True)]
+            state = _expanded(search.problem, layers, picked)
+            if search.offer(state):
+                _fill(search, state)
+                return True
+        return False
+
+
+def _expanded(problem: Problem, layers: Sequence[Layer], picked: Sequence[BlockOption]) -> State:
+    """The state in which each block runs as the option picked for it says."""
+    recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
+    for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
+        n_forward = block.stop - block.start
+        for stage, again in zip(stages_of(block), option.recomputed, strict=True):
+            for op in again:
+                place = block.start + op
+                if op > n_forward:
+                    place = block.back_start + op - n_forward - 1
+                recomputed[stage].append(place)
+    return State.from_recomputed(problem, recomputed)
+
+
+def _least_state(problem: Problem, layers: Sequence[Layer]) -> State:
+    """The state in which each block keeps the least it can."""
+    least = [min(table, key=_modesty) for _, table in layers]
+    return _expanded(problem, layers, least)
+
+
+def _modesty(option: BlockOption) -> tuple[int, int, float]:
+    return option.saved_bytes, int(option.live_bytes.max()), option.extra_us
+
+
+def _repair(search: Search, state: State) -> bool:
+    """Bring `state` under the budget; return whether it came."""
+    search.say("repairing the schedule that keeps the least")
+    if not Repair(state, search.budget_bytes, 1.0, search).run():
+        return False
+    _fill(search, state)
+    return True
+
+
+def _fill(search: Search, state: State) -> None:
+    search.say("filling what is left of the budget")
+    search.offer(state)
+    fill(state, search.budget_bytes, search)
+    search.offer(state)
+
+
+def _description(shapes: Sequence[Shape]) -> str:
+    counts = Counter(shapes)
+    repeated = sum(count for count in counts.values() if count > 1)
+    return f"{len(shapes)} blocks, {repeated} of them repeated, {len(counts)} distinct"

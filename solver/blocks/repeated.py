@@ -1,0 +1,209 @@
+"""Repeated blocks of a training graph, found by structure and not by names.
+
+Also called: layers, repeated subgraphs; the partition step of Rockmate (Zhao et al. 2023,
+https://arxiv.org/abs/2307.01236), which also solves equal blocks once.
+
+Forward ops become classes (target, price, sizes). A period at which classes repeat is
+looked for (`periodic_runs`); the run of ops that repeats longest is cut into blocks where the
+fewest bytes cross, and what lies before and after is searched again.
+A block takes with it the backward ops from the last that reads anything behind it to
+the last that reads its own values. Cost: near-linear, some passes over forward for each run.
+Shortcomings: blocks are runs of forward, so one whose ops are interleaved with others is missed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from remat.solver.blocks.periodic_runs import periodic_run
+from remat.solver.problem import Problem
+
+Shape = tuple[object, ...]
+"""All that the sub-problem of a block depends on; equal for equal blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Forward ops start..stop-1 with the backward ops back_start..back_stop-1."""
+
+    start: int
+    stop: int
+    back_start: int
+    back_stop: int
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """The ops of the block, in captured order."""
+        return (*range(self.start, self.stop), *range(self.back_start, self.back_stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Where each value is read: last in forward, first and last in backward (-1: nowhere)."""
+
+    last_forward: list[int]
+    first_backward: list[int]
+    last_backward: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem) -> Reads:
+        """Index the reads of `problem`."""
+        made = cls(*([-1] * problem.n_values for _ in range(3)))
+        for op, inputs in enumerate(problem.inputs):
+            for v in inputs:
+                if op < problem.n_forward:
+                    made.last_forward[v] = op
+                    continue
+                made.last_backward[v] = op
+                if made.first_backward[v] < 0:
+                    made.first_backward[v] = op
+        return made
+
+    def held_by(self, problem: Problem, block: Block) -> list[int]:
+        """Forward values of `block` that others read, or the caller: kept until it is done."""
+        return [
+            v
+            for op in range(block.start, block.stop)
+            for v in problem.outputs[op]
+            if self.last_forward[v] >= block.stop
+            or 0 <= self.first_backward[v] < block.back_start
+            or v in problem.forward_outputs
+        ]
+
+    def left_by(self, problem: Problem, block: Block) -> list[int]:
+        """Values of `block` live when its backward is done: held, read later, or outputs."""
+        held = dict.fromkeys(self.held_by(problem, block))
+        ends = dict.fromkeys(problem.needs[problem.n_ops])
+        return [
+            v
+            for op in block.ops
+            for v in problem.outputs[op]
+            if v in held or v in ends or self.last_backward[v] >= block.back_stop
+        ]
+
+
+def find_blocks(problem: Problem, reads: Reads, group: int = 1) -> list[Block]:
+    """Blocks that cover the graph: the repeated ones, and the pieces between them.
+
+    `group` repetitions are taken as one block, the remainder of a run as another.
+    """
+    if not problem.n_forward:
+        return []
+    runs = _runs(problem, reads)
+    ends = sorted({0, problem.n_forward}.union(*runs))
+    place_of = dict(zip(ends, _backward_cuts(problem, reads, ends), strict=True))
+    grouped = ((*run[:-1:group], run[-1]) for run in runs)
+    return [
+        Block(start, stop, place_of[stop], place_of[start])
+        for start, stop in pairwise(sorted({0, problem.n_forward}.union(*grouped)))
+    ]
+
+
+def shape_of(problem: Problem, reads: Reads, block: Block) -> Shape:
+    """What makes two blocks equal: ops, prices, sizes, wiring, and what leaves the block."""
+    number: dict[int, int] = {}
+    parts: list[object] = [block.stop - block.start]
+    for op in block.ops:
+        wiring = tuple(number.setdefault(v, len(number)) for v in problem.inputs[op])
+        for v in problem.outputs[op]:
+            number.setdefault(v, len(number))
+        parts.append((_class_key(problem, op), wiring))
+    parts.append(tuple(number[v] for v in reads.held_by(problem, block)))
+    parts.append(tuple(number[v] for v in reads.left_by(problem, block)))
+    return tuple(parts)
+
+
+def _class_key(problem: Problem, op: int) -> Shape:
+    return (
+        problem.graph.ops[op].target,
+        problem.cost_us[op],
+        problem.workspace_bytes[op],
+        problem.pinned[op],
+        len(problem.inputs[op]),
+        tuple(problem.size_bytes[v] for v in problem.outputs[op]),
+    )
+
+
+def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
+    """For each run of repetitions the forward positions at which they begin, and its end."""
+    number: dict[Shape, int] = {}
+    keys = (_class_key(problem, op) for op in range(problem.n_forward))
+    classes = np.array([number.setdefault(key, len(number)) for key in keys], np.int64)
+    crossing = _crossing_bytes(problem, reads.last_forward, range(problem.n_forward))
+    found: list[list[int]] = []
+    waiting = [(0, problem.n_forward)]
+    while waiting:
+        low, high = waiting.pop()
+        places = periodic_run(classes[low:high], crossing[low : high + 1])
+        if places:
+            found.append([low + place for place in places])
+            waiting += [(low, low + places[0]), (low + places[-1], high)]
+    return found
+
+
+def _crossing_bytes(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
+    """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
+    change = [0] * (problem.n_ops + 2)
+    for op in ops:
+        for v in problem.outputs[op]:
+            if last[v] > op:
+                change[op + 1] += problem.size_bytes[v]
+                change[last[v] + 1] -= problem.size_bytes[v]
+    return list(accumulate(change))
+
+
+def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
+    """For each forward boundary the first backward op that belongs to what is before it.
+
+    It is in the boundary's gap, where the fewest bytes cross; but boundaries are alike if
+    they can be: an op that ends or begins the backward of one block does so for most.
+    """
+    backward = range(problem.n_forward, problem.n_ops)
+    crossing = _crossing_bytes(problem, reads.last_backward, backward)
+    gaps = list(_gaps(problem, reads, ends))
+    keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
+    firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]
+    votes = Counter(vote for first in firsts for vote in _sides(keys, first))
+    places = [problem.n_forward]
+    for (low, high), first in zip(gaps, firsts, strict=True):
+        own = Counter(_sides(keys, first))
+        likeness = {
+            at: sum(votes[side] - own[side] for side in _sides(keys, at))
+            for at in range(max(low, places[-1]), max(high, places[-1]) + 1)
+        }
+        places.append(min(likeness, key=lambda at: (-likeness[at], crossing[at], at)))
+    return [problem.n_ops, *reversed(places)]
+
+
+def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[int, Shape]]:
+    """The kinds of op before and after a place."""
+    return (0, keys[place - 1]), (1, keys[place])
+
+
+def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """For each inner boundary, the last first, the places where backward may be cut.
+
+    After the last op that reads a value made behind the boundary, up to the first that
+    reads one made and spent before it.
+    """
+    behind = [problem.n_forward] * (problem.n_forward + 1)
+    for op in reversed(range(problem.n_forward)):
+        own = (reads.last_backward[v] + 1 for v in problem.outputs[op])
+        behind[op] = max((behind[op + 1], *own))
+    for end in reversed(ends[1:-1]):
+        high = behind[end]
+        while high < problem.n_ops and not _is_before(problem, reads, high, end):
+            high += 1
+        yield behind[end], high
+
+
+def _is_before(problem: Problem, reads: Reads, op: int, end: int) -> bool:
+    """Whether backward op `op` reads a value that forward made and spent before `end`."""
+    return any(
+        problem.producer[v] < end and reads.last_forward[v] < end for v in problem.inputs[op]
+    )

@@ -1,0 +1,1 @@
+"""What is proved: least times and least peaks of any schedule."""

@@ -1,0 +1,264 @@
+"""Cuts: what is live while chosen ops first run, as a mixed-integer program.
+
+Between cuts t_1 < ... < t_K lie intervals; interval k runs from right after op t_k to op
+t_(k+1), the last one to the end. `carried[k, v]`: v is live while op t_k first runs;
+`again[k, op]`: op, first run at or before t_k, runs again in interval k. Any schedule in the
+captured order, with any number of recomputations, gives a point of this program that
+costs no more than the schedule, so its optimum is a proven lower bound; expanded, the
+point is a good start for a search. One cut: a knapsack row over a closure problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from remat.solver.backends.mip import Answer, Limits, MixedProgram, solve_program
+from remat.solver.problem import Problem
+from remat.solver.stage import recomputed_in
+
+COST_SCALE = 1e4
+"""The time of the step in the program's unit: HiGHS's tolerances are absolute."""
+ROW_SCALE = 1e3
+"""The right-hand side of a memory row in the program's unit, for the same reason."""
+MOST_SIZE = 1e12
+"""In the same unit: what is far beyond the right-hand side is so anyway; HiGHS refuses 1e15."""
+
+
+@dataclass(slots=True)
+class CutProgram:
+    """The program of `cuts` at `budget_bytes`, rows added family by family."""
+
+    problem: Problem
+    cuts: tuple[int, ...]
+    budget_bytes: int
+    program: MixedProgram = field(default_factory=MixedProgram)
+    carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    through: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    is_empty: bool = False
+
+    def __post_init__(self) -> None:
+        total_us = sum(self.problem.cost_us)
+        self.cost_unit_us = total_us / COST_SCALE if total_us else 1.0
+        relevant = self._relevant()
+        for k, values in enumerate(relevant):
+            self._variables(k, values)
+        for k in range(len(self.cuts)):
+            self.cover(k, self.wanted_in(k), self.again[k])
+            self.needs_inputs(k, self.again[k])
+            self._memory(k)
+        for k in range(1, len(self.cuts)):
+            self.carry_what_is_there(k, k - 1, self.again[k - 1])
+
+    cost_unit_us: float = field(default=1.0, init=False)
+
+    def free_at(self, k: int) -> set[int]:
+        """Values that are live while op t_k runs in any schedule."""
+        t = self.cuts[k]
+        return {*self.problem.needs[t], *self.problem.outputs[t]}
+
+    def wanted_in(self, k: int) -> list[int]:
+        """Values first made at or before t_k that interval k must have, once each."""
+        last = self.cuts[k + 1] if k + 1 < len(self.cuts) else self.problem.n_ops
+        return self.wanted_between(self.cuts[k], last)
+
+    def wanted_between(self, t: int, last: int) -> list[int]:
+        """Values first made at or before t that stages t + 1 to `last` read, once each."""
+        stages = range(t + 1, last + 1)
+        wanted = dict.fromkeys(v for stage in stages for v in self.problem.needs[stage])
+        return [v for v in wanted if self.problem.producer[v] <= t]
+
+    def _relevant(self) -> list[list[int]]:
+        """For each cut the values that may have to be carried or recomputed."""
+        found: list[list[int]] = []
+        following: list[int] = []
+        for k in reversed(range(len(self.cuts))):
+            seen = dict.fromkeys(self.wanted_in(k))
+            old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
+            seen.update(dict.fromkeys(old))
+            following = sorted(self._upstream(list(seen), self.free_at(k)))
+            found.append(following)
+        return found[::-1]
+
+    def _upstream(self, waiting: list[int], free: set[int]) -> set[int]:
+        seen = set(waiting)
+        while waiting:
+            v = waiting.pop()
+            op = self.problem.producer[v]
+            if v in free or self.problem.pinned[op]:
+                continue
+            fresh = [u for u in self.problem.inputs[op] if u not in seen]
+            seen.update(fresh)
+            waiting += fresh
+        return seen
+
+    def _variables(self, k: int, values: list[int]) -> None:
+        """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost.
+
+        With one cut carried[k, v] may be in [0, 1]; with more, HiGHS needs to branch on it.
+        """
+        problem, free = self.problem, self.free_at(k)
+        is_whole = len(self.cuts) > 1
+        is_backward = self.cuts[k] >= problem.n_forward
+        carried: dict[int, int] = {}
+        again: dict[int, int] = {}
+        for v in values:
+            if v in free:
+                continue
+            lower = 1.0 if is_backward and v in problem.held else 0.0
+            carried[v] = self.program.variable(lower=lower, integer=is_whole)
+            op = problem.producer[v]
+            if not problem.pinned[op] and op not in again:
+                cost = problem.cost_us[op] / self.cost_unit_us
+                again[op] = self.program.variable(cost, integer=True)
+        self.carried.append(carried)
+        self.again.append(again)
+
+    def _presence(self, k: int, v: int, runs: dict[int, int]) -> list[tuple[int, float]] | None:
+        """carried[k, v] + runs[producer of v]; None where v is there anyway."""
+        index = self.carried[k].get(v)
+        if index is None:
+            return None
+        op = runs.get(self.problem.producer[v])
+        return [(index, 1.0)] if op is None else [(index, 1.0), (op, 1.0)]
+
+    def cover(self, k: int, wanted: list[int], runs: dict[int, int]) -> None:
+        """carried[k, v] + runs[producer of v] >= 1 for each v that is wanted."""
+        for v in wanted:
+            terms = self._presence(k, v, runs)
+            if terms is not None:
+                self.program.row(terms, lower=1.0)
+
+    def needs_inputs(self, k: int, runs: dict[int, int]) -> None:
+        """runs[op] <= carried[k, u] + runs[producer of u] for each input u."""
+        for op, index in runs.items():
+            for u in self.problem.inputs[op]:
+                terms = self._presence(k, u, runs)
+                if terms is not None:
+                    self.program.row([*terms, (index, -1.0)], lower=0.0)
+
+    def carry_what_is_there(self, k: int, before: int, runs: dict[int, int]) -> None:
+        """carried[k, v] <= carried[before, v] + runs[producer of v], v older than `before`."""
+        for v, index in self.carried[k].items():
+            if self.problem.producer[v] <= self.cuts[before]:
+                terms = self._presence(before, v, runs)
+                if terms is not None:
+                    self.program.row([*terms, (index, -1.0)], lower=0.0)
+
+    def _memory(self, k: int) -> None:
+        """Sum of size of v · carried[k, v] <= budget - working set of op t_k."""
+        problem, t = self.problem, self.cuts[k]
+        room = self.budget_bytes - problem.resident_bytes - working_set_bytes(problem, t)
+        if room < 0:
+            self.is_empty = True
+            return
+        unit = max(room, 1) / ROW_SCALE
+        sizes = ((i, problem.size_bytes[v] / unit) for v, i in self.carried[k].items())
+        terms = [(i, min(size, MOST_SIZE)) for i, size in sizes if size]
+        self.program.row(terms, upper=room / unit)
+
+    def relaxed(self, time_limit_s: float) -> CutSolution:
+        """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
+        if self.is_empty:
+            return CutSolution(self, None, float("inf"), float("inf"))
+        answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
+        if answer.proved_infeasible:
+            return CutSolution(self, None, float("inf"), float("inf"))
+        bound_us = sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
+        return CutSolution(self, answer.values, bound_us, float("inf"))
+
+    def solve(self, limits: Limits) -> CutSolution:
+        """Solve to `limits`."""
+        if self.is_empty:
+            return CutSolution(self, None, float("inf"), float("inf"))
+        answer = solve_program(self.program, limits)
+        base_us = sum(self.problem.cost_us)
+        if answer.proved_infeasible:
+            return CutSolution(self, None, float("inf"), float("inf"))
+        bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
+        if answer.values is None:
+            return CutSolution(
+                self, None, bound_us, float("inf"), answer.finished, answer.iterations
+            )
+        cost_us = base_us + self._rounded_cost_us(answer)
+        is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
+        best_us = cost_us if is_tight else bound_us
+        return CutSolution(
+            self, answer.values, best_us, cost_us, answer.finished, answer.iterations
+        )
+
+    def _rounded_cost_us(self, answer: Answer) -> float:
+        assert answer.values is not None
+        return sum(
+            self.problem.cost_us[op]
+            for again in self.again
+            for op, index in again.items()
+            if answer.values[index] > 0.5
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CutSolution:
+    """A point of a `CutProgram` (None if there is none), its cost and the proven bound.
+
+    `finished` is False where a limit of time or nodes ended the solve, which took
+    `iterations` of the simplex algorithm.
+    """
+
+    source: CutProgram
+    values: list[float] | None
+    bound_us: float
+    cost_us: float
+    finished: bool = True
+    iterations: int = 0
+
+    def carried_past(self, k: int) -> set[int]:
+        """Values live while op t_k runs and after."""
+        assert self.values is not None
+        problem = self.source.problem
+        chosen: set[int] = set()
+        for v, i in self.source.carried[k].items():
+            must_stay = problem.pinned[problem.producer[v]]
+            if self.values[i] > (1e-6 if must_stay else 0.5):
+                chosen.add(v)
+        return chosen | self.source.free_at(k)
+
+
+def working_set_bytes(problem: Problem, t: int) -> int:
+    """Bytes that no schedule can avoid while op t first runs, resident ones left out."""
+    reads = sum(problem.size_bytes[v] for v in problem.needs[t])
+    return reads + problem.output_bytes[t] + problem.workspace_bytes[t]
+
+
+def largest_working_set_bytes(problem: Problem) -> int:
+    """The most that the first run of an op needs, resident bytes left out."""
+    return max((working_set_bytes(problem, t) for t in range(problem.n_ops)), default=0)
+
+
+def least_needed_bytes(problem: Problem) -> int:
+    """No schedule in captured order has a lower peak: what some op or the end needs, all told."""
+    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+    return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
+
+
+def expand(solution: CutSolution) -> list[list[int]]:
+    """Ops to run again in each stage: at first need in an interval, kept to its end."""
+    problem, cuts = solution.source.problem, solution.source.cuts
+    position = {t: k for k, t in enumerate(cuts)}
+    available = bytearray(problem.n_values)
+    recomputed: list[list[int]] = []
+    for t in range(problem.n_ops + 1):
+        if t - 1 in position:
+            available = bytearray(problem.n_values)
+            for v in solution.carried_past(position[t - 1]):
+                available[v] = 1
+        carried_on: Sequence[int] = ()
+        if t in position:
+            free = solution.source.free_at(position[t])
+            carried_on = sorted(solution.carried_past(position[t]) - free)
+        recomputed.append(recomputed_in(problem, available, carried_on, t))
+        for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
+            for v in problem.outputs[op]:
+                available[v] = 1
+    return recomputed

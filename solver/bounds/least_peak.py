@@ -1,0 +1,205 @@
+"""Lower bounds on the peak: with and without recomputation of the outputs of the step.
+
+Also called: regression search, backward pebbling.
+Source: the floor is the largest sum of an op's working set and the outputs made before it.
+The bound follows the red pebbles of J. Hong, H. Kung, "I/O Complexity: The Red-Blue Pebble
+Game", 1981, https://doi.org/10.1145/800076.802486, backwards from a moment.
+Proof of the bound: let a set of values be live at some moment, and let op o be the last to
+make one of them before. While o ran, its inputs, its outputs, its workspace and all others of
+the set were live, so that much is a lower bound; and just before it ran, its inputs and the
+others were live: the same holds for that set. The bound is the least over all choices of o.
+It holds for any number of recomputations. That pinned ops run once, with the ops captured
+after them not yet run, and that their values wait for later first runs, needs the captured
+order of first computations; graphs without pinned ops need it for forward outputs only.
+Cost: of the floor O(ops + reads); of the bound O(effort · values + reads).
+Shortcomings: the search stops after `effort` sets, and then claims what is proved so far.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from remat.graph_capture.errors import SolverError
+from remat.solver.bounds.cut_program import working_set_bytes
+from remat.solver.problem import Problem
+
+EFFORT = 2000
+"""Sets that the search for the bound looks at in all."""
+EFFORT_OPS = 4_000_000
+"""The same times ops, in large graphs: about a second."""
+MOST_MOMENTS = 200
+"""Moments from which the search goes back: both ends of a phase, and those that need most."""
+SPECIAL_PART, OTHER_PART = 4, 50
+"""Of what is left of it, one part in so many for the ends of forward and step, and for others."""
+
+
+class Floor(NamedTuple):
+    """The floor in bytes, resident ones included, and the name of the op that sets it."""
+
+    size_bytes: int
+    op: str
+
+
+def floor_bytes(problem: Problem) -> Floor:
+    """What any schedule needs that never computes an output of the step again.
+
+    The largest working set of an op together with the outputs of the step made before it,
+    which are all live then. For first runs in captured order.
+    """
+    kept = set(problem.needs[problem.n_ops])
+    made_bytes = 0
+    best = Floor(problem.resident_bytes, "")
+    for t in range(problem.n_ops):
+        beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
+        need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
+        need_bytes += problem.resident_bytes
+        if need_bytes > best.size_bytes:
+            best = Floor(need_bytes, problem.graph.ops[t].name)
+        made_bytes += sum(problem.size_bytes[v] for v in problem.outputs[t] if v in kept)
+    return best
+
+
+def least_peak_bound_bytes(problem: Problem, effort: int = EFFORT) -> int:
+    """Bytes that the peak of any schedule reaches, resident ones included.
+
+    For first runs in captured order, any number of recomputations, no offloading; the proof
+    is in the header of this file.
+
+    Parameters
+    ----------
+    problem : Problem
+        The graph in integers.
+    effort : int
+        Sets to look at in all; 0 leaves the largest set that one moment asks for.
+
+    Raises
+    ------
+    SolverError : `effort` is negative.
+    """
+    if effort < 0:
+        raise SolverError(f"effort must be 0 or more, not {effort}")
+    return Regression(problem).run(effort)
+
+
+def effort_for(problem: Problem) -> int:
+    """The effort that takes about a second at most."""
+    return min(EFFORT, EFFORT_OPS // max(problem.n_ops, 1))
+
+
+class Open(NamedTuple):
+    """An unexplored set: what was live just before `op` ran, with `live` live after it.
+
+    In the order in which sets are explored: by the most bytes from that moment on (or what
+    is proved, if that is more), then by the bytes of the set; `opened` breaks ties.
+    """
+
+    peak_bytes: int
+    total_bytes: int
+    opened: int
+    live: frozenset[int]
+    op: int
+
+
+@dataclass(slots=True)
+class Regression:
+    """The search backwards; `best_bytes` is the bound so far, resident bytes left out."""
+
+    problem: Problem
+    best_bytes: int = 0
+    held: tuple[int, ...] = field(init=False)
+    n_opened: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        early = (v for v in problem.held if problem.producer[v] < problem.n_forward)
+        self.held = tuple(sorted(early))
+
+    def run(self, effort: int) -> int:
+        """The bound: the most over all moments, with the resident bytes."""
+        special = (self.problem.n_ops, self.problem.n_forward - 1)
+        fullest = heapq.nlargest(
+            MOST_MOMENTS, self._moments(), key=lambda at: (at[1] in special, at[0])
+        )
+        self.best_bytes = max(peak_bytes for peak_bytes, _, _ in fullest)
+        for _, t, live in fullest:
+            share = effort // SPECIAL_PART if t in special else effort // OTHER_PART
+            effort -= self._explore(live, min(max(share, 1), effort))
+        return self.best_bytes + self.problem.resident_bytes
+
+    def _moments(self) -> Iterator[tuple[int, int, frozenset[int]]]:
+        """For the first run of each op, and the end: bytes, stage, and what is live before."""
+        problem, n_ops = self.problem, self.problem.n_ops
+        last_need = {v: t for t, needed in enumerate(problem.needs) for v in needed}
+        waiting: dict[int, None] = {}
+        for t in range(n_ops + 1):
+            live = {*problem.needs[t], *(v for v in waiting if last_need[v] > t)}
+            if t >= problem.n_forward:
+                live.update(self.held)
+            own_bytes = 0
+            if t < n_ops:
+                own_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
+                once = problem.outputs[t] if problem.pinned[t] else ()
+                waiting = {v: None for v in (*waiting, *once) if last_need.get(v, -1) > t}
+            yield self._bytes(live) + own_bytes, t, frozenset(live)
+
+    def _bytes(self, values: Iterable[int]) -> int:
+        return sum(self.problem.size_bytes[v] for v in values)
+
+    def _explore(self, live: frozenset[int], most: int) -> int:
+        """Go back from a moment at which `live` was live; return how many sets were looked at.
+
+        Each set on the way is explored or open, and one that is open is on the way of any
+        schedule: so the least peak of those that are open is a bound.
+        """
+        seen = {live}
+        waiting: list[Open] = []
+        self._expand(live, 0, waiting)
+        for count in range(1, most):
+            if not waiting:
+                return count
+            self.best_bytes = max(self.best_bytes, waiting[0].peak_bytes)
+            state = heapq.heappop(waiting)
+            before = self._before(state.live, state.op)
+            if not before:
+                return count
+            if before not in seen:
+                seen.add(before)
+                self._expand(before, state.peak_bytes, waiting)
+        if most and waiting:
+            self.best_bytes = max(self.best_bytes, waiting[0].peak_bytes)
+        return most
+
+    def _expand(self, live: frozenset[int], peak_bytes: int, waiting: list[Open]) -> None:
+        """Add one open set for each op that may have made the last of `live`."""
+        problem = self.problem
+        live_bytes = self._bytes(live)
+        makers = Counter(problem.producer[v] for v in sorted(live))
+        n_late = sum(n for op, n in makers.items() if op >= problem.n_forward)
+        newest = max(makers, default=-1)
+        for op in makers:
+            if problem.pinned[op] and op < newest:
+                continue
+            made = [v for v in problem.outputs[op] if v in live]
+            fresh = {u for u in problem.inputs[op] if u not in live}
+            if op >= problem.n_forward or n_late:
+                fresh.update(h for h in self.held if h not in live or h in made)
+            if fresh.issuperset(made):
+                continue
+            total_bytes = live_bytes - self._bytes(made) + self._bytes(fresh)
+            need_bytes = total_bytes + problem.output_bytes[op] + problem.workspace_bytes[op]
+            need_bytes = max(peak_bytes, need_bytes, self.best_bytes)
+            self.n_opened += 1
+            heapq.heappush(waiting, Open(need_bytes, total_bytes, self.n_opened, live, op))
+
+    def _before(self, live: frozenset[int], op: int) -> frozenset[int]:
+        """What was live just before `op` ran, where it made the last of `live`."""
+        problem = self.problem
+        before = live.difference(problem.outputs[op]).union(problem.inputs[op])
+        producers = (problem.producer[v] for v in before)
+        if op >= problem.n_forward or any(p >= problem.n_forward for p in producers):
+            before = before.union(self.held)
+        return before

@@ -1,0 +1,1 @@
+"""Many budgets: sweeps, fronts, and what memory is worth."""

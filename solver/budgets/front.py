@@ -1,0 +1,198 @@
+"""Fronts: the step's time against the budget, and what a GiB more or less is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError
+from remat.solver.result import Result
+
+GIB = 1 << 30
+STEP_SHARE = 20
+"""Where a GiB is more than one part in this many of the peak, that part is priced instead."""
+
+
+class Point(NamedTuple):
+    """One budget of a front, in bytes, and the outcome there."""
+
+    budget_bytes: int
+    result: Result
+
+
+class Price(msgspec.Struct, frozen=True):
+    """What `step_bytes` more would save of a step, and as many less would cost.
+
+    Attributes
+    ----------
+    budget_bytes, step_bytes : where, and how much more or less.
+    time_us : of the step at the budget. more_us, less_us : of the fastest schedules found
+        with `step_bytes` more and less; `less_us` is None where none was found that fits.
+    """
+
+    budget_bytes: int
+    step_bytes: int
+    time_us: float
+    more_us: float
+    less_us: float | None
+
+    @property
+    def saved_us(self) -> float:
+        """Time that the larger budget saves, in µs a step."""
+        return self.time_us - self.more_us
+
+    @property
+    def cost_us(self) -> float | None:
+        """Time that the smaller budget costs, in µs a step; None where nothing fits."""
+        return None if self.less_us is None else self.less_us - self.time_us
+
+    @property
+    def saved(self) -> float:
+        """`saved_us` as a fraction of the step."""
+        return self.saved_us / self.time_us if self.time_us else 0.0
+
+    @property
+    def cost(self) -> float | None:
+        """`cost_us` as a fraction of the step."""
+        if self.cost_us is None:
+            return None
+        return self.cost_us / self.time_us if self.time_us else 0.0
+
+    def __repr__(self) -> str:
+        less = "does not fit" if self.cost is None else f"costs {100 * self.cost:.2f} %"
+        return (
+            f"Price({self.step_bytes} bytes at {self.budget_bytes}: as many more save "
+            f"{100 * self.saved:.2f} % of the step, as many less: {less})"
+        )
+
+
+class Front(msgspec.Struct, frozen=True):
+    """Outcomes of one solver at rising budgets; time never rises with the budget.
+
+    Attributes
+    ----------
+    name, graph_hash : of the graph. solver : who solved.
+    base_us : time of the step that computes every op once.
+    floor_bytes : no schedule's peak is below: the largest working set of an op, and what is
+        resident. unmodified_bytes : peak of the step that keeps everything.
+    points : from the smallest budget to the largest.
+    """
+
+    name: str
+    graph_hash: str
+    solver: str
+    base_us: float
+    floor_bytes: int
+    unmodified_bytes: int
+    points: tuple[Point, ...]
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def best_within(self, budget_bytes: int) -> Result | None:
+        """The fastest outcome of the front whose peak is within `budget_bytes`."""
+        fit = [
+            point.result
+            for point in self.points
+            if point.result.schedule is not None and point.result.peak_bytes <= budget_bytes
+        ]
+        return min(fit, key=lambda result: (result.time_us, result.peak_bytes), default=None)
+
+    def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> Price:
+        """What the front's own schedules say a GiB is worth at `budget_bytes`.
+
+        `step_bytes` 0 stands for one GiB, or 5 % of the peak if that is less. Nothing is
+        solved, so a price is as fine as the budgets are close.
+
+        Raises
+        ------
+        SolverError : no schedule of the front fits `budget_bytes`.
+        """
+        here = self.best_within(budget_bytes)
+        if here is None:
+            raise SolverError(self._nothing_fits(budget_bytes))
+        step_bytes = checked_step(step_bytes, here.peak_bytes)
+        more = self.best_within(budget_bytes + step_bytes) or here
+        less = self.best_within(budget_bytes - step_bytes)
+        return Price(
+            budget_bytes, step_bytes, here.time_us, more.time_us, less.time_us if less else None
+        )
+
+    def _nothing_fits(self, budget_bytes: int) -> str:
+        peaks = [p.result.peak_bytes for p in self.points if p.result.schedule is not None]
+        least = f"the least peak in it is {min(peaks)} bytes" if peaks else "it has no schedule"
+        return f"no schedule of this front fits {budget_bytes} bytes: {least}"
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal front."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Front:
+        """Read a front written by `to_json`.
+
+        Raises
+        ------
+        SolverError : the text is no front.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise SolverError(f"not a front file of this release: {error}") from error
+
+    def _repr_html_(self) -> str:
+        from remat.html_figures import table_html
+
+        headers = ("budget", "peak", "overhead", "gap", "seconds", "status")
+        rows = [_cells(point) for point in self.points]
+        return table_html(f"Front: {self.name}, by {self.solver}", headers, rows)
+
+    def __repr__(self) -> str:
+        head = (
+            f"Front({self.name}, by {self.solver}: unmodified peak {self.unmodified_bytes} bytes, "
+            f"step {self.base_us:.0f} us)"
+        )
+        columns = f"{'budget':>16} {'peak':>16} {'overhead':>9} {'gap':>8} {'seconds':>8}  status"
+        return "\n".join([head, columns, *(_line(point) for point in self.points)])
+
+
+def _line(point: Point) -> str:
+    result = point.result
+    if result.schedule is None:
+        figures = f"{'-':>16} {'-':>9} {'-':>8}"
+    else:
+        figures = (
+            f"{result.peak_bytes:>16} {100 * result.overhead:>7.2f} % {100 * result.gap:>6.2f} %"
+        )
+    return f"{point.budget_bytes:>16} {figures} {result.wall_s:>8.1f}  {result.status}"
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    """A point for people."""
+    from remat.formats import bytes_text, percent_text
+
+    result = point.result
+    figures = ("-", "-", "-")
+    if result.schedule is not None:
+        peak = bytes_text(result.peak_bytes)
+        figures = (peak, percent_text(result.overhead), percent_text(result.gap))
+    return bytes_text(point.budget_bytes), *figures, f"{result.wall_s:.1f}", result.status
+
+
+def checked_step(step_bytes: int, peak_bytes: int) -> int:
+    """`step_bytes`, or if that is 0 one GiB, or 5 % of the peak if that is less.
+
+    Raises
+    ------
+    SolverError : it is negative.
+    """
+    if step_bytes < 0:
+        raise SolverError(
+            f"step_bytes must be 0 (a GiB, or 5 % of the peak) or more, not {step_bytes}"
+        )
+    return step_bytes or max(min(GIB, peak_bytes // STEP_SHARE), 1)

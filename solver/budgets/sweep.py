@@ -1,0 +1,251 @@
+"""Sweeps: one solver at many budgets, each solve serving the others.
+
+`sweep` solves at several budgets, from tight to loose, and merges what it finds: a schedule
+serves every budget that its peak is within, and a bound proved at one budget holds at every
+smaller one. So time never rises with the budget. With `jobs` the solves run side by side
+through joblib: on this machine, or on the cluster of the backend that is configured by
+``joblib.parallel_config`` (dask, ray).
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import make_solver, solve
+from remat.solver.bounds.cut_program import largest_working_set_bytes
+from remat.solver.budgets.front import Front, Point
+from remat.solver.problem import Problem
+from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
+from remat.solver.store_all import StoreAll
+
+BUDGETS = 12
+"""Budgets of a sweep that names none."""
+PINS = ("keep", "recompute")
+NAMING_PART = 1 / 6
+"""Part of the time limit in which the least peak is looked for."""
+LARGEST_PART = 1.5
+"""Most that a budget takes of the time left, in equal parts of it; most budgets take less."""
+
+Tell = Callable[[int, int], None]
+"""Called with how many budgets are done, and of how many."""
+
+
+def sweep(
+    graph: TrainingGraph,
+    budgets: int | Iterable[int] = BUDGETS,
+    solver: str = "auto",
+    *,
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    tell: Tell | None = None,
+    at_hand: Sequence[Result] = (),
+    **options: object,
+) -> Front:
+    """Solve at several budgets and merge what is found.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+        One training step.
+    budgets : int or ints
+        In bytes; or how many, spread evenly from the least peak known to the unmodified one.
+    solver : str
+        A name of the solvers' table.
+    time_limit_s : float
+        For all budgets together, each of which has about an equal part.
+    jobs : int
+        How many solves run at once; -1 for as many as there are cores or workers.
+    tell : callable
+        Told how many budgets are done, where they are solved one by one.
+    at_hand : results
+        Whose schedules count where they fit, if they are of the same solver.
+    **options : object
+        As of `remat.solver.solve`.
+
+    Raises
+    ------
+    SolverError : no budgets, a number of jobs that means nothing, an unknown solver or option.
+    """
+    began_s = time.monotonic()
+    check_jobs(jobs)
+    make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
+    if isinstance(budgets, int):
+        budgets, least = spread(graph, budgets, time_limit_s=NAMING_PART * time_limit_s, **options)
+        at_hand = (*at_hand, *least)
+    asked = _checked(budgets)
+    left_s = time_limit_s - (time.monotonic() - began_s)
+    if jobs == 1:
+        found = _one_by_one(graph, asked, solver, options, left_s, tell)
+    else:
+        found = _side_by_side(graph, asked, solver, options, left_s, jobs)
+    return Front(
+        name=graph.name,
+        graph_hash=graph.hash,
+        solver=solver,
+        base_us=graph.time_us,
+        floor_bytes=floor_bytes(graph),
+        unmodified_bytes=_unmodified_bytes(graph),
+        points=tuple(
+            Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
+            for result in merged(graph, found, [r for r in at_hand if r.solver == solver])
+        ),
+    )  # fmt: skip
+
+
+def check_jobs(jobs: int) -> None:
+    """Raise `SolverError` unless `jobs` is 1 or more, or -1."""
+    if jobs == 0 or jobs < -1:
+        raise SolverError(f"jobs must be 1 or more, or -1 for every core, not {jobs}")
+
+
+def _checked(budgets: Iterable[int]) -> list[int]:
+    asked = sorted(set(budgets))
+    if not asked or asked[0] < 0:
+        raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
+    return asked
+
+
+def spread(
+    graph: TrainingGraph, count: int, *, time_limit_s: float = 60.0, **options: object
+) -> tuple[list[int], list[Result]]:
+    """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
+
+    The same for each solver; and the outcome at the least, if it is at hand. `time_limit_s` is
+    for naming the least peak. Of `options` only the pins are heeded.
+
+    Raises
+    ------
+    SolverError : `count` is below 1.
+    """
+    if count < 1:
+        raise SolverError(f"budgets must be 1 or more in number, not {count}")
+    high_bytes = _unmodified_bytes(graph)
+    pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
+    lost = solve(graph, 0, time_limit_s=time_limit_s, **pins)
+    least_bytes = lost.least_feasible_bytes or floor_bytes(graph)
+    room_bytes = max(high_bytes - least_bytes, 0)
+    parts = range(count) if count > 1 else [1]
+    asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
+    least = at_least_budget(graph, lost)
+    return sorted(asked), [] if least is None else [least]
+
+
+def floor_bytes(graph: TrainingGraph) -> int:
+    """A peak that no schedule is below: the largest working set of an op, and the resident."""
+    problem = Problem.of(graph)
+    return problem.resident_bytes + largest_working_set_bytes(problem)
+
+
+def _unmodified_bytes(graph: TrainingGraph) -> int:
+    return simulate(graph, StoreAll().schedule(graph)).peak_bytes
+
+
+def _one_by_one(
+    graph: TrainingGraph,
+    budgets: Sequence[int],
+    solver: str,
+    options: dict[str, Any],
+    time_limit_s: float,
+    tell: Tell | None,
+) -> list[Result]:
+    """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
+    found: list[Result] = []
+    end_s = time.monotonic() + time_limit_s
+    for budget_bytes in budgets:
+        if tell:
+            tell(len(found), len(budgets))
+        last = found[-1] if found else None
+        left_s = max(end_s - time.monotonic(), 0.0)
+        part_s = left_s * min(LARGEST_PART / (len(budgets) - len(found)), 1.0)
+        if last is not None and is_ideal(graph, last):
+            found.append(_at_larger_budget(last, budget_bytes))
+        elif last is not None and last.message.startswith(INTERRUPTED):
+            found.append(_untried(graph, solver, budget_bytes))
+        else:
+            found.append(solve(graph, budget_bytes, solver, time_limit_s=part_s, **options))
+    return found
+
+
+def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
+    message = "" if result.floor else result.message
+    return msgspec.structs.replace(
+        result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message
+    )
+
+
+def is_ideal(graph: TrainingGraph, result: Result) -> bool:
+    """Whether nothing is faster, whatever the budget."""
+    return result.schedule is not None and result.time_us <= graph.time_us * (1 + 1e-9)
+
+
+def _untried(graph: TrainingGraph, solver: str, budget_bytes: int) -> Result:
+    return Result(
+        status="time limit",
+        solver=solver,
+        budget_bytes=budget_bytes,
+        lower_bound_us=graph.time_us,
+        message=f"{INTERRUPTED} before this budget was tried",
+    )
+
+
+def _side_by_side(
+    graph: TrainingGraph,
+    budgets: Sequence[int],
+    solver: str,
+    options: dict[str, Any],
+    time_limit_s: float,
+    jobs: int,
+) -> list[Result]:
+    # joblib ships no types, and is not needed for one job.
+    joblib: Any = importlib.import_module("joblib")
+    at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
+    options = {**options, "time_limit_s": max(time_limit_s, 0.0) * at_once / len(budgets)}
+    task = joblib.delayed(solve)
+    tasks = [task(graph, budget_bytes, solver, **options) for budget_bytes in budgets]
+    return cast("list[Result]", list(joblib.Parallel(n_jobs=jobs)(tasks)))
+
+
+def merged(
+    graph: TrainingGraph, found: Sequence[Result], at_hand: Sequence[Result] = ()
+) -> list[Result]:
+    """Each result with the best schedule of all that fits, and the best bound that holds.
+
+    `found` is in rising order of budgets; the schedules of `at_hand` count too.
+    """
+    known = sorted(
+        (result for result in (*found, *at_hand) if result.schedule is not None),
+        key=lambda result: (result.time_us, result.peak_bytes),
+    )
+    bound_us = 0.0
+    best: list[Result] = []
+    for own in reversed(found):
+        bound_us = max(bound_us, own.lower_bound_us)
+        fits = (result for result in known if result.peak_bytes <= own.budget_bytes)
+        best.append(_adopting(graph, own, next(fits, None), bound_us))
+    return best[::-1]
+
+
+def _adopting(
+    graph: TrainingGraph, own: Result, better: Result | None, bound_us: float
+) -> Result:  # fmt: skip
+    """`own` with the schedule of `better` and the bound, judged at its own budget."""
+    if better is None or better.schedule is None:
+        return own
+    adopted = judged(
+        graph,
+        msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
+        budget_bytes=own.budget_bytes,
+        lower_bound_us=min(bound_us, better.time_us),
+        wall_s=own.wall_s,
+        cut_short=own.status == "time limit",
+        message=own.message if better is own else "",
+    )
+    return msgspec.structs.replace(adopted, floor=own.floor)

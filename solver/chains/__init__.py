@@ -1,0 +1,1 @@
+"""Solvers for chains: forward cut where at most one value crosses."""

@@ -1,0 +1,218 @@
+"""A training graph as a chain of stages, each with its times and bytes.
+
+A stage is what forward computes between two articulation points (`chain_places`), with the
+backward ops that read it. Its times and bytes are a model: backward values are counted
+exactly, kept values as if all lived throughout, and the value that enters a stage as if it
+lived to the end of the stage. `simulate` judges what a solver makes of it.
+
+Terms follow O. Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to
+train deep neural networks with limited memory", 2019, https://arxiv.org/abs/1911.13214.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from remat.solver.chains.places import (
+    Split,
+    articulation_points,
+    coarsened,
+    kept_values,
+    split_by_backward,
+)
+from remat.solver.problem import Problem
+
+NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
+
+
+class Run(NamedTuple):
+    """Some forward ops of a stage, run in order; bytes beside the value that enters it."""
+
+    ops: tuple[int, ...]
+    cost_us: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStage:
+    """One stage.
+
+    Attributes
+    ----------
+    entry : the value that enters it, -1 if none does. entry_bytes : its size.
+    saved_bytes : all that its backward reads of it, and its result (rotor's ``abar``).
+    pending_bytes : backward values live when its backward begins.
+    first_drop, first_save : its first run, keeping the result or what backward reads too.
+    again_drop, again_save, again_leaf : only the ops that make the result, what backward
+        reads and the result, what backward reads.
+    backward : its backward ops. backward_us : their time. backward_peak_bytes : the most
+        live in them beside the value that enters, saved values included.
+    """
+
+    entry: int
+    entry_bytes: int
+    saved_bytes: int
+    pending_bytes: int
+    first_drop: Run
+    first_save: Run
+    again_drop: Run
+    again_save: Run
+    again_leaf: Run
+    backward: tuple[int, ...]
+    backward_us: float
+    backward_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Stages in forward order, none if the graph is no chain: `why_not` says so in words.
+
+    `base_bytes` are resident or kept throughout.
+    """
+
+    stages: tuple[ChainStage, ...]
+    base_bytes: int
+    why_not: str = ""
+
+
+def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
+    """The chain of `problem`, of at most `most_stages` stages if that is not 0."""
+    kept = kept_values(problem)
+    kept_bytes = sum(size for size, stays in zip(problem.size_bytes, kept, strict=True) if stays)
+    base_bytes = problem.resident_bytes + kept_bytes
+    places = articulation_points(problem, kept)
+    if not places:
+        return Chain((), base_bytes, _no_place(problem))
+    if most_stages:
+        places = coarsened(problem, places, most_stages)
+    split = split_by_backward(problem, kept, places)
+    if not split.places:
+        return Chain((), base_bytes, NO_SPLIT)
+    return Chain(_Model(problem, kept, split).stages(), base_bytes)
+
+
+def _no_place(problem: Problem) -> str:
+    if not problem.n_forward:
+        return "the graph is no chain: it has no forward ops"
+    first, last = problem.graph.ops[0].name, problem.graph.ops[problem.n_forward - 1].name
+    place = f"the forward graph has no articulation point between {first} and {last}"
+    return f"the graph is no chain: {place}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Times and bytes of the stages of one split."""
+
+    problem: Problem
+    kept: bytearray
+    split: Split
+
+    def stages(self) -> tuple[ChainStage, ...]:
+        places, starts = self.split
+        ends = [*(place.end + 1 for place in places), self.problem.n_forward]
+        entries = [-1, *(place.entry for place in places), -1]
+        stops = [self.problem.n_ops, *starts]
+        running_bytes, waiting_bytes = _backward_bytes(self.problem)
+        return tuple(
+            self._stage(
+                range(ends[i - 1] if i else 0, end),
+                (entries[i], entries[i + 1]),
+                (range(starts[i], stops[i]), range(stops[i], stops[i - 1] if i else 0)),
+                running_bytes,
+                waiting_bytes[starts[i]],
+            )
+            for i, end in enumerate(ends)
+        )
+
+    def _stage(
+        self,
+        forward: range,
+        ports: tuple[int, int],
+        backwards: tuple[range, range],
+        running_bytes: Sequence[int],
+        pending_bytes: int,
+    ) -> ChainStage:
+        """The stage of ops `forward`; `backwards` are its own and those of the stage before."""
+        problem, (backward, before) = self.problem, backwards
+        last_read = {v: op for op in backward for v in problem.inputs[op]}
+        saved = [v for v in last_read if problem.producer[v] in forward and not self.kept[v]]
+        result = [ports[1]] if ports[1] >= 0 else []
+        both = list(dict.fromkeys((*saved, *result)))
+        first, size_bytes = tuple(forward), problem.size_bytes
+        entry_bytes = size_bytes[ports[0]] if ports[0] >= 0 else 0
+        is_lasting = any(ports[0] in problem.inputs[op] for op in before)
+        last_entry = problem.n_ops if is_lasting else last_read.get(ports[0], -1)
+        peak_bytes = (
+            running_bytes[op]
+            + sum(size_bytes[v] for v in saved if last_read[v] >= op)
+            - (entry_bytes if last_entry < op else 0)
+            for op in backward
+        )
+        return ChainStage(
+            entry=ports[0],
+            entry_bytes=entry_bytes,
+            saved_bytes=sum(size_bytes[v] for v in both),
+            pending_bytes=pending_bytes,
+            first_drop=self._run(first, result, is_first=True),
+            first_save=self._run(first, both, is_first=True),
+            again_drop=self._run(self._makers(forward, result), result),
+            again_save=self._run(self._makers(forward, both), both),
+            again_leaf=self._run(self._makers(forward, saved), saved),
+            backward=tuple(backward),
+            backward_us=sum(problem.cost_us[op] for op in backward),
+            backward_peak_bytes=max(peak_bytes, default=0),
+        )
+
+    def _makers(self, forward: range, wanted: Iterable[int]) -> tuple[int, ...]:
+        """The ops of `forward` that must run to make `wanted` again."""
+        missing, found = set(wanted), list[int]()
+        for op in reversed(forward):
+            if not missing.isdisjoint(self.problem.outputs[op]):
+                found.append(op)
+                reads = self.problem.inputs[op]
+                missing.update(v for v in reads if not self.kept[v])
+        return tuple(reversed(found))
+
+    def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> Run:
+        """Run `ops`, freeing what is read no more, up to `wanted`.
+
+        In a first run kept values are counted in `base_bytes` already.
+        """
+        problem, kept = self.problem, self.kept
+        last = {v: op for op in ops for v in (*problem.outputs[op], *problem.inputs[op])}
+        last.update(dict.fromkeys(wanted, problem.n_ops))
+        live, now, peak_bytes = set[int](), 0, 0
+        for op in ops:
+            made = [v for v in problem.outputs[op] if not kept[v]]
+            here = made if is_first else problem.outputs[op]
+            running = sum(problem.size_bytes[v] for v in here) + problem.workspace_bytes[op]
+            peak_bytes = max(peak_bytes, now + running)
+            live.update(made)
+            now += sum(problem.size_bytes[v] for v in made)
+            for v in dict.fromkeys((*made, *problem.inputs[op])):
+                if last[v] == op and v in live:
+                    live.discard(v)
+                    now -= problem.size_bytes[v]
+        return Run(ops, sum(problem.cost_us[op] for op in ops), peak_bytes)
+
+
+def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
+    """Bytes of backward values live while each op runs, and right before it."""
+    last = list(problem.producer)
+    for stage, needs in enumerate(problem.needs):
+        for v in needs:
+            last[v] = stage
+    change = [0] * (problem.n_ops + 2)
+    for v, made in enumerate(problem.producer):
+        if made >= problem.n_forward:
+            change[made] += problem.size_bytes[v]
+            change[last[v] + 1] -= problem.size_bytes[v]
+    live = list(accumulate(change))
+    made_bytes = (*problem.output_bytes, 0)
+    waiting = [live[op] - made_bytes[op] for op in range(problem.n_ops + 1)]
+    waiting[: problem.n_forward] = [0] * problem.n_forward
+    running = [live[op] + problem.workspace_bytes[op] for op in range(problem.n_ops)]
+    return running, waiting

@@ -1,0 +1,95 @@
+"""Binomial checkpointing on the stages of a chain, as if all were alike.
+
+Also called: revolve, treeverse, multistage checkpointing (with `disk_slots`), mixed
+checkpointing (with `mixed`).
+Paper: A. Griewank, A. Walther, "Algorithm 799: Revolve", 2000,
+https://doi.org/10.1145/347837.347846; P. Stumm, A. Walther, "MultiStage Approaches for
+Optimal Offline Checkpointing", 2009, https://doi.org/10.1137/080718036; J. R. Maddison,
+"Step-based checkpointing with high-level algorithmic differentiation", 2024,
+https://arxiv.org/abs/2305.09568.
+Solves: fewest forward runs of stages on a uniform chain with a number of slots for states.
+The graph is cut into stages at its articulation points. The greatest number of slots whose
+schedule fits is found by bisection; the fastest schedule is filled with what still fits.
+Optimal: on chains whose stages are alike in time and bytes (`binomial` counts the runs).
+Cost: O(stages · repetitions); `mixed` O(stages² · slots).
+Shortcomings: none but chains; blind to times and sizes; a stage's forward runs again right
+before its backward even where there is room (but for what the fill carries).
+With `disk_slots`, transfers take no time in the simulator, and nothing is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.solver.chain_actions import Action
+from remat.solver.chains.binomial import binomial_actions, mixed_actions
+from remat.solver.chains.chain import Chain
+from remat.solver.chains.disk import with_disk
+from remat.solver.chains.tries import ChainSearch, chain_or_done
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+
+
+@dataclass(frozen=True)
+class Revolve:
+    """Solver for chains of stages that are alike.
+
+    Attributes
+    ----------
+    slots : how many states are stored (0: as many as fit). disk_slots : how many of those,
+        the least read, wait in host memory. mixed : a slot may hold what backward reads of
+        a stage instead of a state. stages : the most stages.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    slots: int = 0
+    disk_slots: int = 0
+    mixed: bool = False
+    stages: int = 128
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 0:
+            raise SolverError(f"slots must be 0 (chosen for you) or more, not {self.slots}")
+        if self.disk_slots < 0:
+            raise SolverError(f"disk_slots must be 0 or more, not {self.disk_slots}")
+        if self.stages < 2:
+            raise SolverError(f"stages must be 2 or more, not {self.stages}")
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best such schedule within `budget_bytes`; no bound beyond every op once."""
+        search = Search(graph, budget_bytes, "revolve", self.time_limit_s, self.progress)
+        search.options = {
+            "slots": self.slots,
+            "disk_slots": self.disk_slots,
+            "mixed": self.mixed,
+            "stages": self.stages,
+        }
+        with search.until_interrupted():
+            chain = chain_or_done(search, self.stages)
+            if chain is not None:
+                self._solve_chain(search, chain)
+        return search.result()
+
+    def _solve_chain(self, search: Search, chain: Chain) -> None:
+        length = len(chain.stages)
+
+        def change(made: Schedule, actions: Sequence[Action]) -> Schedule:
+            return with_disk(search.problem, chain, made, actions, self.disk_slots)
+
+        tries = ChainSearch(search, chain, change if self.disk_slots else None)
+        search.say(f"chain of {length} stages")
+        if self.slots:
+            tries.fits(self._actions(length, min(self.slots, length)))
+        else:
+            tries.try_rising(lambda choice: self._actions(length, choice + 1), length)
+        if not self.disk_slots:
+            tries.fill_best()
+
+    def _actions(self, length: int, slots: int) -> list[Action]:
+        return (mixed_actions if self.mixed else binomial_actions)(length, slots)

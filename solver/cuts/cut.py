@@ -1,0 +1,266 @@
+"""Single cut, just-in-time expansion, greedy repair: for graphs of any size.
+
+Also called: Lagrangian or knapsack-closure bound with primal repair.
+Source: the cut is the restriction of Checkmate's MILP (Jain et al. 2020,
+https://arxiv.org/abs/1910.02653) to one moment; choosing what to keep across it is the
+knapsack problem of "selective activation recomputation" with recompute chains counted.
+Solves: least time under a budget on the true peak, first runs in captured order, any number
+of recomputations. The program of `cut_bound` gives a proven bound and a start; the start
+is expanded just in time, repaired under the true peak and filled with what still fits.
+Where the gap stays open, segments between lower sets and cuts at lower targets give more
+starts, and the fullest stage becomes a further cut, bound and start in one.
+Optimal: where bound and schedule meet, which is the rule on transformers (gap below 1 %).
+Cost: about one MILP of n binaries and one dense row; near-linear up to some 5,000 ops.
+Shortcomings: the order of first runs is given; in a stage an op runs at most once again;
+weak on layered graphs and on convolutional nets below 30 % of their peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.backends.mip import Limits
+from remat.solver.bounds.cut_program import (
+    COST_SCALE,
+    CutProgram,
+    expand,
+    largest_working_set_bytes,
+    working_set_bytes,
+)
+from remat.solver.bounds.floor import note_floor, prove_nothing_fits
+from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.cuts.way_down import take_least_peak
+from remat.solver.local_search.exchange import take_exchanges
+from remat.solver.local_search.repair import Repair, fill
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+from remat.solver.segment_starts import take_segments
+from remat.solver.state import State
+from remat.solver.store_all import store_all_state
+
+MANY_OPS = 1000
+"""Beyond this many ops more than two cuts, or exchanges from each start, take too long."""
+TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
+"""Parts of the room above the largest working set at which the cut is solved for more starts."""
+POWERS = (0.3, 0.6, 1.0, 1.6)
+WIDE = 0.05
+"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds."""
+GAP_PART = 0.1
+"""Part of the open gap that a program of cuts may leave, where less than that is asked for."""
+NODE_LIMIT, FIRST_NODES = 500, 50
+"""Branch-and-bound nodes a program may take: a limit that is the same on every machine. The first
+program may take fewer, as the starts that come after it are often better ones."""
+FEW_NODES = 20
+"""The same for a program of many ops, whose nodes are slow."""
+FIRST_WORK, REPAIR_WORK = 100_000, 20_000
+"""Moves weighed, in all starts from one cut and from one start, after which no other is tried."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Solver for graphs of any size.
+
+    Attributes
+    ----------
+    gap : stop once time is proved within this fraction of the best.
+    cuts : most cuts in one program; 1 keeps to a single cut.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    gap: float = 1e-3
+    cuts: int = 5
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule found within `budget_bytes`, and a proven bound."""
+        search = Search(graph, budget_bytes, "cut", self.time_limit_s, self.progress)
+        search.options = {"gap": self.gap, "cuts": self.cuts}
+        with search.until_interrupted():
+            self.run(search)
+        note_floor(search)
+        return search.result()
+
+    def run(self, search: Search) -> None:
+        """Search until the gap is reached, ideas run out or time is up."""
+        plain = store_all_state(search.problem)
+        if search.offer(plain):
+            return
+        if not has_room(search):
+            search.proved_infeasible = True
+        else:
+            self._close_gap(search, plain)
+        if search.best is None:
+            take_least_peak(search, plain)
+
+    def _close_gap(self, search: Search, plain: State) -> None:
+        lazy = begin(search, plain, self.gap)
+        prove_nothing_fits(search)
+        while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
+            if not is_open(search, self.gap):
+                break
+            climb(search, lazy, self.gap)
+        if is_open(search, self.gap):
+            take_exchanges(search)
+
+
+def is_open(search: Search, gap: float) -> bool:
+    """Whether there is something left to do, and time."""
+    return search.gap > gap and not search.proved_infeasible and not search.out_of_time()
+
+
+def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
+    """The best single cut: its bound, and schedules from it; None where nothing fits.
+
+    With `has_start` there is a schedule to improve on, and one more will do.
+    """
+    search.say("choosing where to cut")
+    place = best_cut(search, plain)
+    if place is None:
+        return None
+    lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
+    search.say(f"1 cut, at {search.graph.ops[place].name}")
+    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_NODES))
+    is_repaired = take_climbed(search, first, search.work + FIRST_WORK)
+    if is_open(search, gap) and search.gap > WIDE and not has_start:
+        take_segments(search)
+    if not is_repaired and search.best is None:
+        take_climbed(search, first)
+    for target_bytes in targets(search, () if has_start else TARGETS):
+        if is_open(search, gap) and not has_worked(search, FIRST_WORK):
+            search.say(f"start for {target_bytes} bytes")
+            program = CutProgram(search.problem, (place,), target_bytes)
+            solution = program.relaxed(max(search.left_s, 0.1))
+            if solution.values is not None:
+                repair_from(search, State.from_recomputed(search.problem, expand(solution)))
+    return lazy
+
+
+def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
+    """Solve the cuts so far for a bound and a start."""
+    search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
+    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
+
+
+def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
+    """Record the bound; repair the expansion, unless a clock chose it and there is a schedule.
+
+    False if repairs were given up because `search.work` came to `most_work`.
+    """
+    if climbed.solution.bound_us == float("inf"):
+        search.proved_infeasible = True
+        return True
+    search.raise_bound(climbed.solution.bound_us)
+    if climbed.start is not None and (climbed.solution.finished or search.best is None):
+        return repair_from(search, climbed.start, most_work)
+    return True
+
+
+def limits_of(
+    search: Search, lazy: LazyCuts, gap: float, open_gap: float, most_nodes: int = NODE_LIMIT
+) -> Limits:
+    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known."""
+    tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
+    return Limits(
+        time_limit_s=max(search.left_s, 0.1),
+        absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
+        node_limit=FEW_NODES if is_large(search) else most_nodes,
+    )
+
+
+def is_large(search: Search) -> bool:
+    """Whether the graph has so many ops that slow steps come last."""
+    return search.problem.n_ops > MANY_OPS
+
+
+def has_room(search: Search) -> bool:
+    """Whether each op's own working set, and what must be live at the end, is in the budget."""
+    problem = search.problem
+    room_bytes = search.budget_bytes - problem.resident_bytes
+    worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
+    if working_set_bytes(problem, worst) <= room_bytes:
+        return _has_room_at_end(search, room_bytes)
+    op = search.graph.ops[worst]
+    need_bytes = working_set_bytes(problem, worst) + problem.resident_bytes
+    place = f" ({op.module})" if op.module else ""
+    search.message = f"op {op.name}{place} alone needs {need_bytes} bytes with what is resident"
+    return False
+
+
+def _has_room_at_end(search: Search, room_bytes: int) -> bool:
+    problem = search.problem
+    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+    if end_bytes <= room_bytes:
+        return True
+    search.message = (
+        f"what must be live when the step ends, gradients above all, takes {end_bytes} bytes "
+        f"beside {problem.resident_bytes} that are resident"
+    )
+    return False
+
+
+def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
+    """Budgets below the real one at which to solve for starts."""
+    problem = search.problem
+    floor = largest_working_set_bytes(problem) + problem.resident_bytes
+    for part in parts:
+        yield floor + int(part * (search.budget_bytes - floor))
+
+
+def best_cut(search: Search, plain: State) -> int | None:
+    """The op whose cut has the highest relaxed bound; None if one proves nothing fits."""
+    best: tuple[float, int] | None = None
+    for t in candidate_cuts(search, plain):
+        if search.out_of_time() and best is not None:
+            break
+        program = CutProgram(search.problem, (t,), search.budget_bytes)
+        bound_us = program.relaxed(max(search.left_s, 1.0)).bound_us
+        if bound_us == float("inf"):
+            search.proved_infeasible = True
+            search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
+            return None
+        search.raise_bound(bound_us)
+        if best is None or bound_us > best[0]:
+            best = bound_us, t
+    return best[1] if best else None
+
+
+def candidate_cuts(search: Search, plain: State) -> list[int]:
+    """The fullest op of the step that keeps all, and ops around it and the loss."""
+    problem = search.problem
+    peak_bytes = plain.peak_bytes[: problem.n_ops]
+    fullest = int(np.argmax(peak_bytes))
+    start = problem.n_forward
+    near = [fullest, fullest - 1, fullest + 1, fullest + 2, *range(start - 1, start + 4)]
+    inside = [t for t in dict.fromkeys(near) if 0 <= t < problem.n_ops]
+    over = [t for t in inside if peak_bytes[t] > search.budget_bytes]
+    return over or [fullest]
+
+
+def has_worked(search: Search, most_work: int) -> bool:
+    """Whether there is a schedule, and repairs took so much that others may find better ones."""
+    return search.best is not None and search.work > most_work
+
+
+def repair_from(search: Search, start: State, most_work: float = float("inf")) -> bool:
+    """Repair `start` with each power, fill, and offer the outcomes.
+
+    Ends early where that takes long and there is a schedule; or, and then it returns False, when
+    `search.work` comes to `most_work`.
+    """
+    enough_work = search.work + REPAIR_WORK
+    for power in POWERS:
+        if search.out_of_time() or has_worked(search, enough_work):
+            break
+        state = start.copy()
+        if Repair(state, search.budget_bytes, power, search, most_work=most_work).run():
+            search.offer(state)
+            fill(state, search.budget_bytes, search)
+        search.offer(state)
+        if search.work > most_work:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Solvers that prove an optimum by an integer program, constraint program or search."""

@@ -1,0 +1,168 @@
+"""Exhaustive search over what is computed and what is live, in the fixed or a free order.
+
+Also called: state-space search; weighted red pebbling.
+Paper: dynamic programming over sets of computed ops, for least memory and without
+recomputation, is C. W. Kessler, "Scheduling expression DAGs for minimal register need", 1998,
+https://doi.org/10.1016/S0096-0551(98)00002-2, and B. H. Ahn et al., "Ordering Chaos:
+Memory-Aware Scheduling of Irregularly Wired Neural Networks for Edge Devices", 2020,
+https://arxiv.org/abs/2003.02369. Here a state also says what is live, and time is minimised.
+Solves: least time under a budget on the true peak, any number of recomputations, first runs
+in captured order (``fixed``) or in any order that the graph allows (``free``).
+Optimal: always, with proof, where it ends; cut short by time, its bound still holds. That
+nothing fits is proved too, and the least feasible budget is then found exactly.
+Cost: exponential; up to 3^n states for n ops. At 14 ops below a second as a rule, 5 s on a wide
+graph on which nothing fits, where the least feasible budget is found by bisection.
+Shortcomings: the cost. Larger graphs than `most_ops` are refused unless everything fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver.exact.state_space import OrderOption, StateSpace
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+from remat.solver.sequence import schedule_of
+from remat.solver.store_all import store_all_state
+
+CHECKS_EVERY = 256
+"""States between two looks at the clock."""
+
+
+@dataclass(frozen=True)
+class Exhaustive:
+    """Solver of tiny graphs.
+
+    Attributes
+    ----------
+    order : first runs in captured order (``fixed``) or in any (``free``).
+    most_ops : refuse larger graphs.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    order: OrderOption = "fixed"
+    most_ops: int = 14
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(OrderOption):
+            raise SolverError(f"order must be fixed or free, not '{self.order}'")
+        if self.most_ops < 1:
+            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The fastest schedule within `budget_bytes`, proved.
+
+        Raises
+        ------
+        SolverError : the graph has more than `most_ops` ops and cannot keep everything.
+        """
+        search = Search(graph, budget_bytes, "exhaustive", self.time_limit_s, self.progress)
+        search.options = {"order": self.order, "most_ops": self.most_ops}
+        with search.until_interrupted():
+            self.run(search)
+        return search.result()
+
+    def run(self, search: Search) -> None:
+        """Search until the best schedule is proved, or that there is none, or time is up.
+
+        Raises
+        ------
+        SolverError : as `solve` does.
+        """
+        if search.offer(store_all_state(search.problem)):
+            return
+        n_ops = search.problem.n_ops
+        if n_ops > self.most_ops:
+            raise SolverError(
+                f"exhaustive search takes at most {self.most_ops} ops (most_ops), this graph has "
+                f"{n_ops}: use solver auto, or raise most_ops and have patience"
+            )
+        search.say(f"every state, {self.order} order")
+        space = StateSpace.of(search.problem, self.order)
+        walk = fastest(space, search.budget_bytes, search)
+        search.raise_bound(walk.time_us)
+        if walk.sequence is not None:
+            fits = search.offer_sequence(walk.sequence)
+            assert fits, "a sequence needs more than the states it came from"
+        elif not search.cut_short:
+            search.proved_infeasible = True
+            _take_least_peak(search, space)
+
+
+class Walk(NamedTuple):
+    """Ops in the order in which they run, None if none was found, and a proven least time."""
+
+    sequence: list[int] | None
+    time_us: float
+
+
+def fastest(space: StateSpace, budget_bytes: int, search: Search) -> Walk:
+    """Best-first search: least time of what ran again, then most ops computed.
+
+    The time of a state plus that of the ops still to come bounds each way on from it.
+    """
+    problem = space.problem
+    room_bytes = budget_bytes - problem.resident_bytes
+    done = (1 << problem.n_ops) - 1
+    seen: dict[int, list[int]] = {}
+    parents: list[tuple[int, int]] = [(-1, -1)]
+    queue: list[tuple[float, int, int, int, int]] = [(0.0, 0, 0, 0, 0)]
+    pops = 0
+    while queue:
+        extra_us, _, node, computed, live = heapq.heappop(queue)
+        pops += 1
+        if pops % CHECKS_EVERY == 0 and search.out_of_time():
+            return Walk(None, problem.graph.time_us + extra_us)
+        if computed == done and not space.wanted & ~live:
+            return Walk(_path(parents, node), problem.graph.time_us + extra_us)
+        if not _is_new(seen.setdefault(computed, []), live):
+            continue
+        for op, after, kept in space.moves(computed, live, room_bytes):
+            again_us = problem.cost_us[op] if after == computed else 0.0
+            parents.append((node, op))
+            left = problem.n_ops - after.bit_count()
+            heapq.heappush(queue, (extra_us + again_us, left, len(parents) - 1, after, kept))
+    return Walk(None, problem.graph.time_us)
+
+
+def _is_new(seen: list[int], live: int) -> bool:
+    """Record `live` unless a state seen before, no slower, had all of it live."""
+    if any(not live & ~other for other in seen):
+        return False
+    seen.append(live)
+    return True
+
+
+def _path(parents: list[tuple[int, int]], node: int) -> list[int]:
+    ops: list[int] = []
+    while node:
+        node, op = parents[node]
+        ops.append(op)
+    return ops[::-1]
+
+
+def _take_least_peak(search: Search, space: StateSpace) -> None:
+    """Find the least feasible budget by bisection."""
+    search.say("looking for the least peak")
+    plain = store_all_state(search.problem)
+    search.offer_least(plain)
+    low = search.budget_bytes + 1
+    while low < search.lowest_bytes:
+        middle = (low + search.lowest_bytes) // 2
+        walk = fastest(space, middle, search)
+        if walk.sequence is not None:
+            made = schedule_of(search.problem, walk.sequence, solver=search.solver)
+            search.lowest = made
+            search.lowest_bytes = simulate(search.graph, made).peak_bytes
+        elif search.cut_short:
+            return
+        else:
+            low = middle + 1
+    search.least_bound_bytes = search.lowest_bytes

@@ -1,0 +1,1 @@
+"""What betters a schedule: repair, exchange, neighbourhoods."""

@@ -1,0 +1,271 @@
+"""Local search over retention gaps: bring a state under a budget, then fill what fits.
+
+A gap is the time between two touches of a value. Dropping one frees its bytes in between
+and costs a recomputation at its end; carrying one does the reverse. `repair` drops by the
+least extra time over (bytes of overload removed)^power; `fill` carries what saves most.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.solver.search import Search
+from remat.solver.stage import Stage, UnreachableError, closure_cost_us
+from remat.solver.state import Bytes, State
+
+TRIALS = 12
+"""Moves replayed exactly in each round of `repair`; the others are only estimated."""
+MOST_VAIN_WORK = 60_000
+"""Work, as `search.work` counts it, after which a stage is given up. Ops of large graphs that
+run a long way back again take much for each move."""
+TRIAL_WORK, OPS_A_WORK = 4, 25
+"""What a replayed move takes, in estimated ones; and ops that are replayed in the time of one."""
+
+
+class Move(NamedTuple):
+    """Carry a value (bit 1) or not (bit 0) between its touches at two stages."""
+
+    v: int
+    before: int
+    stage: int
+    bit: int
+
+
+class Trial(NamedTuple):
+    """What a move would do: extra time, change of overload, the two stages it replays."""
+
+    cost_us: float
+    overload_bytes: int
+    at_before: Stage
+    at_stage: Stage
+
+
+@dataclass(slots=True)
+class Repair:
+    """Brings `state` under `limit_bytes`, changing it in place.
+
+    `spared` is a value and the stage at which a gap of it ends, never to be dropped. `most_work` is
+    what `search.work` may come to.
+    """
+
+    state: State
+    limit_bytes: int
+    power: float
+    search: Search
+    spared: tuple[int, int] | None = None
+    most_work: float = float("inf")
+
+    def run(self) -> bool:
+        """Drop and carry until nothing is over the limit; return whether that was reached."""
+        while True:
+            over = np.maximum(self.state.peak_bytes - self.limit_bytes, 0)
+            if not over.any():
+                return True
+            if self.search.work > self.most_work or self.search.out_of_time():
+                return False
+            move = self._best_move(over)
+            if move is None:
+                return False
+            apply(self.state, move)
+
+    def _best_move(self, over: Bytes) -> Move | None:
+        stages = np.flatnonzero(over)
+        order = stages[np.argsort(-over[stages], kind="stable")]
+        for worst in order[:4]:
+            move = self._best_at(int(worst), over)
+            if move is not None:
+                return move
+        return None
+
+    def _best_at(self, worst: int, over: Bytes) -> Move | None:
+        """The move that relieves stage `worst` best, over all stages that it relieves."""
+        most_work = self.search.work + MOST_VAIN_WORK
+        for ranked in self._rankings(worst, over):
+            if self.search.work > most_work or self.search.out_of_time():
+                return None
+            best: tuple[float, Move] | None = None
+            for _, move in ranked:
+                trial = try_move(self.state, move, over, self.limit_bytes)
+                self.search.work += work_of(trial)
+                if trial is not None and trial.overload_bytes < 0:
+                    score = self._score(trial.cost_us, -trial.overload_bytes)
+                    if best is None or (score, move) < best:
+                        best = (score, move)
+            if best is not None:
+                return best[1]
+        return None
+
+    def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, Move]]]:
+        """The moves of least score, `TRIALS` of them; then, if asked for, the next, and so on."""
+        yield sorted(self._estimates(worst, over, TRIALS))[:TRIALS]
+        ranked = sorted(self._estimates(worst, over))
+        for first in range(TRIALS, len(ranked), TRIALS):
+            yield ranked[first : first + TRIALS]
+
+    def _score(self, cost_us: float, relief_bytes: int) -> float:
+        if cost_us <= 0:
+            return cost_us * relief_bytes - relief_bytes / (1 << 50)
+        return cost_us / relief_bytes**self.power
+
+    def _estimates(
+        self, worst: int, over: Bytes, wanted: int | None = None
+    ) -> list[tuple[float, Move]]:
+        """Moves with what they are thought to score; of drops, those among the `wanted` least."""
+        moves = _moves_at(self.state, worst)
+        self.search.work += len(moves)
+        found = [(-1.0, move) for move in moves if move.bit]
+        least: list[float] = [-1.0 for _ in found]
+        for move, relief_bytes in self._reliefs([m for m in moves if not m.bit], worst, over):
+            most_us = float("inf")
+            if wanted is not None and len(least) >= wanted:
+                most_us = max(sorted(least)[wanted - 1], 0.0) * relief_bytes**self.power
+                most_us *= 1 + 1e-9
+            cost_us = drop_cost_us(self.state, move, most_us)
+            if cost_us is not None:
+                found.append((self._score(cost_us, relief_bytes), move))
+                least.append(found[-1][0])
+        return found
+
+    def _reliefs(
+        self, drops: Sequence[Move], worst: int, over: Bytes
+    ) -> Iterator[tuple[Move, int]]:
+        """About how many bytes of overload each drop removes."""
+        total = np.concatenate(([0], np.cumsum(over)))
+        highest_bytes = int(over.max())
+        for move in drops:
+            if (move.v, move.stage) == self.spared:
+                continue
+            size_bytes = self.state.problem.size_bytes[move.v]
+            if size_bytes >= highest_bytes:
+                relief_bytes = int(total[move.stage + 1] - total[move.before + 1])
+            else:
+                covered = over[move.before + 1 : move.stage + 1]
+                relief_bytes = int(np.minimum(covered, size_bytes).sum())
+            yield move, max(relief_bytes, min(size_bytes, int(over[worst])), 1)
+
+
+def _moves_at(state: State, worst: int) -> list[Move]:
+    """Gaps over stage `worst` that may be dropped, and those into it that may be carried."""
+    problem = state.problem
+    row_in, row_on = state.kept[worst], state.kept[worst + 1]
+    moves: list[Move] = []
+    for v in np.flatnonzero(row_in | row_on).tolist():
+        touches = state.touches[v]
+        i = bisect_left(touches, worst)
+        for stage_position in (i, i + 1) if i < len(touches) and touches[i] == worst else (i,):
+            if not 0 < stage_position < len(touches):
+                continue
+            before, stage = touches[stage_position - 1], touches[stage_position]
+            may_drop = not problem.pinned[problem.producer[v]] and not _is_held(state, v, stage)
+            if may_drop and state.rows[stage][v]:
+                moves.append(Move(v, before, stage, 0))
+    for op in state.stages[worst].recomputed:
+        moves += [Move(v, b, worst, 1) for v, b in carriable(state, op, worst)]
+    return moves
+
+
+def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
+    """Values that `op`, run again in `stage`, need not make if carried, with the touch before."""
+    found: list[tuple[int, int]] = []
+    for v in state.problem.outputs[op]:
+        touches = state.touches[v]
+        i = bisect_left(touches, stage)
+        if 0 < i < len(touches) and touches[i] == stage and not state.rows[stage][v]:
+            found.append((v, touches[i - 1]))
+    return found
+
+
+def _is_held(state: State, v: int, stage: int) -> bool:
+    return v in state.problem.held and stage >= state.problem.n_forward
+
+
+def drop_cost_us(state: State, move: Move, most_us: float = float("inf")) -> float | None:
+    """Time of what the drop makes its stage run again.
+
+    None where a pinned op forbids it, or where it is found to be more than `most_us`.
+    """
+    row = state.rows[move.stage]
+    row[move.v] = 0
+    try:
+        return closure_cost_us(
+            state.problem, row, move.v, move.stage, state.stages[move.stage].recomputed, most_us
+        )
+    finally:
+        row[move.v] = 1
+
+
+def try_move(state: State, move: Move, over: Bytes, limit_bytes: int) -> Trial | None:
+    """What `move` would do, None where a pinned op forbids it; `state` is left as it was."""
+    v, before, stage, bit = move
+    old_before, old_stage = state.stages[before], state.stages[stage]
+    state.change(v, before, stage, bit)
+    try:
+        new_before, new_stage = state.replay(before), state.replay(stage)
+        state.rise_bytes[before], state.rise_bytes[stage] = (
+            new_before.rise_bytes,
+            new_stage.rise_bytes,
+        )
+        part = slice(before, stage + 1)
+        now = state.entry_bytes[part] + state.rise_bytes[part]
+        limit = limit_bytes - state.problem.resident_bytes
+        overload = int(np.maximum(now - limit, 0).sum() - over[part].sum())
+    except UnreachableError:
+        return None
+    finally:
+        state.change(v, before, stage, 1 - bit)
+        state.rise_bytes[before] = old_before.rise_bytes
+        state.rise_bytes[stage] = old_stage.rise_bytes
+    cost_us = new_before.cost_us + new_stage.cost_us - old_before.cost_us - old_stage.cost_us
+    return Trial(cost_us, overload, new_before, new_stage)
+
+
+def work_of(trial: Trial | None) -> int:
+    """What it took to try a move, in estimated moves."""
+    replayed = () if trial is None else (trial.at_before, trial.at_stage)
+    return TRIAL_WORK + sum(len(stage.recomputed) for stage in replayed) // OPS_A_WORK
+
+
+def apply(state: State, move: Move) -> None:
+    """Make `move`."""
+    state.change(move.v, move.before, move.stage, move.bit)
+    state.settle((move.before, move.stage))
+
+
+def fill(state: State, limit_bytes: int, search: Search) -> None:
+    """Carry what fits, the greatest saving first, until nothing more saves time."""
+    over = np.zeros_like(state.entry_bytes)
+    while not search.out_of_time():
+        best: tuple[float, int, Move] | None = None
+        savings = sorted(_savings(state, limit_bytes), reverse=True)
+        search.work += len(savings)
+        for saving_us, move in savings:
+            if best is not None and saving_us <= best[0]:
+                break
+            trial = try_move(state, move, over, limit_bytes)
+            search.work += work_of(trial)
+            if trial is not None and trial.overload_bytes <= 0 and trial.cost_us < 0:
+                size_bytes = state.problem.size_bytes[move.v]
+                best = max(best or (0.0, 0, move), (-trial.cost_us, -size_bytes, move))
+        if best is None:
+            return
+        apply(state, best[2])
+
+
+def _savings(state: State, limit_bytes: int) -> list[tuple[float, Move]]:
+    """Gaps with room for their value all the way; the saving is an upper estimate."""
+    problem = state.problem
+    room = limit_bytes - state.peak_bytes
+    found: list[tuple[float, Move]] = []
+    for stage, replayed in enumerate(state.stages):
+        for op in replayed.recomputed:
+            for v, before in carriable(state, op, stage):
+                inner = room[before + 1 : stage]
+                if inner.size and int(inner.min()) < problem.size_bytes[v]:
+                    continue
+                found.append((replayed.cost_us, Move(v, before, stage, 1)))
+    return found

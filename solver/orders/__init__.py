@@ -1,0 +1,1 @@
+"""Other orders of first computations than the captured one."""

@@ -1,0 +1,226 @@
+"""Least time under a budget, first computations in any order: orders, each solved as given.
+
+Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
+Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
+the order; then a full solve in the best one; then, in turn, an order with more room for the
+runs of the best schedule (`order_refinement`) and a solve in it.
+Optimal: where the bound for every order (`free_cut`) is met, as on transformers, or where
+nothing is computed again. Never worse than the given order at what that is given of the time.
+Cost: some seconds of annealing and a look for each order, then the time limit, unless the gap
+is closed. Shortcomings: order and recomputation are chosen in turn, not at once; the bound is
+weak on wide graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
+from remat.solver.ordering import Order, reordered
+from remat.solver.orders.attempts import Attempt, Attempts, Share, SolveFixed
+from remat.solver.orders.refinement import Roomier, cheaper_start, roomier_start
+from remat.solver.orders.reorder import better_order, lowest_order
+from remat.solver.result import INTERRUPTED, Result
+from remat.solver.search import Listener, Progress
+
+LOOK_PART = 0.3
+"""Part of the time limit that the first look at the given order may take."""
+BOUND_PART, BOUND_S = 0.1, 10.0
+"""Part of the time limit, and most seconds, for the bound on every order."""
+ORDER_PART = 0.3
+"""Part of the time left for each other order: half to find it, half for a first look at it."""
+AIMS = (1.0, 0.9, 0.0)
+"""Parts of the budget that orders aim for, 0 for the lowest peak: less leaves room to recompute."""
+FEW_OPS = 300
+"""More ops get but one other order at first: the time is better spent on refining that."""
+FULL_PART, REST_PART = 0.2, 0.75
+"""Part of the time left for a full solve while there is more to do: with a schedule, without."""
+REFINED_PART = 0.05
+"""Part of the time limit for the solve in a refined order."""
+TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
+"""Parts of the budget that refined orders aim for, in turn."""
+IN_VAIN = 12
+"""Refined orders in a row that do not help, after which there are no more."""
+LEAST_S = 0.2
+"""Seconds left below which no further solve is begun."""
+GIVEN, LOWEST = "the given order", "the order of lowest peak"
+REPEATABLE = (GIVEN, LOWEST)
+"""Orders that do not depend on the budget, so that a solve for another one tries them too."""
+
+
+@dataclass(slots=True)
+class FreeOrder:
+    """One solve in a free order.
+
+    Attributes
+    ----------
+    solve_fixed : solves each order. gap : stop once time is proved within it.
+    moves : of annealing, for each order; None for as many as its size asks for.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    solve_fixed: SolveFixed
+    gap: float = 1e-9
+    seed: int = 0
+    moves: int | None = None
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+    began_s: float = field(default_factory=time.monotonic)
+    attempts: Attempts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attempts = Attempts(self.graph, self.budget_bytes, bound_us=self.graph.time_us)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the solve began."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the time limit."""
+        return self.time_limit_s - self.elapsed_s
+
+    def solve(self) -> Result:
+        """Never worse than the given order; the bound holds for every order."""
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            if not self.attempts.made:
+                raise
+            self.attempts.is_interrupted = True
+        is_unproved = not self.attempts.is_proved(self.gap)
+        self.attempts.cut_short = is_unproved and (
+            self.attempts.is_interrupted
+            or self.left_s <= LEAST_S
+            or any(r.status == "time limit" for r in self.attempts.latest.values())
+        )
+        return self.attempts.result(self.elapsed_s)
+
+    def _run(self) -> None:
+        given = tuple(range(len(self.graph.ops)))
+        self._attempt(GIVEN, given, Share(LOOK_PART * self.time_limit_s, is_look=True))
+        if self._is_open():
+            self._prove()
+        for aim in AIMS:
+            if self._is_open() and self._is_worth(aim):
+                self._look_at_order(aim, ORDER_PART * self.left_s)
+        self._solve_in_full()
+
+    def _is_worth(self, aim: float) -> bool:
+        """Orders beyond the first are for few ops; where none fits, the lowest peak is named."""
+        if not aim:
+            return not self.attempts.has_schedule
+        return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= FEW_OPS)
+
+    def _is_open(self) -> bool:
+        """Whether something is left to do, and time."""
+        return not self.attempts.is_proved(self.gap) and self.left_s > LEAST_S
+
+    def _attempt(self, name: str, order: Order, share: Share) -> None:
+        share = share._replace(progress=self._listener(name))
+        result = self.solve_fixed(reordered(self.graph, order), self.budget_bytes, share)
+        self.attempts.made.append(Attempt(name, order, name in REPEATABLE, result))
+        if result.message.startswith(INTERRUPTED):
+            raise KeyboardInterrupt
+
+    def _prove(self) -> None:
+        """A bound for every order, or that nothing fits in any."""
+        known = self.attempts
+        self._tell("proving a bound for every order")
+        if not known.has_schedule:
+            known.least_bound_bytes = free_least_peak_bound_bytes(self.graph)
+            known.is_infeasible = known.least_bound_bytes > self.budget_bytes
+        bound_us = free_bound_us(
+            self.graph, self.budget_bytes,
+            time_limit_s=min(BOUND_S, BOUND_PART * self.time_limit_s, self.left_s),
+            enough_us=known.best.rank[0] / (1 + self.gap),
+        )  # fmt: skip
+        if bound_us == float("inf"):
+            known.is_infeasible = True
+        else:
+            known.bound_us = max(known.bound_us, bound_us)
+
+    def _look_at_order(self, aim: float, limit_s: float) -> None:
+        """Find an order and look at it, in half of `limit_s` each."""
+        self._tell("looking for another order")
+        name = f"an order for {aim:.0%} of the budget" if aim else LOWEST
+        order = self._order(aim, limit_s / 2)
+        if order is not None and order not in [a.order for a in self.attempts.made]:
+            self._attempt(name, order, Share(limit_s / 2, is_look=True))
+
+    def _order(self, aim: float, limit_s: float) -> Order | None:
+        if not aim:
+            return lowest_order(
+                self.graph, seed=self.seed, moves=self.moves, time_limit_s=limit_s
+            )  # fmt: skip
+        limit_bytes = int(aim * self.budget_bytes)
+        return better_order(
+            self.graph, limit_bytes, seed=self.seed, moves=self.moves, time_limit_s=limit_s
+        )
+
+    def _solve_in_full(self) -> None:
+        """The best look taken further, then refined; others that may be better; the best again.
+
+        Where nothing is known to fit, those that never will are to name their least peak.
+        """
+        looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
+        for i, look in enumerate(looks):
+            if self._is_open() and self._may_be_better(look):
+                self._take_further(look, FULL_PART if look.result.schedule else REST_PART)
+            if not i:
+                self._refine()
+        best = self.attempts.best
+        if self._is_open() and best.result.status == "time limit":
+            self._take_further(best, 1.0)
+
+    def _take_further(self, attempt: Attempt, part: float) -> None:
+        share = Share(part * self.left_s, start=attempt.result.schedule)
+        self._attempt(attempt.name, attempt.order, share)
+
+    def _may_be_better(self, look: Attempt) -> bool:
+        """Whether a look ended early in an order that is not proved to be worse than another."""
+        if look.result.status != "time limit":
+            return look.is_repeatable and not self.attempts.has_schedule
+        return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
+
+    def _refine(self) -> None:
+        """Orders with room for the best schedule's runs, and solves in them, in turn."""
+        in_vain = tried = 0
+        while self.attempts.has_schedule and self._is_open() and in_vain < IN_VAIN:
+            best = self.attempts.best
+            limit_s = min(REFINED_PART * self.time_limit_s, self.left_s)
+            self._tell("looking for an order with more room")
+            found = self._roomier(best.result, tried, limit_s)
+            tried += 1
+            if found is not None:
+                share = Share(min(limit_s, self.left_s), start=found.schedule)
+                self._attempt("a refined order", found.order, share)
+            is_better = self.attempts.best.rank[0] < best.rank[0] * (1 - self.gap / 10)
+            in_vain = 0 if is_better else in_vain + 1
+
+    def _roomier(self, best: Result, tried: int, limit_s: float) -> Roomier | None:
+        """A start from `best` in another order, by one of two ways in turn."""
+        seed = self.seed + tried
+        if tried % 2:
+            return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
+        tightness = TIGHTNESS[tried // 2 % len(TIGHTNESS)]
+        return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
+
+    def _listener(self, name: str) -> Listener | None:
+        """Passes on what a fixed-order solve says; its bound holds for its order alone."""
+        if self.progress is None:
+            return None
+        return lambda state: self._tell(f"{name}: {state.doing}", state.best_overhead)
+
+    def _tell(self, doing: str, overhead: float | None = None) -> None:
+        if self.progress is None:
+            return
+        known = [a.result.overhead for a in self.attempts.made if a.result.schedule is not None]
+        known += [] if overhead is None else [overhead]
+        best = min(known) if known else None
+        bound = self.attempts.bound_us / (self.graph.time_us or 1.0) - 1
+        self.progress(Progress(self.elapsed_s, best, bound, doing))

@@ -1,0 +1,1 @@
+"""Online policies that evict when memory is full; their runs are the plan."""

@@ -1,0 +1,238 @@
+"""Runs an online eviction policy over a captured graph and records what it does.
+
+The ops run in captured order. An op's missing inputs are made again first; room for its
+outputs and workspace is made by evicting whom the policy names. Never evicted are values
+that an op in progress reads, values in the caller's hands, and values that cannot be made
+again: those of pinned ops, and those whose sources are lost. The graph's knowledge of the
+future is used as reference counting would use it: a value that no later op reads is freed
+at once, or as soon as the recomputation under way has done with it. One that cannot be made
+again is then given up if that binds no more bytes than it frees, otherwise only when
+nothing is left to evict. The runs recorded are a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from remat.solver.policies.evicted import links
+from remat.solver.policies.eviction import Books, Policy
+from remat.solver.problem import Problem
+from remat.solver.stage import recomputed_in
+
+Status = Literal["unmade", "live", "evicted", "lost"]
+THRASHING = 30
+"""A policy that runs this many times as many ops as there are is given up."""
+
+
+class NoRoomError(Exception):
+    """The policy cannot run the graph in this room, or time is up."""
+
+
+class OnlineRun:
+    """One run of `policy` over the graph of `problem`; `run` gives the sequence of ops.
+
+    Attributes
+    ----------
+    sequence : ops in the order in which they ran.
+    status : of each value. A lost value is gone and cannot be made again.
+    """
+
+    def __init__(
+        self, problem: Problem, policy: Policy, is_over: Callable[[], bool] | None = None
+    ) -> None:
+        self.problem = problem
+        self.policy = policy
+        self.is_over = is_over or (lambda: False)
+        self.books = Books(problem)
+        self.sequence: list[int] = []
+        self.status: list[Status] = ["unmade"] * problem.n_values
+        self._stage = 0
+        self._live = bytearray(problem.n_values)
+        self._fixed = bytearray(problem.n_values)
+        self._locks = [0] * problem.n_values
+        self._stages_left = [0] * problem.n_values
+        """Stages to come that need the value."""
+        self._awaited = [0] * problem.n_values
+        """Recomputations planned for this stage that will read the value."""
+        self._planned: set[int] = set()
+        self._spare: dict[int, None] = {}
+        """Values that no later op reads, kept since others could not be made without."""
+        self._above = links(problem)[1]
+        for needs in problem.needs:
+            for v in needs:
+                self._stages_left[v] += 1
+
+    def run(self) -> list[int]:
+        """Run the step.
+
+        Raises
+        ------
+        NoRoomError : room could not be made, the policy thrashes, or `is_over` says so.
+        """
+        for t in range(self.problem.n_ops + 1):
+            self._stage = t
+            self._plan(t)
+            self._run_with_inputs(t)
+            if t < self.problem.n_ops:
+                self._leave(t)
+        return self.sequence
+
+    def _leave(self, t: int) -> None:
+        """After the first run of op t: hand over what the caller holds, free what is dead."""
+        for v in self.problem.needs[t]:
+            self._stages_left[v] -= 1
+        for v in sorted(self.problem.held) if t == self.problem.n_forward - 1 else ():
+            self._fixed[v] = 1
+            self._mark(v)
+        for v in (*self.problem.needs[t], *self.problem.outputs[t]):
+            self._free_if_dead(v)
+
+    def _plan(self, t: int) -> None:
+        """Note which values the recomputations of stage t will read."""
+        for op in recomputed_in(self.problem, self._live, (), t):
+            self._planned.add(op)
+            for v in self.problem.inputs[op]:
+                self._awaited[v] += 1
+
+    def _run_with_inputs(self, t: int) -> None:
+        """Run op t, and before it, depth first, whatever makes its missing inputs again."""
+        stack: list[tuple[int, tuple[int, ...]]] = []
+        self._open(t, self.problem.needs[t], stack)
+        while stack:
+            op, reads = stack[-1]
+            missing = next((v for v in reads if not self._live[v]), None)
+            if missing is not None:
+                again = self.problem.producer[missing]
+                self._open(again, self.problem.inputs[again], stack)
+                continue
+            if op < self.problem.n_ops:
+                self._execute(op)
+            stack.pop()
+            self._close(op, reads)
+
+    def _open(
+        self, op: int, reads: tuple[int, ...], stack: list[tuple[int, tuple[int, ...]]]
+    ) -> None:
+        stack.append((op, reads))
+        for v in reads:
+            self._locks[v] += 1
+            self._mark(v)
+
+    def _close(self, op: int, reads: tuple[int, ...]) -> None:
+        was_planned = op in self._planned
+        self._planned.discard(op)
+        for v in reads:
+            self._locks[v] -= 1
+            self._awaited[v] -= was_planned
+            self._mark(v)
+        if op < self._stage:
+            for v in (*reads, *self.problem.outputs[op]):
+                self._free_if_dead(v)
+
+    def _execute(self, op: int) -> None:
+        """Run `op`; its live outputs are taken from the new run, unless the caller has them."""
+        if self.is_over() or len(self.sequence) > THRASHING * self.problem.n_ops:
+            raise NoRoomError
+        books, outputs = self.books, self.problem.outputs[op]
+        copied_bytes = 0
+        for v in outputs:
+            if not self._live[v]:
+                continue
+            if self._fixed[v]:
+                copied_bytes += books.size_bytes[v]
+            else:
+                self._take_away(v, "unmade")
+        made = [v for v in outputs if not self._live[v]]
+        for v in made:
+            self._place(v, self.problem.size_bytes[v], op)
+        self._place(self.problem.n_values, self.problem.workspace_bytes[op] + int(copied_bytes), op)
+        self.policy.memory.release(self.problem.n_values)
+        self._stamp(op, made)
+
+    def _stamp(self, op: int, made: list[int]) -> None:
+        self.sequence.append(op)
+        books = self.books
+        for v in self.problem.inputs[op]:
+            books.used_us[v] = books.clock_us
+        books.clock_us += self.problem.cost_us[op] or 1.0
+        for v in made:
+            if self.status[v] == "evicted":
+                self.policy.returned(v)
+            self.status[v] = "live"
+            self._live[v] = 1
+            self._fixed[v] |= self.problem.pinned[op]
+            books.used_us[v] = books.clock_us
+            books.reruns[v] += op < self._stage
+            self._mark(v)
+
+    def _place(self, block: int, size_bytes: int, op: int) -> None:
+        """Put a block into memory, evicting until it fits."""
+        while not self.policy.place(block, size_bytes, op):
+            victims = self.policy.victims(self.books, size_bytes)
+            for v in victims:
+                self._evict(v)
+            if not victims and not self._give_up_spare():
+                raise NoRoomError
+
+    def _evict(self, v: int) -> None:
+        self._take_away(v, "evicted")
+        self.policy.evicted(v)
+
+    def _take_away(self, v: int, status: Status) -> None:
+        self.policy.memory.release(v)
+        self.status[v] = status
+        self._live[v] = 0
+        self._mark(v)
+
+    def _mark(self, v: int) -> None:
+        """Note whether the policy may evict v."""
+        can_go = self._live[v] and not self._fixed[v] and not self._locks[v]
+        self.books.evictable[v] = 1 if can_go and self.problem.size_bytes[v] else 0
+
+    def _is_dead(self, v: int) -> bool:
+        return not (self._stages_left[v] or self._locks[v] or self._awaited[v])
+
+    def _free_if_dead(self, v: int) -> None:
+        if not self._live[v] or not self._is_dead(v):
+            return
+        if not self._fixed[v]:
+            self._evict(v)
+        elif not self._lose(v, self.problem.size_bytes[v]):
+            self._spare[v] = None
+
+    def _give_up_spare(self) -> bool:
+        """Lose a value that was kept for others' sake only; return whether one was."""
+        for v in list(self._spare):
+            is_spare = self._live[v] and self._is_dead(v) and self.problem.size_bytes[v]
+            if is_spare and self._lose(v, 1 << 62):
+                del self._spare[v]
+                return True
+        return False
+
+    def _lose(self, source: int, most_bytes: int) -> bool:
+        """Let go of a value for good, unless that binds more than `most_bytes` or is wrong.
+
+        Live values made from it cannot be evicted any more; evicted ones that nobody needs
+        are lost with it; an evicted one that is needed forbids it.
+        """
+        lost, bound, waiting = dict[int, None](), dict[int, None](), [source]
+        while waiting:
+            for u in self._above[waiting.pop()]:
+                if self._live[u] and not self._fixed[u]:
+                    bound[u] = None
+                elif self.status[u] == "evicted" and u not in lost:
+                    if not self._is_dead(u):
+                        return False
+                    lost[u] = None
+                    waiting.append(u)
+        if sum(self.problem.size_bytes[u] for u in bound) > most_bytes:
+            return False
+        for u in lost:
+            self.policy.returned(u)
+            self.status[u] = "lost"
+        self._take_away(source, "lost")
+        for u in bound:
+            self._fixed[u] = 1
+            self._mark(u)
+        return True

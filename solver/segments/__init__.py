@@ -1,0 +1,1 @@
+"""Solvers that cut forward into segments and compute each again as a whole."""

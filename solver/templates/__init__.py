@@ -1,0 +1,1 @@
+"""Rules by hand: what forward keeps; backward makes the rest again."""
