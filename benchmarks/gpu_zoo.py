@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from remat.graph_capture.devices.meter import meter_of
+from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import RematError
 from remat.job import pipeline
 from remat.job.factory import Loaded, load

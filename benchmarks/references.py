@@ -2,7 +2,7 @@
 
 `python -m benchmarks.references FOLDER` solves every instance of which the file holds a
 published or exhaustively proved result, prints one line for each, and ends with status 1
-if any is missed. The chains of the folder are compared in `tests/solver/test_chains.py`.
+if any is missed. The chains of the folder are compared in `tests/solver/chains/test_chains.py`.
 """
 
 from __future__ import annotations

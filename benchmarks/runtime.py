@@ -30,7 +30,7 @@ from torch import nn
 import remat
 from benchmarks.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
-from remat.graph_capture.prices.price_cache import device_name
+from remat.graph_capture.devices.cpu_meter import device_name
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)

@@ -65,7 +65,7 @@ def rows() -> Iterable[tuple[str, ...]]:
         assert schedule is not None
         plan_mb = (remat.simulate(graph, schedule).peak_bytes - resident_bytes) / MB
         paths = [f"blocks.{i}" for i in range(len(model.get_submodule("blocks")))]
-        contexts = {path: schedule.as_checkpoint_policy(graph, path).contexts for path in paths}
+        contexts = {path: remat.checkpoint_policy(graph, schedule, path).contexts for path in paths}
         yield budget, f"{plan_mb:.1f}", f"{measured_mb(model, step, contexts):.1f}"
     yield "every n", "predicted MB", "measured MB"
     for one in candidates(graph, graph.time_us):

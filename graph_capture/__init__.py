@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 
 if TYPE_CHECKING:
+    from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.pricing import price
-    from remat.graph_capture.tracing.trace import Trace, capture, trace
+    from remat.graph_capture.tracing.trace import Trace, trace
 
 __all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "price", "trace"]
 
 _LAZY = {
     "price": "prices.pricing",
-    "capture": "tracing.trace",
+    "capture": "capturing",
     "trace": "tracing.trace",
     "Trace": "tracing.trace",
 }

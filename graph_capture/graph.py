@@ -26,6 +26,8 @@ Kind = Literal[
     "gradient", "output",
 ]  # fmt: skip
 
+Optimizer = Literal["none", "sgd", "momentum", "adamw"]
+
 
 class Value(msgspec.Struct, frozen=True):
     """One storage: a tensor together with all views and aliases of it.

@@ -13,6 +13,7 @@ from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.provenance import source_of_error
+from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 
 HOOKS = (
     "_forward_hooks",
@@ -176,25 +177,6 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
-
-
-def fused_lstm_message(place: str) -> str:
-    """What to tell about oneDNN's LSTM, whose backward needs what no graph can hold."""
-    return (
-        "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
-        f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
-        "c)) for each t, or capture and train under torch.backends.mkldnn.flags(enabled=False)"
-    )
-
-
-def cudnn_rnn_message(place: str) -> str:
-    """What to tell about cuDNN's recurrent layers, whose backward cannot run twice."""
-    return (
-        f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
-        "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "
-        "it over time with nn.LSTMCell or nn.GRUCell, or capture and train under "
-        "torch.backends.cudnn.flags(enabled=False)"
-    )
 
 
 def _first_line(error: Exception) -> str:

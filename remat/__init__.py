@@ -19,26 +19,31 @@ if TYPE_CHECKING:
     from remat.blocks.planning import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.compile.report import CompiledPlan, compiled_plans
+    from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.prices.profiling import profile
-    from remat.graph_capture.tracing.trace import capture
     from remat.job.fit import fit
     from remat.job.fitted import Fit
     from remat.one_call import rematerialize, solve
     from remat.questions.budget_slider import BudgetSlider
-    from remat.questions.compare import Comparison, compare
-    from remat.questions.explain import Explanation, explain
-    from remat.questions.inspect import Inspection, inspect
+    from remat.questions.compare import compare
+    from remat.questions.comparison import Comparison
+    from remat.questions.explain import explain
+    from remat.questions.explanation import Explanation
+    from remat.questions.inspect import inspect
+    from remat.questions.inspection import Inspection
     from remat.questions.layer_checkpoints import EveryNth, every_n_layers
     from remat.questions.report import report
     from remat.questions.sweep import sweep
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
+    from remat.rewriter.checkpoint_policy import checkpoint_policy
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
     from remat.several_shapes import PlanCache, plan_cache, plans_of
-    from remat.solver.budgets.front import Front, Price
+    from remat.solver.budgets.front import Front
+    from remat.solver.budgets.price import Price
     from remat.solver.budgets.worth import least_peak, price_of_gib
     from remat.solver.result import Result
 
@@ -66,6 +71,7 @@ __all__ = [
     "block_plan",
     "capture",
     "check",
+    "checkpoint_policy",
     "compare",
     "compiled_plans",
     "every_n_layers",
@@ -101,6 +107,7 @@ _LAZY = {
     "Check": "remat.rewriter.checking.check",
     "capture": "remat.graph_capture.tracing.trace",
     "check": "remat.rewriter.checking.check",
+    "checkpoint_policy": "remat.rewriter.checkpoint_policy",
     "EveryNth": "remat.questions.layer_checkpoints",
     "every_n_layers": "remat.questions.layer_checkpoints",
     "Fit": "remat.job.fitted",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
-from remat.graph_capture.devices.device_table import CPU
+import remat.solver as solvers
+from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.pins.globs import Globs
+from remat.solver.result import Result
 
 RESERVE = 0.10
 """Share of the free memory that ``auto`` leaves to others."""
@@ -26,6 +31,9 @@ _UNITS = {
     "tib": 2**40,
 }
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
+
+UNBOUNDED_BYTES = 2**62
+"""A budget that binds nothing: for the schedules that a plan is compared with."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +104,42 @@ def _parse_text(text: str) -> Budget:
 def auto_bytes(device: str = CPU) -> int:
     """What a device of this machine has free, less the reserve."""
     return int(free_bytes(device) * (1 - RESERVE))
+
+
+def unmodified(graph: TrainingGraph) -> Result:
+    """The step as eager runs it: every op once, nothing dropped before its last use."""
+    return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
+
+
+def resolve_budget(
+    graph: TrainingGraph,
+    budget: str | SupportsIndex,
+    *,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    keep: Globs = (),
+    recompute: Globs = (),
+    **options: Any,
+) -> int:
+    """Bytes that `budget` means for `graph`.
+
+    Per cents are of the unmodified peak, and ``min`` is the least peak that `solver` knows
+    for these pins and options. ``auto`` is what the model and the batch take plus the memory
+    that is free on its device less a tenth; for a modelled device, its memory less a tenth.
+    """
+    parsed = parse_budget(budget)
+    if parsed.kind == "share":
+        return int(parsed.share * unmodified(graph).peak_bytes)
+    if parsed.kind == "auto" and is_in_table(graph.device):
+        return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
+    if parsed.kind == "auto":
+        resident = graph.resident
+        allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
+        return auto_bytes(graph.device) + allocated_bytes
+    if parsed.kind == "min":
+        lost = solvers.solve(
+            graph, 0, solver,
+            time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
+        )  # fmt: skip
+        return lost.least_feasible_bytes
+    return parsed.size_bytes

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from remat.budgets import auto_bytes, unmodified
 from remat.formats import bytes_text
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import Optimizer, TrainingGraph
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from remat.rewriter.checking.check import Check
 
 FRAGMENTED = 0.10
 """Share of the peak that an allocator holds beside it, above which that is worth a word."""
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+CHECKED = ("outputs", "gradients", "buffers", "rng")
 
 
 def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
@@ -36,3 +46,78 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
             "With torch.use_deterministic_algorithms(True) both repeat"
         )
     return tuple(said)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is captured on."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    loss_fn: Callable[..., Any] | None
+    target: Any
+    optimizer: Optimizer
+    accumulate: bool
+
+
+def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+    """Whether to run the unmodified step too: as asked, else if it fits into free memory."""
+    if check is not None:
+        return check
+    reason = why_unchecked(graph)
+    if reason:
+        warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
+    return not reason
+
+
+def why_unchecked(graph: TrainingGraph) -> str:
+    """Why the unmodified step had better not run here; empty where it fits into free memory."""
+    need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
+    if need_bytes <= auto_bytes(graph.device):
+        return ""
+    return (
+        f"the plan is not checked against the unmodified step, which needs "
+        f"{bytes_text(need_bytes)} more than is allocated now"
+    )
+
+
+def require_equal(
+    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None
+) -> None:
+    """Run a step of both, and compare; also the peak, unless the budget is None.
+
+    Raises
+    ------
+    RewriteError : they differ, or the peak exceeds the budget.
+    """
+    from remat.rewriter.checking.check import check
+
+    found = check(
+        model, module, batch.args, batch.kwargs, loss_fn=batch.loss_fn, target=batch.target,
+        optimizer=batch.optimizer, accumulate=batch.accumulate, steps=1,
+    )  # fmt: skip
+    if found.differences:
+        raise RewriteError(
+            f"the rewritten {type(model).__name__} differs from eager in "
+            f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
+        )
+    if budget_bytes is not None and found.exceeds(budget_bytes):
+        raise RewriteError(
+            f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
+            f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"
+        )
+    for advice in advice_of(found, budget_bytes):
+        warnings.warn(advice, stacklevel=3)
+
+
+def failures(check: Check, budget_bytes: int) -> list[str]:
+    """What differs from eager, and whether the measured peak exceeds the budget."""
+    found = [
+        f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
+    ]
+    if budget_bytes and check.exceeds(budget_bytes):
+        found.append(
+            f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
+            f"{bytes_text(budget_bytes)}"
+        )
+    return found

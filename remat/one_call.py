@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
-
-import msgspec
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import remat.solver as solvers
 from remat.agreement import agreed
-from remat.budgets import RESERVE, auto_bytes, parse_budget
-from remat.checks import advice_of
-from remat.formats import bytes_text
-from remat.graph_capture.derived.eager import as_eager
+from remat.budgets import parse_budget, resolve_budget
+from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import is_in_table, modelled_device
 from remat.graph_capture.errors import BudgetError, RewriteError
-from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.plan import Prediction
-from remat.schedules.schedule import Schedule
+from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.infeasible import infeasible_text
+from remat.solved import Solved, facts_of
 from remat.solver.budgets.worth import least_peak
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
@@ -31,50 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from remat.graph_capture.prices.profile import Profile
-
-Optimizer = Literal["none", "sgd", "momentum", "adamw"]
-
-UNBOUNDED_BYTES = 2**62
-"""A budget that binds nothing: for the schedules that a plan is compared with."""
-
-
-def unmodified(graph: TrainingGraph) -> Result:
-    """The step as eager runs it: every op once, nothing dropped before its last use."""
-    return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
-
-
-def resolve_budget(
-    graph: TrainingGraph,
-    budget: str | SupportsIndex,
-    *,
-    solver: str = "auto",
-    time_limit_s: float = 60.0,
-    keep: Globs = (),
-    recompute: Globs = (),
-    **options: Any,
-) -> int:
-    """Bytes that `budget` means for `graph`.
-
-    Per cents are of the unmodified peak, and ``min`` is the least peak that `solver` knows
-    for these pins and options. ``auto`` is what the model and the batch take plus the memory
-    that is free on its device less a tenth; for a modelled device, its memory less a tenth.
-    """
-    parsed = parse_budget(budget)
-    if parsed.kind == "share":
-        return int(parsed.share * unmodified(graph).peak_bytes)
-    if parsed.kind == "auto" and is_in_table(graph.device):
-        return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
-    if parsed.kind == "auto":
-        resident = graph.resident
-        allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
-        return auto_bytes(graph.device) + allocated_bytes
-    if parsed.kind == "min":
-        lost = solvers.solve(
-            graph, 0, solver,
-            time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
-        )  # fmt: skip
-        return lost.least_feasible_bytes
-    return parsed.size_bytes
 
 
 def solve(
@@ -215,136 +164,3 @@ def rematerialize(
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         require_equal(model, module, batch, result.budget_bytes if is_bound else None)
     return module
-
-
-class Solved(msgspec.Struct, frozen=True):
-    """A graph and what was solved on it."""
-
-    graph: TrainingGraph
-    result: Result
-
-
-def facts_of(found: Solved) -> dict[str, Any]:
-    """What `rewrite` keeps of a solve in the module's plan."""
-    assert found.result.schedule is not None
-    return {
-        "prediction": predicted(found.result, found.graph.prices),
-        "priced": graph_behind(found.graph, found.result.schedule),
-    }
-
-
-def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
-    """`graph`, if the schedule was made for it; None where that is one before it was sharded."""
-    return graph if graph.hash == schedule.graph_hash else None
-
-
-def predicted(result: Result, prices: str) -> Prediction:
-    """What a plan keeps of a result, whose figures come from `simulate` and such prices."""
-    return Prediction(
-        peak_bytes=result.peak_bytes,
-        time_us=result.time_us,
-        overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us,
-        gap=result.gap,
-        prices=prices,
-    )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a step is captured on."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] | None
-    loss_fn: Callable[..., Any] | None
-    target: Any
-    optimizer: Optimizer
-    accumulate: bool
-
-
-def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
-    """Whether to run the unmodified step too: as asked, else if it fits into free memory."""
-    if check is not None:
-        return check
-    reason = why_unchecked(graph)
-    if reason:
-        warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
-    return not reason
-
-
-def why_unchecked(graph: TrainingGraph) -> str:
-    """Why the unmodified step had better not run here; empty where it fits into free memory."""
-    need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
-    if need_bytes <= auto_bytes(graph.device):
-        return ""
-    return (
-        f"the plan is not checked against the unmodified step, which needs "
-        f"{bytes_text(need_bytes)} more than is allocated now"
-    )
-
-
-def require_equal(
-    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None
-) -> None:
-    """Run a step of both, and compare; also the peak, unless the budget is None.
-
-    Raises
-    ------
-    RewriteError : they differ, or the peak exceeds the budget.
-    """
-    from remat.rewriter.checking.check import check
-
-    found = check(
-        model, module, batch.args, batch.kwargs, loss_fn=batch.loss_fn, target=batch.target,
-        optimizer=batch.optimizer, accumulate=batch.accumulate, steps=1,
-    )  # fmt: skip
-    if found.differences:
-        raise RewriteError(
-            f"the rewritten {type(model).__name__} differs from eager in "
-            f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
-        )
-    if budget_bytes is not None and found.exceeds(budget_bytes):
-        raise RewriteError(
-            f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
-            f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"
-        )
-    for advice in advice_of(found, budget_bytes):
-        warnings.warn(advice, stacklevel=3)
-
-
-def infeasible_text(result: Result) -> str:
-    """One sentence each: what was asked, what is possible, what holds it, what to try.
-
-    And, where the budget is below it, the floor; and what is proved to be needed.
-    """
-    asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
-    if not least:
-        return f"no schedule within {asked} was found. {result.message or 'Raise the budget'}"
-    rest = least - sum(item.size_bytes for item in result.held_at_peak)
-    held = ", ".join(
-        [f"resident and workspace {bytes_text(rest)}"]
-        + [
-            f"{item.module or item.name} {bytes_text(item.size_bytes)}"
-            for item in result.held_at_peak[:3]
-        ]
-    )
-    least_mib = -(-least // 2**20)
-    return (
-        f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {held}. {_floor_text(result)}Try --budget {least_mib}MiB, "
-        "a smaller batch, or --budget min"
-    )
-
-
-def _floor_text(result: Result) -> str:
-    """Sentences on the floor and on what is proved, each ending in a space."""
-    text = ""
-    if result.floor:
-        place = result.floor.module or result.floor.name
-        text = (
-            f"The floor, below which outputs of the step must be recomputed, is "
-            f"{bytes_text(result.floor.size_bytes)}, at {place}. "
-        )
-    if result.least_bound_bytes:
-        text += f"No schedule needs less than {bytes_text(result.least_bound_bytes)}. "
-    return text

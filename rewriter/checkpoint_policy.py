@@ -74,7 +74,11 @@ def _functional(op: str) -> tuple[str, bool]:
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> OccurrencePolicy:
-    """The policy that saves what `schedule` keeps for backward in `module`.
+    """What `schedule` keeps in a module, for torch's own selective checkpointing.
+
+    ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
+    gradients. The peak may be above the schedule's: all of `module` is recomputed at once,
+    so name each block rather than the whole model.
 
     Raises
     ------

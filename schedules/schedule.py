@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-
-if TYPE_CHECKING:
-    from remat.rewriter.checkpoint_policy import OccurrencePolicy
 
 SCHEMA_VERSION = 1
 
@@ -123,23 +119,6 @@ class Schedule(msgspec.Struct, frozen=True):
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
         return "the outputs of the step differ"
-
-    def as_checkpoint_policy(self, graph: TrainingGraph, module: str = "") -> OccurrencePolicy:
-        """What this schedule keeps in a module, for torch's own selective checkpointing.
-
-        ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
-        gradients. The peak may be above the schedule's: all of `module` is recomputed at once,
-        so name each block rather than the whole model.
-
-        Raises
-        ------
-        ScheduleError : made for another graph.
-        RewriteError : forward changes buffers or its batch, which torch would do again; or
-            no op is in `module`.
-        """
-        from remat.rewriter.checkpoint_policy import checkpoint_policy
-
-        return checkpoint_policy(graph, self, module)
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal schedule."""

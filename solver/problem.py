@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar, cast
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.kept_results import kept_with
+
+T = TypeVar("T")
+PREFIX = "remat.solver."
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,32 @@ class Problem:
 
 def _indices(names: Iterable[str], index: dict[str, int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index[name] for name in names if name in index))
+
+
+def working_set_bytes(problem: Problem, t: int) -> int:
+    """Bytes that no schedule can avoid while op t first runs, resident ones left out."""
+    reads = sum(problem.size_bytes[v] for v in problem.needs[t])
+    return reads + problem.output_bytes[t] + problem.workspace_bytes[t]
+
+
+def largest_working_set_bytes(problem: Problem) -> int:
+    """The most that the first run of an op needs, resident bytes left out."""
+    return max((working_set_bytes(problem, t) for t in range(problem.n_ops)), default=0)
+
+
+def least_needed_bytes(problem: Problem) -> int:
+    """No schedule in captured order has a lower peak: what some op or the end needs, all told."""
+    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+    return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
+
+
+def kept_with(graph: TrainingGraph, name: str, make: Callable[[], T]) -> T:
+    """What `make` returned when first asked under `name`; it ends with the graph object.
+
+    Neither files nor copies nor other processes see it.
+    """
+    known = vars(graph)
+    key = PREFIX + name
+    if key not in known:
+        known[key] = make()
+    return cast("T", known[key])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -227,3 +228,11 @@ class Search:
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit")
         return lost
+
+
+class Solver(Protocol):
+    """What every class named in `TABLE` offers."""
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule found whose true peak is within `budget_bytes`, and a bound."""
+        ...

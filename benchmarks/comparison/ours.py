@@ -17,7 +17,7 @@ import remat
 from benchmarks.comparison.methods import DoesNotApplyError, Variant
 from benchmarks.comparison.models import Trainee
 from benchmarks.comparison.turns import Quiet
-from remat.one_call import UNBOUNDED_BYTES
+from remat.budgets import UNBOUNDED_BYTES
 from remat.rewriter.inductor import partition as inductor_partition
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 

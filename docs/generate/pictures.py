@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
 import remat
+from remat.budgets import unmodified
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.eager import as_eager
 from remat.job.factory import load
-from remat.one_call import unmodified
 from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
 from remat.schedules.views.module_groups import place_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,10 @@ MODELLED = "modelled"
 """What `TrainingGraph.prices` says of a graph priced for a device of the table."""
 TABLE = Path(__file__).with_name("devices.json")
 GB = 1e9
+
+ALLOCATION_BYTES = 512
+"""What the CUDA caching allocator rounds every size up to."""
+Allocated = Callable[[int], int]
 
 
 class Efficiency(msgspec.Struct, frozen=True):
@@ -152,3 +157,13 @@ def _check_cuda(name: str) -> None:
     here = [f"{CUDA}:{i}" for i in range(torch.cuda.device_count())]
     if name not in (CUDA, *here):
         raise DeviceError(f"there is no device {name!r}: this torch sees {', '.join(here)}")
+
+
+def rounded(size_bytes: int) -> int:
+    """Bytes that the CUDA caching allocator takes for so many."""
+    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def allocated_on(device: str) -> Allocated:
+    """From bytes that are asked for to bytes that are taken, on `device`."""
+    return rounded if is_cuda(device) else int

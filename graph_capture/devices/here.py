@@ -1,13 +1,17 @@
-"""What memory of this machine new work may take."""
+"""Devices of this machine: their free memory, and how each is measured."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from remat.graph_capture.devices.device_table import CPU, is_cuda
 from remat.graph_capture.errors import BudgetError
+
+if TYPE_CHECKING:
+    from remat.graph_capture.devices.meter import Meter
 
 
 def free_bytes(device: str = CPU) -> int:
@@ -39,3 +43,14 @@ def _free_from_sysconf() -> int:
         if pages in os.sysconf_names:
             return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     raise BudgetError("budget 'auto': this system does not say what memory is free; give a size")
+
+
+def meter_of(device: str) -> Meter:
+    """How a device of this machine is measured."""
+    if is_cuda(device):
+        from remat.graph_capture.devices.cuda_meter import CudaMeter
+
+        return CudaMeter(device)
+    from remat.graph_capture.devices.cpu_meter import CpuMeter
+
+    return CpuMeter()

@@ -158,3 +158,15 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
         if isinstance(leaf, fx.Node):
             found.setdefault(leaf)
     return list(found)
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph over the same constants and the same facts about its nodes.
+
+    It takes one argument a placeholder, whatever the calling convention of `gm` is.
+    """
+    graph = fx.Graph()
+    results = graph.graph_copy(gm.graph, {})
+    output = graph.output(results)
+    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
+    return fx.GraphModule(gm, graph)

@@ -9,7 +9,6 @@ from torch import fx
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import mutates, target_name, tensors_of
-from remat.graph_capture.refuse import cudnn_rnn_message, fused_lstm_message
 
 FUSED_LSTM = "aten.mkldnn_rnn_layer"
 CUDNN_RNN = "aten._cudnn_rnn"
@@ -48,3 +47,22 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
 
 def _shown(module: str, source: str) -> str:
     return f"of module {module or '(root)'} ({source or 'unknown line'})"
+
+
+def fused_lstm_message(place: str) -> str:
+    """What to tell about oneDNN's LSTM, whose backward needs what no graph can hold."""
+    return (
+        "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
+        f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
+        "c)) for each t, or capture and train under torch.backends.mkldnn.flags(enabled=False)"
+    )
+
+
+def cudnn_rnn_message(place: str) -> str:
+    """What to tell about cuDNN's recurrent layers, whose backward cannot run twice."""
+    return (
+        f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
+        "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "
+        "it over time with nn.LSTMCell or nn.GRUCell, or capture and train under "
+        "torch.backends.cudnn.flags(enabled=False)"
+    )

@@ -11,9 +11,8 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.joint.nodes import copy_of, is_getitem
 
 LEAST = 0.5
 """Part of its price that every op keeps."""

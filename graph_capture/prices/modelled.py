@@ -15,8 +15,13 @@ import msgspec
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.allocator import rounded
-from remat.graph_capture.devices.device_table import CUDA, MODELLED, modelled_device, table_name
+from remat.graph_capture.devices.device_table import (
+    CUDA,
+    MODELLED,
+    modelled_device,
+    rounded,
+    table_name,
+)
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS

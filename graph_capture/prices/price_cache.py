@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 import warnings
 from pathlib import Path
 
 import msgspec
 import torch
+
+from remat.graph_capture.devices.cpu_meter import device_name
 
 SCHEMA_VERSION = 5
 
@@ -44,17 +45,6 @@ def cache_folder() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "remat"
-
-
-def device_name() -> str:
-    """Processor model and thread count, by which prices differ."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    return f"{model}, {torch.get_num_threads()} threads"
 
 
 class PriceCache:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from torch import fx
 
-from remat.graph_capture.allocator import allocated_on
-from remat.graph_capture.devices.device_table import CPU, is_cuda
-from remat.graph_capture.devices.meter import Meter, Run, meter_of
+from remat.graph_capture.devices.device_table import CPU, allocated_on, is_cuda
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.meter import Meter, Run
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
@@ -20,10 +20,9 @@ from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
-from remat.graph_capture.prices.profile import Profile
+from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.prices.step_time import step_rounds, with_time_beyond_ops
-from remat.graph_capture.profile_prices import note_of, taken
 from remat.graph_capture.tracing.trace import Progress, Trace
 from remat.graph_capture.tracing.true_strides import require_layout
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, is_cuda
-from remat.graph_capture.devices.meter import meter_of
+from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.prices.op_work import Work, work_of
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.pricing import SAVE_RNG_KEY, examples, price_with

@@ -20,8 +20,8 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import copy_of
 
 LEAST, MOST = 0.5, 2.0
 """Bounds on the factor of prices: what is beyond says more of the clock than of the ops."""

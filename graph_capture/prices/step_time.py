@@ -28,8 +28,8 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.joint.nodes import copy_of
 from remat.graph_capture.prices.keeping_time import forwards, less_for_kept
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.profile import Profile, WholeStep

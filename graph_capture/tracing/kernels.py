@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
 FAMILIES = (
@@ -21,6 +23,8 @@ FAMILIES = (
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
 """Ops by name, beside all that resample."""
+
+DROPOUT_POSITION = 4
 
 
 @contextlib.contextmanager
@@ -50,3 +54,21 @@ def _decomposed() -> tuple[Any, ...]:
     packets = [getattr(torch.ops.aten, name) for name in known]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     return tuple(op for op in ops if any(key in op.py_kernels for key in KEYS))
+
+
+class FusedAttention(TorchFunctionMode):
+    """Calls of `scaled_dot_product_attention` with their dropout left out."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, changed where it is attention."""
+        given = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:DROPOUT_POSITION], *(0.0 for _ in args[4:5]), *args[5:])
+            given.pop("dropout_p", None)
+        return func(*args, **given)

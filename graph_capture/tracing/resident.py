@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.allocator import Allocated
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.devices.device_table import Allocated
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
 

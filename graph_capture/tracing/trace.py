@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,20 +22,16 @@ from torch._functorch.aot_autograd import (
     aot_export_joint_with_descriptors,
 )
 
-from remat.graph_capture.allocator import allocated_on
-from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import CPU, is_in_table
+from remat.graph_capture.devices.device_table import CPU, allocated_on, is_in_table
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.fused_attention import FusedAttention
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
-from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.refuse import refusal, refuse_module
-from remat.graph_capture.tracing.kernels import kernels_of_eager
+from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
 from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import LossFunction, Step
@@ -231,72 +226,6 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
 def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
     """The recipe of a capture of this very model made in this process, if there was one."""
     return _recipes.get(model, {}).get(graph_hash)
-
-
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    optimizer: Optimizer = "none",
-    accumulate: bool = False,
-    device: str | None = None,
-    sharding: Sharding = NO_SHARDING,
-    profile: Profile | str | Path | None = None,
-    progress: Progress | None = None,
-) -> TrainingGraph:
-    """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
-
-    Nothing of the model is changed; on a device that is here its ops are run, on made data.
-
-    Parameters
-    ----------
-    model : in training mode. args, kwargs : one batch, as forward takes it.
-    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
-        part of the step, and the rewritten module returns its result.
-    optimizer, accumulate : what stays allocated between steps: the state of ``sgd``,
-        ``momentum`` or ``adamw``, and gradients that are added to.
-    device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
-        ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
-        Left at None, where the model is.
-    sharding : over ranks; the graph is then that of one rank. Of ``fsdp2`` it is for planning
-        alone: what is rewritten is the step before it is sharded.
-    profile : prices measured before, here or elsewhere, or the file they are kept in.
-
-    Raises
-    ------
-    CaptureError : the step cannot be one static graph; names module, line and way out.
-    DeviceError : the device is unknown or not here, or a tensor is on another one.
-    ProfileError : the profile cannot be read, or does not serve this device and model.
-    """
-    known = as_profile(profile)
-    traced = trace(
-        model, args, kwargs,
-        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
-        sharding=sharding,
-    )  # fmt: skip
-    return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
-
-
-def price_for(
-    traced: Trace,
-    *,
-    progress: Progress | None = None,
-    profile: Profile | None = None,
-) -> TrainingGraph:
-    """The trace's graph with the prices of its device: measured here, or modelled by name.
-
-    Where `profile` has a price, it counts.
-    """
-    if traced.recipe.is_modelled:
-        from remat.graph_capture.prices.modelled import price_modelled
-
-        return price_modelled(traced, traced.recipe.device, profile)
-    from remat.graph_capture.prices.pricing import price
-
-    return price(traced, progress=progress, profile=profile)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

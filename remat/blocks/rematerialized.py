@@ -12,21 +12,16 @@ from torch import nn
 from remat.agreement import agreed
 from remat.blocks.planning import BlockPlanner, BlocksPlan
 from remat.blocks.tracing import TracedBlocks, trace_blocks
-from remat.budgets import parse_budget
+from remat.budgets import parse_budget, resolve_budget
+from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
-from remat.one_call import (
-    Batch,
-    Optimizer,
-    infeasible_text,
-    is_checked,
-    require_equal,
-    resolve_budget,
-)
+from remat.infeasible import infeasible_text
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.block_shells import with_replaced

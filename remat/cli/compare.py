@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.run import asked, conclude
+from remat.cli.asked import asked, conclude
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.sweep import LimitOfAll, asked_budgets
 from remat.graph_capture.derived.sharding import Sharding
@@ -16,7 +16,7 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.job.opened import NO_BUDGET, open_plan
 from remat.questions.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS
 from remat.questions.compare import compare as compare_solvers
-from remat.screen_compare import comparison_screen
+from remat.questions.comparison import comparison_screen
 from remat.solver import TABLE, solver_class
 
 BUDGETS = ",".join(DEFAULT_BUDGETS)

@@ -11,7 +11,7 @@ from remat.cli import options
 from remat.cli.session import REFUSED, Session
 from remat.formats import bytes_text
 from remat.graph_capture.devices.here import free_bytes
-from remat.job.screen import plain_table
+from remat.questions.tables import plain_table
 
 PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
 

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.run import asked, opened_feasible
+from remat.cli.asked import asked, opened_feasible
 from remat.cli.session import Session
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.devices.device_table import CPU
 from remat.job.opened import NO_BUDGET
 from remat.questions.explain import EACH_S
 from remat.questions.explain import explain as explain_plan
-from remat.questions.paragraphs import explanation_screen
+from remat.questions.explanation import explanation_screen
 
 WhyOf = Annotated[
     list[str],

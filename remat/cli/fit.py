@@ -9,14 +9,14 @@ import typer
 
 from remat.budgets import parse_budget
 from remat.cli import options
-from remat.cli.run import asked, keep_result
+from remat.cli.asked import asked, keep_result
 from remat.cli.session import INFEASIBLE, Session
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.job.fit import EACH_S, MOST, FitSearch
+from remat.job.fitted import fit_screen
 from remat.job.size_search import Range
-from remat.screen_fit import fit_screen
 
 Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
 FixedBudget = Annotated[str, typer.Option("--budget", help="8GiB, 512MiB, or auto (what is free)")]

@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.run import asked, opened_feasible
+from remat.cli.asked import asked, opened_feasible
 from remat.cli.session import Session
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.devices.device_table import CPU
 from remat.job.opened import NO_BUDGET
-from remat.questions.inspect import Sums
 from remat.questions.inspect import inspect as inspect_graph
-from remat.questions.tables import inspection_screen
+from remat.questions.inspection import Sums, inspection_screen
 
 
 class ByName(StrEnum):

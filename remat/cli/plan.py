@@ -8,17 +8,18 @@ import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.run import asked, conclude, keep_result, priced, said_price, show_price
+from remat.cli.asked import asked, conclude, keep_result, priced, said_price, show_price
 from remat.cli.session import INFEASIBLE, Session
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
+from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.kept_plans import fitting_schedule, read_kept
 from remat.job.opened import NO_BUDGET, captured, captured_model, load_shown
-from remat.job.screen import plain_table, show_result
-from remat.one_call import infeasible_text
+from remat.job.screen import show_result
+from remat.questions.tables import plain_table
 from remat.solver.result import Result
 
 GraphOrModel = Annotated[

@@ -11,7 +11,7 @@ from remat.formats import bytes_text, time_text
 from remat.graph_capture.devices.device_table import CPU, check_measured
 from remat.job import pipeline
 from remat.job.opened import load_shown
-from remat.job.screen import plain_table
+from remat.questions.tables import plain_table
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile

@@ -10,14 +10,15 @@ import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.run import asked, opened_feasible
+from remat.cli.asked import asked, opened_feasible
 from remat.cli.session import Session
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import DeviceError, FileError
 from remat.job.kept_plans import PLAN_FILES
 from remat.job.opened import NO_BUDGET, Opened, load_shown
-from remat.job.pipeline import Request, trace_loaded
+from remat.job.pipeline import trace_loaded
+from remat.job.request import Request
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remat.graph_capture.errors import FileError, RematError
-from remat.job.pipeline import Progress as Report
-from remat.job.pipeline import Stages
+from remat.job.request import Progress as Report
+from remat.job.request import Stages
 
 REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
 STDOUT = 1

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from remat.budgets import parse_budget
 from remat.cli import options
+from remat.cli.asked import asked, conclude
 from remat.cli.plan import GraphOrModel
-from remat.cli.run import asked, conclude
 from remat.cli.session import INFEASIBLE, Session
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.derived.sharding import Sharding
@@ -21,9 +21,9 @@ from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.opened import NO_BUDGET, captured
-from remat.job.screen import plain_table
 from remat.questions.sweep import Budgets
 from remat.questions.sweep import sweep as sweep_graph
+from remat.questions.tables import plain_table
 from remat.solver import TABLE, make_solver
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import Tell, check_jobs

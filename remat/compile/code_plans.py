@@ -23,7 +23,7 @@ from remat.rewriter.rewriting import module_for, rewrite
 from remat.rewriter.user_module.module import RematModule
 
 if TYPE_CHECKING:
-    from remat.one_call import Solved
+    from remat.solved import Solved
 
 _LOG = logging.getLogger("remat")
 TRIES = 6
@@ -52,7 +52,7 @@ def compiled_within(
     ------
     BudgetError : the code of no plan that was tried keeps to the budget.
     """
-    from remat.one_call import facts_of
+    from remat.solved import facts_of
 
     is_bound = parse_budget(budget).kind != "min"
     found = plan_for_code(traced, solve, first) if is_bound else first

@@ -12,9 +12,9 @@ import warnings
 from dataclasses import dataclass, field
 
 import remat.solver as solvers
+from remat.budgets import UNBOUNDED_BYTES
 from remat.compile.options import CompileOptions
 from remat.formats import bytes_text
-from remat.one_call import UNBOUNDED_BYTES
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep, Pair, draws_once
 from remat.rewriter.inductor.replay import Replay

@@ -10,19 +10,20 @@ from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import remat.solver as solvers
-from remat.budgets import parse_budget
+from remat.budgets import parse_budget, resolve_budget, unmodified
+from remat.checks import failures, is_checked
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.infeasible import infeasible_text
 from remat.job.factory import Loaded, call, load
 from remat.job.fitted import Fit, SizeTried
 from remat.job.opened import Captured, captured_model
-from remat.job.pipeline import Request, Stages, check_schedule, failures, trace_loaded
+from remat.job.pipeline import check_schedule, trace_loaded
+from remat.job.request import Request, Stages
 from remat.job.size_search import Range, largest
-from remat.one_call import infeasible_text, is_checked, resolve_budget, unmodified
-from remat.solver.bounds.cut_program import least_needed_bytes
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 
 Factory = str | Callable[..., Any]

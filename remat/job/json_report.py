@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from remat.checks import advice_of
+from remat.checks import CHECKED, advice_of
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import CHECKED, Report, Row
-from remat.one_call import infeasible_text
+from remat.infeasible import infeasible_text
+from remat.job.pipeline import Report, Row
 from remat.questions.layer_checkpoints import every_n_layers
 from remat.solver.kept import kinds_of
 from remat.solver.result import Result

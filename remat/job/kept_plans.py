@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
-from remat.one_call import graph_behind, predicted
 from remat.schedules.plan import Plan, is_plan
 from remat.schedules.schedule import Schedule
+from remat.solved import graph_behind, predicted
 from remat.solver.result import Result
 
 if TYPE_CHECKING:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import remat.solver as solvers
-from remat.budgets import parse_budget
-from remat.formats import bytes_text, percent_text
+from remat.budgets import UNBOUNDED_BYTES, parse_budget, resolve_budget, unmodified
+from remat.checks import failures, why_unchecked
+from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import CPU, is_in_table
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.job.factory import Loaded
-from remat.one_call import UNBOUNDED_BYTES, Optimizer, resolve_budget, unmodified, why_unchecked
+from remat.job.request import Request, Stages
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.budgets.worth import least_peak
@@ -26,67 +24,6 @@ if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.tracing.trace import Recipe, Trace
     from remat.rewriter.checking.check import Check
-
-
-class Progress(Protocol):
-    """Told how far a stage is, in parts of a total or in words."""
-
-    def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
-        """Show it."""
-        ...
-
-
-CHECKED = ("outputs", "gradients", "buffers", "rng")
-
-
-class Stages:
-    """Names and times the stages of a job. The command line's subclass shows them."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Generator[Progress]:
-        """Time what runs inside under `name`; `text` is for the person who waits."""
-        start = time.perf_counter()
-        try:
-            with self.show(text) as progress:
-                yield progress
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Progress]:
-        """Show `text` while the stage runs; the base class shows nothing."""
-        del text
-        yield _silent
-
-
-def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
-    del done, total, text
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to plan for, how long to try, and whether to check even what may not fit in memory."""
-
-    budget: str
-    solver: str = "auto"
-    time_limit_s: float = 60.0
-    optimizer: Optimizer = "none"
-    accumulate: bool = False
-    keep: tuple[str, ...] = ()
-    recompute: tuple[str, ...] = ()
-    order: str = "fixed"
-    device: str = CPU
-    profile: Profile | None = None
-    sharding: Sharding = NO_SHARDING
-    check: bool = False
-
-    @property
-    def is_run_here(self) -> bool:
-        """Whether the plan is one of the very step that can run on this machine, alone."""
-        return not is_in_table(self.device) and self.sharding == NO_SHARDING
 
 
 @dataclass(frozen=True)
@@ -122,19 +59,6 @@ class Report:
         return failures(self.check, self.result.budget_bytes) if self.check else []
 
 
-def failures(check: Check, budget_bytes: int) -> list[str]:
-    """What differs from eager, and whether the measured peak exceeds the budget."""
-    found = [
-        f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
-    ]
-    if budget_bytes and check.exceeds(budget_bytes):
-        found.append(
-            f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
-            f"{bytes_text(budget_bytes)}"
-        )
-    return found
-
-
 def trace_loaded(
     loaded: Loaded,
     optimizer: Optimizer,
@@ -158,7 +82,7 @@ def price_trace(
     sharding: Sharding = NO_SHARDING,
 ) -> TrainingGraph:
     """The priced graph of a trace, on one rank where it is sharded."""
-    from remat.graph_capture.tracing.trace import price_for
+    from remat.graph_capture.capturing import price_for
 
     recipe = traced.recipe
     doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"

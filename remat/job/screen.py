@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.checks import advice_of
+from remat.checks import CHECKED, advice_of
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
-from remat.graph_capture.derived.sharding import UNTIMED
-from remat.graph_capture.devices.device_table import is_in_table, modelled_device
+from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import CHECKED, Report, Row
+from remat.job.pipeline import Report, Row
 from remat.questions.layer_checkpoints import every_n_layers
+from remat.questions.tables import plain_table, prices_text
 from remat.schedules.simulate import Simulation
 from remat.solver.kept import kinds_of, kinds_text
 from remat.solver.result import Result
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 HELD_ROWS = 3
-
-
-def plain_table(*headers: str) -> Table:
-    """A table without lines, narrow enough for 60 columns."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
-    return table
 
 
 def show_run(console: Console, report: Report) -> None:
@@ -111,20 +103,6 @@ def _add_prices(table: Table, graph: TrainingGraph) -> None:
     """What is behind the figures, where that is not a measurement on this machine."""
     if is_in_table(graph.device) or graph.notes:
         table.add_row("prices", prices_text(graph))
-
-
-def prices_text(graph: TrainingGraph) -> str:
-    """Which prices are modelled, and how far off the model has been seen to be."""
-    said = list(graph.notes)
-    if is_in_table(graph.device):
-        title = modelled_device(graph.device).title
-        said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
-        if all(note == UNTIMED for note in graph.notes):
-            said.append(
-                "each is modelled, at assumed shares of these rates, which nobody has compared "
-                "with a measured step"
-            )
-    return "; ".join(said)
 
 
 def _gap(result: Result) -> str:

@@ -6,11 +6,11 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from remat.budgets import resolve_budget, unmodified
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.one_call import resolve_budget, unmodified
 from remat.one_call import solve as solve_budget
 from remat.schedules.plots import draw_live_bytes
 from remat.solver.kept import kinds_of, kinds_text

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
-import msgspec
-
+from remat.budgets import resolve_budget, unmodified
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.one_call import resolve_budget, unmodified
+from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
 from remat.questions.sweep import Budgets, in_bytes
 from remat.questions.sweep import sweep as sweep_graph
 from remat.solver import solver_class
@@ -22,81 +21,6 @@ DEFAULT_SOLVERS = (
     "keep_attention_output", "selective", "full", "torch_knapsack",
 )  # fmt: skip
 """The best of each kind that answers in seconds, and what people write by hand."""
-UNMODIFIED = "unmodified"
-THIS_PLAN = "this plan"
-
-
-class Cell(msgspec.Struct, frozen=True):
-    """One solver at one budget; figures are 0 where it found nothing that fits.
-
-    `over_bound` is the time over the best bound at that budget, minus one.
-    """
-
-    budget_bytes: int
-    fits: bool
-    status: str
-    peak_bytes: int
-    time_us: float
-    overhead: float
-    over_bound: float
-    wall_s: float
-
-
-class Compared(msgspec.Struct, frozen=True):
-    """One solver at all budgets. refused : why it does not take this graph; then no cells."""
-
-    solver: str
-    cells: tuple[Cell, ...]
-    wall_s: float
-    refused: str = ""
-
-
-class Bound(msgspec.Struct, frozen=True):
-    """The best proven bound at a budget, in captured order, and who proved it."""
-
-    budget_bytes: int
-    overhead: float
-    lower_bound_us: float
-    solver: str
-
-
-class Comparison(msgspec.Struct, frozen=True):
-    """Budgets against solvers and baselines, with the bound at each budget.
-
-    Attributes
-    ----------
-    base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
-    asked : the budgets as they were written. bounds : one a budget. rows : one a solver, in the
-        order asked; the unmodified step, and where there is one the plan at hand, come first.
-    """
-
-    model: str
-    device: str
-    prices: str
-    base_us: float
-    unmodified_bytes: int
-    asked: tuple[str, ...]
-    bounds: tuple[Bound, ...]
-    rows: tuple[Compared, ...]
-
-    def best(self, i: int) -> tuple[str, ...]:
-        """The solvers whose plan is the fastest at the i-th budget."""
-        found = [row for row in self.rows if row.cells and row.cells[i].fits]
-        least_us = min((row.cells[i].time_us for row in found), default=0.0)
-        return tuple(row.solver for row in found if row.cells[i].time_us <= least_us * (1 + 1e-9))
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
-        best = [self.best(i) for i in range(len(self.bounds))]
-        return {**msgspec.to_builtins(self), "best": best}
-
-    def __str__(self) -> str:
-        from remat.questions.tables import rendered
-        from remat.screen_compare import comparison_screen
-
-        return rendered(comparison_screen(self))
-
-    __repr__ = __str__
 
 
 def compare(

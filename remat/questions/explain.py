@@ -8,91 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
-
+from remat.budgets import unmodified
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.one_call import infeasible_text, unmodified
-from remat.questions.against_greedy import AgainstGreedy, against_greedy
-from remat.questions.least_budget import LeastBudget, least_budget
-from remat.questions.simple_rules import Rule, simple_rules
+from remat.infeasible import infeasible_text
+from remat.questions.against_greedy import against_greedy
+from remat.questions.explanation import Explanation
+from remat.questions.least_budget import least_budget
+from remat.questions.simple_rules import simple_rules
 from remat.questions.solved_options import asked_again, schedule_of
-from remat.questions.sweep import price_json
-from remat.questions.why import Why, why
-from remat.schedules.verdicts.forced import Forced, forced
-from remat.schedules.verdicts.peak_holders import PeakHolders, peak_holders
-from remat.solver.budgets.front import GIB, Price
+from remat.questions.why import why
+from remat.schedules.verdicts.forced import forced
+from remat.schedules.verdicts.peak_holders import peak_holders
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.result import Result
 
 EACH_S = 10.0
 """Seconds that each further solve may take."""
 T = TypeVar("T")
-
-
-class Explanation(msgspec.Struct, frozen=True):
-    """Why a plan is as it is.
-
-    Attributes
-    ----------
-    status, solver, budget_bytes, peak_bytes, time_us, overhead, lower_bound_us, gap : of the plan.
-    unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
-    at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
-    price : what `price.step_bytes` more would save, and as many less would cost; the step is a GiB,
-        or 5 % of the peak where that is less. forced : what was forced, and by what.
-    rules : simple rules beside the plan, those that fit first. greedy : `cut` and greedy solvers.
-    why : answers to what was asked about single values. seconds : of each part.
-    """
-
-    model: str
-    device: str
-    prices: str
-    status: str
-    solver: str
-    budget_bytes: int
-    peak_bytes: int
-    time_us: float
-    overhead: float
-    lower_bound_us: float
-    gap: float
-    unmodified_bytes: int
-    base_us: float
-    at_peak: PeakHolders
-    least: LeastBudget
-    price: Price
-    forced: tuple[Forced, ...]
-    rules: tuple[Rule, ...]
-    greedy: AgainstGreedy
-    why: tuple[Why, ...]
-    seconds: dict[str, float]
-
-    @property
-    def is_whole_gib(self) -> bool:
-        """Whether the price is that of a GiB, and not of 5 % of the peak."""
-        return self.price.step_bytes == GIB
-
-    @property
-    def simple(self) -> Rule | None:
-        """The fastest rule that fits and is within 1 % of the plan, if something is recomputed."""
-        if self.time_us <= self.base_us:
-            return None
-        return next((rule for rule in self.rules if rule.is_close), None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
-        said = {**msgspec.to_builtins(self), "price": price_json(self.price)}
-        simple = msgspec.to_builtins(self.simple)
-        return {**said, "is_whole_gib": self.is_whole_gib, "simple": simple}
-
-    def __str__(self) -> str:
-        from remat.questions.paragraphs import explanation_screen
-        from remat.questions.tables import rendered
-
-        return rendered(explanation_screen(self))
-
-    __repr__ = __str__
 
 
 class _Parts:

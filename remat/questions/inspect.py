@@ -3,69 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
-
-import msgspec
 
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import TrainingGraph
+from remat.questions.inspection import By, Inspection
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
-from remat.schedules.verdicts.grouping import Group, grouped
-from remat.schedules.verdicts.peak_holders import PeakHolders, peak_holders
-from remat.schedules.verdicts.rows import ValueRow, matching, value_rows
+from remat.schedules.verdicts.grouping import grouped
+from remat.schedules.verdicts.peak_holders import peak_holders
+from remat.schedules.verdicts.rows import matching, value_rows
 from remat.solver.result import Result
-
-Sums = Literal["value", "module", "op", "line"]
-
-
-class Inspection(msgspec.Struct, frozen=True):
-    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
-
-    Attributes
-    ----------
-    by : how `groups` are summed; ``value`` for no groups.
-    prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
-    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
-    at_peak : who holds the peak, None without a schedule.
-    values : one a value, after filters. rows : the same, identical layers folded.
-    """
-
-    model: str
-    device: str
-    prices: str
-    budget_bytes: int
-    time_us: float
-    overhead: float
-    by: Sums
-    at_peak: PeakHolders | None
-    values: tuple[ValueRow, ...]
-    rows: tuple[FoldedRow, ...]
-    groups: tuple[Group, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The schedule's peak, 0 without one."""
-        return self.at_peak.peak_bytes if self.at_peak else 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
-        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
-
-    def __str__(self) -> str:
-        from remat.questions.tables import inspection_screen, rendered
-
-        return rendered(inspection_screen(self))
-
-    __repr__ = __str__
 
 
 def inspect(
     graph: TrainingGraph,
     plan: Schedule | Result | None = None,
     *,
-    by: Sums = "value",
+    by: By = "value",
     only: str | Iterable[str] = (),
     at_peak: bool = False,
 ) -> Inspection:

@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from remat.formats import KIB, bytes_text, fine_time_text, percent_text
-from remat.job.screen import plain_table
-from remat.questions.explain import Explanation
+from remat.questions.against_greedy import AgainstGreedy
+from remat.questions.least_budget import LeastBudget
 from remat.questions.simple_rules import Rule
-from remat.questions.tables import holders_table, short_line, short_path, short_target, tensor_text
+from remat.questions.tables import (
+    short_line,
+    short_path,
+    short_target,
+    tensor_text,
+)
 from remat.questions.why import Turned, Why
 from remat.schedules.verdicts.folding import FoldedRow
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
+from remat.solver.budgets.price import GIB, Price
 
 SAME = 1e-4
 """Part of a step below which two are said to be as long."""
 SHOWN = 3
 """Values or modules that a sentence names."""
-
-
-def explanation_screen(found: Explanation) -> RenderableType:
-    """All that was asked, the plan's figures first."""
-    parts: list[RenderableType] = [_headline(found), Text(), peak_text(found.at_peak)]
-    parts += [holders_table(found.at_peak), Text()]
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for name, said in sentences(found):
-        grid.add_row(Text(name, style="bold"), Text(said))
-    parts.append(grid)
-    if found.rules and found.time_us > found.base_us:
-        parts += [Text(), rules_table(found)]
-    return Group(*parts)
-
-
-def _headline(found: Explanation) -> Text:
-    """Peak, budget, overhead and bound of the plan."""
-    bound = found.lower_bound_us / found.base_us - 1 if found.base_us else 0.0
-    proved = ", proved" if found.status == "optimal" else ""
-    return Text.assemble(
-        (found.model, "bold"),
-        f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
-        f"(unmodified {bytes_text(found.unmodified_bytes)}), "
-        f"{percent_text(found.overhead)} overhead, no less than {percent_text(max(bound, 0.0))} "
-        f"(gap {percent_text(found.gap)}{proved}), by {found.solver}",
-    )
 
 
 def peak_text(held: PeakHolders) -> Text:
@@ -63,28 +41,11 @@ def _place(held: PeakHolders) -> str:
     return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
 
 
-def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
-    """A question in a word, and its answer."""
-    yield "least", least_text(found)
-    yield "memory", price_said(found)
-    for i, one in enumerate(found.forced):
-        yield "forced" if i == 0 else "", forced_text(one)
-    if not found.forced:
-        yield "forced", "nothing: no pin, and no op that must not run twice"
-    yield "rule", rule_text(found)
-    yield "cut", greedy_text(found)
-    for one in found.why:
-        yield "why", why_text(found, one)
-    solves = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.seconds.items())
-    yield "took", solves
-
-
-def least_text(found: Explanation) -> str:
+def least_text(least: LeastBudget, solver: str) -> str:
     """The least budget known, the op that sets it, and what is proved."""
-    least = found.least
     if not least.least_bytes:
         return "no least budget is known for this solver and these pins"
-    text = f"{bytes_text(least.least_bytes)} is the least peak that {found.solver} knows"
+    text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
     if least.at_peak is not None:
         held = least.at_peak
         text += f"; {short_target(held.target)} of {_place(held)} sets it, in {held.phase}"
@@ -106,11 +67,11 @@ def least_text(found: Explanation) -> str:
     return text
 
 
-def price_said(found: Explanation) -> str:
+def price_said(price: Price) -> str:
     """What so much more memory saves and as much less costs, and why that much."""
-    price = found.price
-    step = "1 GiB" if found.is_whole_gib else bytes_text(price.step_bytes)
-    why = "" if found.is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
+    is_whole_gib = price.step_bytes == GIB
+    step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
+    why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
     saved = (
         "saves nothing"
         if price.saved_us <= 0
@@ -133,17 +94,14 @@ def forced_text(one: Forced) -> str:
     return f"{one.reason}: {ops}{held}{where}" if one.ops else one.reason
 
 
-def rule_text(found: Explanation) -> str:
+def rule_text(rules: Iterable[Rule], simple: Rule | None) -> str:
     """Whether a simple rule would do as well."""
-    if found.time_us <= found.base_us:
-        return "nothing is recomputed: the step fits as it is, and needs no rule"
-    if found.simple is not None:
-        rule = found.simple
+    if simple is not None:
         return (
-            f"{rule.says}: within 1 % of this plan, {percent_text(rule.overhead)} overhead at a "
-            f"peak of {bytes_text(rule.peak_bytes)}. Take that, it is simpler"
+            f"{simple.says}: within 1 % of this plan, {percent_text(simple.overhead)} overhead at "
+            f"a peak of {bytes_text(simple.peak_bytes)}. Take that, it is simpler"
         )
-    nearest = next((rule for rule in found.rules if rule.fits), None)
+    nearest = next((rule for rule in rules if rule.fits), None)
     if nearest is None:
         return "no simple rule fits this budget"
     return (
@@ -152,24 +110,8 @@ def rule_text(found: Explanation) -> str:
     )
 
 
-def rules_table(found: Explanation) -> Table:
-    """Each rule: what it takes, and how much slower the step is than the plan's."""
-    table = plain_table("rule", "peak", "overhead", "slower")
-    for rule in found.rules:
-        table.add_row(Text(rule.says), *_rule_figures(rule))
-    return table
-
-
-def _rule_figures(rule: Rule) -> tuple[str, str, str]:
-    if not rule.fits:
-        peak = bytes_text(rule.peak_bytes) if rule.peak_bytes else "-"
-        return peak, "does not fit", "-"
-    return bytes_text(rule.peak_bytes), percent_text(rule.overhead), percent_text(rule.slower)
-
-
-def greedy_text(found: Explanation) -> str:
+def greedy_text(greedy: AgainstGreedy) -> str:
     """By how much `cut` beats the best greedy plan, and where."""
-    greedy = found.greedy
     best = greedy.tried[0]
     if not greedy.cut.fits:
         return f"found nothing at this budget; {best.solver} {'did' if best.fits else 'neither'}"
@@ -188,7 +130,7 @@ def greedy_text(found: Explanation) -> str:
     )
 
 
-def why_text(found: Explanation, one: Why) -> str:
+def why_text(one: Why, budget_bytes: int) -> str:
     """Why a value is kept or recomputed, and what the other way would cost."""
     row = one.row
     place = " ".join(part for part in (row.module, short_line(row.source)) if part)
@@ -203,12 +145,12 @@ def why_text(found: Explanation, one: Why) -> str:
     if row.verdict == "free":
         return f"{head}not kept, and never made again: nothing in backward reads it"
     if row.verdict == "recompute" or one.runs_us:
-        return head + _recomputed_text(found, one)
+        return head + _recomputed_text(one, budget_bytes)
     return head + _kept_text(one)
 
 
-def _recomputed_text(found: Explanation, one: Why) -> str:
-    over_bytes = one.staying_bytes - found.budget_bytes
+def _recomputed_text(one: Why, budget_bytes: int) -> str:
+    over_bytes = one.staying_bytes - budget_bytes
     stays = (
         f"if it stayed and nothing else changed, the peak would be {bytes_text(one.staying_bytes)}"
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 import remat.solver as solvers
+from remat.budgets import unmodified
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.screen import prices_text
-from remat.one_call import unmodified
+from remat.questions.tables import prices_text
 from remat.schedules.report.data import page_data
 from remat.schedules.report.facts import Alternative, Facts, MeasuredStep
 from remat.schedules.report.page import render

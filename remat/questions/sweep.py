@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
+from remat.budgets import resolve_budget
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
-from remat.one_call import resolve_budget
 from remat.solver import solver_class
-from remat.solver.budgets.front import Front, Price
+from remat.solver.budgets.front import Front
+from remat.solver.budgets.price import Price
 from remat.solver.budgets.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.pins.globs import as_globs

@@ -14,9 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.allocator import allocated_on
-from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.meter import Meter, Run, StepMemory, meter_of
+from remat.graph_capture.devices.device_table import CPU, allocated_on
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.meter import Meter, Run, StepMemory
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss

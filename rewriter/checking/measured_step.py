@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from remat.graph_capture.allocator import allocated_on
-from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.memory_events import measure_live
-from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import Optimizer, resident_bytes

@@ -17,8 +17,8 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.graph_copy import copy_of
 from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import copy_of
 from remat.rewriter.graphs.boxed import Boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state

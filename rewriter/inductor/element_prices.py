@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.graph_capture.devices.meter import CpuMeter
+from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.joint.nodes import tensors_of
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.rewriter.inductor.nodes import DRAWS

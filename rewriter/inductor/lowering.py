@@ -21,8 +21,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.graph_copy import copy_of
-from remat.graph_capture.joint.nodes import tensors_of
+from remat.graph_capture.joint.nodes import copy_of, tensors_of
 from remat.rewriter.inductor.calls import as_laid_out
 from remat.rewriter.inductor.unwritten import kernels_unwritten
 

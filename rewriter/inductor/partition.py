@@ -20,8 +20,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
-from remat.graph_capture.graph_copy import copy_of
-from remat.graph_capture.joint.nodes import draws_randomness, is_tangent
+from remat.graph_capture.joint.nodes import copy_of, draws_randomness, is_tangent
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.emit import emit_fused

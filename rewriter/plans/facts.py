@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from remat.graph_capture.devices.cpu_meter import device_name
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError
-from remat.graph_capture.prices.price_cache import device_name
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.ties import tied_places

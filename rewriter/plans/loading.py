@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat import __version__
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.graph import TrainingGraph
@@ -75,7 +75,7 @@ def make_plan(
         resident=recipe.resident,
         device=recipe.device,
         title=title_of(recipe.device),
-        versions=Versions(torch=str(torch.__version__), remat=__version__),
+        versions=Versions(torch=str(torch.__version__), remat=version("remat")),
         schedule=schedule,
         prediction=prediction,
         graph=priced,

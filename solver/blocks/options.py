@@ -21,9 +21,9 @@ import numpy.typing as npt
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.blocks.repeated import Block, Reads
-from remat.solver.bounds.cut_program import CutProgram, expand, largest_working_set_bytes
+from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.local_search.repair import Repair
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.stage import recomputed_in
 from remat.solver.state import State

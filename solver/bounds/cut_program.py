@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from remat.solver.backends.mip import Answer, Limits, MixedProgram, solve_program
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.stage import recomputed_in
 
 COST_SCALE = 1e4
@@ -223,23 +223,6 @@ class CutSolution:
             if self.values[i] > (1e-6 if must_stay else 0.5):
                 chosen.add(v)
         return chosen | self.source.free_at(k)
-
-
-def working_set_bytes(problem: Problem, t: int) -> int:
-    """Bytes that no schedule can avoid while op t first runs, resident ones left out."""
-    reads = sum(problem.size_bytes[v] for v in problem.needs[t])
-    return reads + problem.output_bytes[t] + problem.workspace_bytes[t]
-
-
-def largest_working_set_bytes(problem: Problem) -> int:
-    """The most that the first run of an op needs, resident bytes left out."""
-    return max((working_set_bytes(problem, t) for t in range(problem.n_ops)), default=0)
-
-
-def least_needed_bytes(problem: Problem) -> int:
-    """No schedule in captured order has a lower peak: what some op or the end needs, all told."""
-    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
-    return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
 
 
 def expand(solution: CutSolution) -> list[list[int]]:

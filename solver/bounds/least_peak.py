@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.bounds.cut_program import working_set_bytes
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, working_set_bytes
 
 EFFORT = 2000
 """Sets that the search for the bound looks at in all."""

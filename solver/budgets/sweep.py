@@ -19,12 +19,12 @@ import msgspec
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import make_solver, solve
-from remat.solver.bounds.cut_program import largest_working_set_bytes
+from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
 from remat.solver.store_all import StoreAll
+from remat.solver.table import make_solver
 
 BUDGETS = 12
 """Budgets of a sweep that names none."""

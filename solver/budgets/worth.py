@@ -10,7 +10,7 @@ import msgspec
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
-from remat.solver.budgets.front import Price, checked_step
+from remat.solver.budgets.price import Price, checked_step
 from remat.solver.budgets.sweep import is_ideal
 from remat.solver.result import Result, at_least_budget
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.chain_actions import Action
+from remat.solver.chains.chain import Action
 
 Counts = npt.NDArray[np.int64]
 NEVER = 1 << 60

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from remat.solver.chains.places import (
     Split,
@@ -26,6 +26,8 @@ from remat.solver.chains.places import (
 from remat.solver.problem import Problem
 
 NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
+
+Kind = Literal["store", "forward", "save", "backward", "discard"]
 
 
 class Run(NamedTuple):
@@ -216,3 +218,41 @@ def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
     waiting[: problem.n_forward] = [0] * problem.n_forward
     running = [live[op] + problem.workspace_bytes[op] for op in range(problem.n_ops)]
     return running, waiting
+
+
+class Action(NamedTuple):
+    """One step of a chain schedule.
+
+    ``forward`` runs a stage and keeps its result alone, ``save`` keeps what backward reads
+    too, ``backward`` runs the stage's backward ops. ``store`` puts the value that enters the
+    stage into a slot, ``discard`` empties the slot.
+    """
+
+    kind: Kind
+    stage: int
+
+
+def runs_of(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
+    """For each of `actions` the ops that it runs.
+
+    First runs are whole stages; later ones are those ops that make what is asked for.
+    """
+    following = (*actions[1:], None)
+    reached, runs = 0, list[tuple[int, ...]]()
+    for (kind, i), after in zip(actions, following, strict=True):
+        if kind in ("store", "discard"):
+            runs.append(())
+        elif kind == "backward":
+            runs.append(chain.stages[i].backward)
+        elif i == reached:
+            runs.append(chain.stages[i].first_save.ops)
+            reached += 1
+        else:
+            runs.append(_run_again(chain.stages[i], kind, after == Action("backward", i)))
+    return runs
+
+
+def _run_again(stage: ChainStage, kind: Kind, is_leaf: bool) -> tuple[int, ...]:
+    if kind == "forward":
+        return stage.again_drop.ops
+    return (stage.again_leaf if is_leaf else stage.again_save).ops

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.solver.chain_actions import Action, runs_of
-from remat.solver.chains.chain import Chain
+from remat.solver.chains.chain import Action, Chain, runs_of
 from remat.solver.problem import Problem
 
 

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.chain_actions import Action
 from remat.solver.chains.binomial import binomial_actions, mixed_actions
-from remat.solver.chains.chain import Chain
+from remat.solver.chains.chain import Action, Chain
 from remat.solver.chains.disk import with_disk
 from remat.solver.chains.tries import ChainSearch, chain_or_done
 from remat.solver.result import Result

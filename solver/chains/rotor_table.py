@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.chain_actions import Action
-from remat.solver.chains.chain import Chain, Run
+from remat.solver.chains.chain import Action, Chain, Run
 
 Floats = npt.NDArray[np.float64]
 Choices = npt.NDArray[np.int16]

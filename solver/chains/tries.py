@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.chain_actions import Action, runs_of
-from remat.solver.chains.chain import Chain, find_chain
+from remat.solver.chains.chain import Action, Chain, find_chain, runs_of
 from remat.solver.local_search.repair import fill
 from remat.solver.search import Search
 from remat.solver.sequence import recomputed_by_stage, schedule_of

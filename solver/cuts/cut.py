@@ -24,21 +24,16 @@ import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.cut_program import (
-    COST_SCALE,
-    CutProgram,
-    expand,
-    largest_working_set_bytes,
-    working_set_bytes,
-)
+from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.cuts.starts import take_segments
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.local_search.exchange import take_exchanges
 from remat.solver.local_search.repair import Repair, fill
+from remat.solver.problem import largest_working_set_bytes, working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.segment_starts import take_segments
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.solver import Solver
 from remat.solver.policies.dtr import Dtr
 from remat.solver.policies.largest import Largest
 from remat.solver.policies.msps import Msps
-from remat.solver.search import Search
+from remat.solver.search import Search, Solver
+from remat.solver.segments.lower_set import LowerSet
 
 PART = 0.2
 """Part of the time left that one start may take."""
@@ -37,3 +37,8 @@ def take_start(search: Search, solver: Callable[..., Solver], doing: str) -> Non
     found = solver(time_limit_s=PART * search.left_s).solve(search.graph, search.budget_bytes)
     if found.schedule is not None:
         search.offer_schedule(found.schedule)
+
+
+def take_segments(search: Search) -> None:
+    """Offer what sequences of lower sets come to within the budget."""
+    take_start(search, LowerSet, "segments between lower sets")

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from remat.solver.blocks.hierarchical import Hierarchical
-from remat.solver.bounds.cut_program import CutProgram, expand, largest_working_set_bytes
+from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.bounds.floor import prove_nothing_fits
 from remat.solver.local_search.repair import Repair, fill
+from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.state import State
 

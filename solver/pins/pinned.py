@@ -26,7 +26,6 @@ import msgspec
 from remat.graph_capture.graph import KEPT, TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
-from remat.solver import make_solver
 from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.cuts.cut import Cut
 from remat.solver.pins.globs import Globs, Pins, as_globs
@@ -41,6 +40,7 @@ from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
 from remat.solver.search import Listener, Progress
 from remat.solver.sequence import schedule_of
+from remat.solver.table import make_solver
 
 TIGHTER = 4
 """Budgets tried, each lower, until the schedule fits with the runs that are put in."""

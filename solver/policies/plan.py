@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.bounds.cut_program import least_needed_bytes
 from remat.solver.local_search.repair import fill
 from remat.solver.policies.eviction import Policy
 from remat.solver.policies.online import NoRoomError, OnlineRun
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.sequence import recomputed_by_stage

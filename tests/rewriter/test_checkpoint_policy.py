@@ -79,7 +79,7 @@ def test_blocks_under_the_policy_have_eagers_bits_and_a_lower_peak(p: float) -> 
     model, x = Stack(p), torch.randn(256, 32)
     graph, schedule = planned(model, x, "55%")
     eager, eager_bytes = outcome(model, x)
-    with checkpointed(model, lambda path: schedule.as_checkpoint_policy(graph, path).contexts):
+    with checkpointed(model, lambda path: remat.checkpoint_policy(graph, schedule, path).contexts):
         found, peak_bytes = outcome(model, x)
     assert same(found, eager)
     assert peak_bytes < 0.8 * eager_bytes
@@ -92,7 +92,7 @@ def test_what_is_saved_is_what_the_plan_keeps() -> None:
     live = live_after_forward(graph, schedule)
     planned_bytes = sum(graph.value_by_name[name].size_bytes for name in live)
     kept: list[Any] = []
-    with checkpointed(model, lambda path: schedule.as_checkpoint_policy(graph, path).contexts):
+    with checkpointed(model, lambda path: remat.checkpoint_policy(graph, schedule, path).contexts):
         saved_bytes = measure_regions([lambda: kept.append(model(x))])[0].final_bytes
     entering_bytes = BLOCKS * x.nbytes
     state_bytes = BLOCKS * torch.get_rng_state().nbytes
@@ -103,7 +103,7 @@ def test_around_a_whole_model_the_bits_are_eagers_too() -> None:
     for name in ("plain", "attention", "transformer_layers", "lstm_cells", "in_place_views"):
         model, args, *_ = make(name)
         graph, schedule = planned(model, args[0], "85%")
-        policy = schedule.as_checkpoint_policy(graph)
+        policy = remat.checkpoint_policy(graph, schedule)
         eager, _ = outcome(model, args[0])
         wrapped = functools.partial(
             checkpoint, model.forward, use_reentrant=False, context_fn=policy.contexts
@@ -130,7 +130,7 @@ def test_an_op_is_kept_where_it_runs_once_and_backward_finds_its_result() -> Non
 def test_the_policy_itself_counts_one_forward() -> None:
     model, x = Stack(), torch.randn(256, 32)
     graph, schedule = planned(model, x, "55%")
-    policy = schedule.as_checkpoint_policy(graph)
+    policy = remat.checkpoint_policy(graph, schedule)
     once = functools.partial(create_selective_checkpoint_contexts, policy)
     checkpoint(model, x, use_reentrant=False, context_fn=once).backward()
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_forward_with_effects_is_refused(name: str) -> None:
     with pytest.raises(
         RewriteError, match=r"forward changes buffers or its batch, in .*does it once"
     ):
-        schedule.as_checkpoint_policy(graph)
+        remat.checkpoint_policy(graph, schedule)
 
 
 def test_a_module_without_ops_and_another_graph_are_refused() -> None:
@@ -160,7 +160,7 @@ def test_a_module_without_ops_and_another_graph_are_refused() -> None:
     with pytest.raises(
         RewriteError, match=r"no op of the graph is in module 'layers\.0': name one"
     ):
-        schedule.as_checkpoint_policy(graph, "layers.0")
+        remat.checkpoint_policy(graph, schedule, "layers.0")
     other = remat.capture(model, (x[:8],))
     with pytest.raises(ScheduleError, match="made for another graph"):
-        schedule.as_checkpoint_policy(other)
+        remat.checkpoint_policy(other, schedule)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.checks import advice_of
+from remat.checks import advice_of, failures
 from remat.graph_capture import capture
 from remat.graph_capture.devices.cuda_meter import CudaMeter
-from remat.job.pipeline import failures
 from remat.rewriter import check, rewrite
 from remat.rewriter.checking import check as checking
 from remat.rewriter.checking.outcomes import compared

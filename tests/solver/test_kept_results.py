@@ -7,8 +7,7 @@ import pickle
 import msgspec
 
 from remat.solver import solve
-from remat.solver.kept_results import PREFIX, kept_with
-from remat.solver.problem import Problem
+from remat.solver.problem import PREFIX, Problem, kept_with
 from tests.solver.traced_gpt import traced_gpt
 
 

@@ -1,0 +1,83 @@
+"""From a module and a batch to a priced graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from remat.graph_capture.derived.one_rank import on_one_rank
+from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.tracing.resident import Optimizer
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.trace import Progress, Trace, trace
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: Optimizer = "none",
+    accumulate: bool = False,
+    device: str | None = None,
+    sharding: Sharding = NO_SHARDING,
+    profile: Profile | str | Path | None = None,
+    progress: Progress | None = None,
+) -> TrainingGraph:
+    """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
+
+    Nothing of the model is changed; on a device that is here its ops are run, on made data.
+
+    Parameters
+    ----------
+    model : in training mode. args, kwargs : one batch, as forward takes it.
+    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
+        part of the step, and the rewritten module returns its result.
+    optimizer, accumulate : what stays allocated between steps: the state of ``sgd``,
+        ``momentum`` or ``adamw``, and gradients that are added to.
+    device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
+        ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
+        Left at None, where the model is.
+    sharding : over ranks; the graph is then that of one rank. Of ``fsdp2`` it is for planning
+        alone: what is rewritten is the step before it is sharded.
+    profile : prices measured before, here or elsewhere, or the file they are kept in.
+
+    Raises
+    ------
+    CaptureError : the step cannot be one static graph; names module, line and way out.
+    DeviceError : the device is unknown or not here, or a tensor is on another one.
+    ProfileError : the profile cannot be read, or does not serve this device and model.
+    """
+    known = as_profile(profile)
+    traced = trace(
+        model, args, kwargs,
+        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
+        sharding=sharding,
+    )  # fmt: skip
+    return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
+
+
+def price_for(
+    traced: Trace,
+    *,
+    progress: Progress | None = None,
+    profile: Profile | None = None,
+) -> TrainingGraph:
+    """The trace's graph with the prices of its device: measured here, or modelled by name.
+
+    Where `profile` has a price, it counts.
+    """
+    if traced.recipe.is_modelled:
+        from remat.graph_capture.prices.modelled import price_modelled
+
+        return price_modelled(traced, traced.recipe.device, profile)
+    from remat.graph_capture.prices.pricing import price
+
+    return price(traced, progress=progress, profile=profile)

@@ -1,0 +1,119 @@
+"""The CPU as a meter: its clock, and the profiler's allocation events."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import statistics
+import time
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
+from remat.graph_capture.devices.meter import PASSES, Run, StepMemory, median_of
+
+CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+USUAL_CACHE_BYTES = 1 << 20
+_SHIFTS = {"K": 10, "M": 20}
+OFTEN, APART_S = 9, 0.1
+
+
+def device_name() -> str:
+    """Processor model and thread count, by which prices differ."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+class CpuMeter:
+    """The CPU: its clock, and the profiler's allocation events.
+
+    Other work slows a core for seconds on end, so that each op is timed a few times, seconds apart.
+    """
+
+    def __init__(self) -> None:
+        self.passes = PASSES
+        self.device, self.title = CPU, device_name()
+        self.cache_bytes = _cache_bytes()
+        self._others = torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
+
+    @property
+    def settings(self) -> str:
+        """None that is known."""
+        return ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """None beside torch's."""
+        return {}
+
+    @contextlib.contextmanager
+    def quiet(self) -> Generator[None]:
+        """No gradients, no autocast, the random stream kept."""
+        with torch.no_grad(), torch.autocast(CPU, enabled=False), torch.random.fork_rng([]):
+            yield
+
+    def settle(self) -> None:
+        """Nothing: a CPU's clock is not ours to settle."""
+
+    def median_us(self, run: Run, moved_bytes: int = 0) -> float:
+        """The median of 1 to 8 runs, each of which finds a core's own cache filled with others.
+
+        So it does after a few ops of a step.
+        """
+        del moved_bytes
+
+        def timed_us() -> float:
+            self._others.add_(1)
+            return self.step_us(run)
+
+        return median_of(timed_us, self.passes)
+
+    def often_us(self, run: Run) -> float:
+        """The median of many `median_us`, for a number that all later prices hang on."""
+        found: list[float] = []
+        for _ in range(OFTEN):
+            found.append(self.median_us(run))
+            time.sleep(APART_S)
+        return statistics.median(found)
+
+    def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
+        """As `measure_regions`."""
+        return measure_regions(regions)
+
+    def step_us(self, run: Run) -> float:
+        """By the clock."""
+        start = time.perf_counter()
+        result = run()
+        end = time.perf_counter()
+        del result
+        return 1e6 * (end - start)
+
+    def step_memory(self, run: Run) -> StepMemory:
+        """As `measure_peak`."""
+        return StepMemory(measure_peak(run))
+
+    def library_bytes(self) -> int:
+        """None that is known."""
+        return 0
+
+    def rng_state(self) -> Tensor:
+        """As `torch.get_rng_state`."""
+        return torch.get_rng_state()
+
+
+def _cache_bytes() -> int:
+    """Size of the second-level cache of a core."""
+    try:
+        text = CACHE_SIZE.read_text().strip()
+    except OSError:
+        return USUAL_CACHE_BYTES
+    return int(text[:-1]) << _SHIFTS[text[-1]]

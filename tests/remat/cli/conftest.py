@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from remat.cli.main import app
+from tests.paths import ROOT
+
+SIZES = {"LAYERS": "2", "WIDTH": "32", "HEADS": "2", "SEQ": "32", "BATCH": "8", "VOCAB": "32"}
+EXAMPLES = ROOT / "examples"
+
+
+class Remat:
+    """Calls the command line in this process."""
+
+    gpt = f"{EXAMPLES / 'gpt.py'}:factory"
+
+    def __call__(self, *words: str, columns: int = 80) -> Result:
+        return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(words))
+
+
+@pytest.fixture
+def remat(monkeypatch: pytest.MonkeyPatch) -> Remat:
+    """The command line, with an example GPT of a few thousand parameters."""
+    for name, value in SIZES.items():
+        monkeypatch.setenv(f"GPT_{name}", value)
+    return Remat()

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from remat import one_call as api
+from remat.job import pipeline
+from remat.solver import Progress
+from tests.remat.cli.conftest import Remat
+
+QUICK = ("--time-limit", "2")
+
+
+def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--budget", "70%", *QUICK, "--json")
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["status"] in ("optimal", "feasible", "time limit")
+    assert said["solver"]
+    assert said["plan"]["measured_peak_bytes"] <= said["budget_bytes"]
+    assert said["plan"]["predicted_peak_bytes"] <= said["budget_bytes"]
+    assert said["plan"]["overhead"] >= said["bound"]["overhead"] >= 0
+    assert said["bound"]["gap"] >= 0
+    baseline = said["baseline"]
+    assert min(baseline["predicted_peak_bytes"], baseline["measured_peak_bytes"]) > 0
+    checked = said["check"]
+    assert all(checked[f"{name}_equal"] for name in ("outputs", "gradients", "buffers", "rng"))
+    assert checked["gradients"] == checked["gradients_total"] > 0
+    assert {"capture", "profile", "solve", "check"} <= said["seconds"].keys()
+
+
+def test_what_does_not_fit_into_memory_is_planned_and_not_run(
+    remat: Remat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "auto_bytes", lambda _: 0)
+    words = ("run", remat.gpt, "--budget", "70%", *QUICK)
+    found = remat(*words)
+    assert found.exit_code == 0
+    assert "not checked against the unmodified step, which needs" in " ".join(found.stdout.split())
+    assert remat(*words, "--check").stdout.count("bit-identical") == 1
+
+
+def test_run_prints_a_screen_of_sixty_columns(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--budget", "70%", *QUICK, columns=60)
+    assert done.exit_code == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= 60
+    for words in ("unmodified", "chen_sqrt", "this plan", "lower bound", "peak held by"):
+        assert words in done.stdout
+    assert "gradients bit-identical" in " ".join(done.stdout.split())
+
+
+def test_what_runs_again_is_said_and_that_attention_does_not(remat: Remat) -> None:
+    words = ("solve", remat.gpt, "--budget", "70%", *QUICK)
+    said = json.loads(remat(*words, "--json").stdout)
+    assert said["attention"]["outputs"] == 2
+    assert said["attention"]["says"] in (
+        "keeps all 2 attention outputs", "recomputes 1 of 2 attention outputs",
+        "recomputes 2 of 2 attention outputs",
+    )  # fmt: skip
+    assert said["recomputed"][0]["recomputed"] > 0
+    assert {"kind", "ops", "recomputed", "recomputed_us"} == set(said["recomputed"][0])
+    assert said["floor"] is None
+    shown = " ".join(remat(*words, columns=200).stdout.split())
+    assert " attention outputs" in shown
+    assert f"recomputed {said['recomputed'][0]['kind']} " in shown
+
+
+def test_run_says_what_runs_again(remat: Remat) -> None:
+    words = ("run", remat.gpt, "--budget", "70%", *QUICK)
+    said = json.loads(remat(*words, "--json").stdout)
+    assert said["attention"]["says"].endswith("attention outputs")
+    assert isinstance(said["message"], str)
+    shown = " ".join(remat(*words, columns=200).stdout.split())
+    assert said["attention"]["says"].split()[0] in shown
+    assert " attention outputs" in shown
+
+
+def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
+    for verb in ("run", "solve"):
+        done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")
+        assert done.exit_code == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert said["solver"] == "auto"
+        assert said["bound"]["gap"] >= 0
+    refused = remat("solve", remat.gpt, "--order", "free", "--solver", "cut")
+    assert refused.exit_code == 2
+    assert "solver 'cut' keeps the given order" in refused.stderr
+    assert "use solver auto" in refused.stderr
+    assert remat("solve", remat.gpt, "--order", "any").exit_code == 2
+
+
+def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
+    known = pipeline.solver_text("2GiB", Progress(1.0, 0.20, 0.125, "cuts"))
+    assert known == "solving for 2GiB: best 20.0 %, bound 12.5 %, gap 6.7 %, cuts"
+    start = pipeline.solver_text("60%", Progress(0.1, None, 0.0, "choosing where to cut"))
+    assert "best none, bound 0.0 %, gap open, choosing" in start
+
+
+def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: Path) -> None:
+    graph, plan = str(tmp_path / "graph.json"), str(tmp_path / "plan.json")
+    assert remat("capture", remat.gpt, "-o", graph).exit_code == 0
+    solved = remat("solve", graph, "--budget", "70%", *QUICK, "-o", plan, "--json")
+    assert solved.exit_code == 0
+    assert json.loads(solved.stdout)["bound"]["gap"] >= 0
+    checked = remat("check", remat.gpt, plan, "--json")
+    assert checked.exit_code == 0, checked.stderr
+    assert json.loads(checked.stdout)["check"]["gradients_equal"]
+    rewritten = remat("rewrite", remat.gpt, plan)
+    assert rewritten.exit_code == 0, rewritten.stderr
+    assert "def forward" in rewritten.stdout
+    values = json.loads(remat("inspect", graph, "--plan", plan, "--json").stdout)["values"]
+    assert any(value["verdict"] == "recompute" for value in values)
+    assert "blocks.0\u20131.attn" in remat("inspect", graph, "--top", "100", columns=200).stdout
+    alone = remat("inspect", plan)
+    assert alone.exit_code == 2
+    assert "is a schedule alone, without sizes and prices: name its graph or model" in alone.stderr
+
+
+def test_a_stale_plan_is_refused_with_the_first_difference(
+    remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert remat("solve", remat.gpt, "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
+    monkeypatch.setenv("GPT_BATCH", "4")
+    for verb in ("check", "rewrite"):
+        refused = remat(verb, remat.gpt, plan)
+        assert refused.exit_code == 2
+        assert "the plan does not fit: the batch was" in refused.stderr
+    shown = remat("inspect", remat.gpt, "--plan", plan)
+    assert shown.exit_code == 2
+    assert "this plan was made for another graph: input 0 was" in shown.stderr
+
+
+def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
+    refused = remat("run", remat.gpt, "--budget", "0.1MiB")
+    assert refused.exit_code == 3
+    assert "is below" in refused.stderr
+    assert "its peak is held by resident" in refused.stderr
+    assert "Try --budget" in refused.stderr
+    said = json.loads(remat("run", remat.gpt, "--budget", "0.1MiB", "--json").stdout)
+    assert said["status"] == "infeasible"
+    assert said["least_feasible_bytes"] > said["budget_bytes"]
+    assert "Try --budget" in said["error"]["message"]
+
+
+def test_the_least_budget_is_met(remat: Remat) -> None:
+    said = json.loads(remat("solve", remat.gpt, "--budget", "min", *QUICK, "--json").stdout)
+    assert said["peak_bytes"] <= said["budget_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--budget", "60"], "60 bytes? Write 60%, 60MiB or 60GiB"),
+        (["--budget", "70%", "--solver", "cutt"], "unknown solver 'cutt': did you mean cut?"),
+    ],
+)
+def test_refusals_come_before_anything_runs(remat: Remat, words: list[str], says: str) -> None:
+    refused = remat("run", "no_such_file.py:factory", *words)
+    assert refused.exit_code == 2
+    assert says in refused.stderr
+    said = json.loads(remat("run", "no_such_file.py:factory", *words, "--json").stdout)
+    assert says in said["error"]["message"]
+
+
+def test_a_missing_factory_and_a_missing_plan(remat: Remat, tmp_path: Path) -> None:
+    refused = remat("run", f"{remat.gpt}s", "--budget", "60%")
+    assert refused.exit_code == 2
+    assert "Did you mean" in refused.stderr
+    gone = remat("check", remat.gpt, str(tmp_path / "gone.json"))
+    assert gone.exit_code == 2
+    assert "gone.json: No such file" in gone.stderr
+    (tmp_path / "half.json").write_text('{"steps":')
+    half = remat("check", remat.gpt, str(tmp_path / "half.json"))
+    assert half.exit_code == 2
+    assert "not a JSON plan file" in half.stderr
+
+
+DATA_DEPENDENT = """
+import torch
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = -y
+        return y.sum()
+
+def factory():
+    print("a model may print")
+    return Branches(), (torch.ones(1, 2),)
+"""
+
+
+def test_a_data_dependent_branch_is_refused_with_its_line(remat: Remat, tmp_path: Path) -> None:
+    path = tmp_path / "branches.py"
+    path.write_text(DATA_DEPENDENT)
+    refused = remat("run", f"{path}:factory", "--budget", "60%", "--json")
+    assert refused.exit_code == 2
+    said = json.loads(refused.stdout)["error"]
+    assert said["type"] == "CaptureError"
+    line = DATA_DEPENDENT.splitlines().index("        if y.sum() > 0:") + 1
+    assert f"branches.py:{line}" in said["message"]
+    assert "a model may print" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gradients_equal": False}, "gradients differ from eager's"),
+        ({"plan_peak_bytes": 2**40}, "exceeds the budget"),
+    ],
+)
+def test_a_failed_check_ends_with_four(
+    remat: Remat, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+) -> None:
+    real = pipeline.check_schedule
+
+    def spoiled(*words: Any) -> Any:
+        return msgspec.structs.replace(real(*words), **changes)
+
+    monkeypatch.setattr(pipeline, "check_schedule", spoiled)
+    failed = remat("run", remat.gpt, "--budget", "70%", *QUICK)
+    assert failed.exit_code == 4
+    assert says in failed.stderr
+
+
+def test_doctor(remat: Remat) -> None:
+    said = json.loads(remat("doctor", "--json").stdout)
+    assert said["torch_ok"]
+    assert said["ortools_ok"]
+    assert said["free_bytes"] > 0
+    assert isinstance(said["cuda"], list)

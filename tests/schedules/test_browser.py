@@ -1,0 +1,171 @@
+"""The page in headless Chromium: no error, hovering and keys tell figures, zooming zooms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat.formats import bytes_text
+from remat.questions.report import report
+from remat.schedules.views.timeline import timeline
+from remat.solver import solve
+from tests.schedules.conftest import Planned
+from tests.solver.random_graphs import chain
+
+ZOOM = "echarts.getInstanceByDom(document.getElementById('{}')).getOption().dataZoom[0]"
+
+
+class Opened:
+    """A page, and what went wrong in it."""
+
+    def __init__(self, tab: Any) -> None:
+        self.tab, self.wrong = tab, list[str]()
+        tab.on("console", lambda said: self.wrong.append(said.text))
+        tab.on("pageerror", lambda error: self.wrong.append(str(error)))
+        tab.on("request", self._asked)
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith(("file:", "data:")):
+            self.wrong.append(request.url)
+
+    def box(self, name: str) -> dict[str, float]:
+        element = self.tab.locator(f"#{name}")
+        element.scroll_into_view_if_needed()
+        return element.bounding_box()
+
+    def zoom(self, name: str) -> tuple[float, float]:
+        found = self.tab.evaluate(ZOOM.format(name))
+        return found["start"], found["end"]
+
+
+@pytest.fixture(scope="module")
+def file(planned: Planned, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    report(planned.graph, planned.result, path)
+    return path
+
+
+@pytest.fixture(params=["light", "dark", "phone"])
+def opened(request: pytest.FixtureRequest, browser: Any, file: Path) -> Iterator[Opened]:
+    width = 390 if request.param == "phone" else 1200
+    scheme = "dark" if request.param == "dark" else "light"
+    tab = browser.new_page(viewport={"width": width, "height": 850}, color_scheme=scheme)
+    page = Opened(tab)
+    tab.goto(file.as_uri())
+    yield page
+    tab.close()
+    assert page.wrong == []
+
+
+def run_in(text: str) -> int:
+    found = re.search(r"run (\d+) of \d+", text)
+    assert found is not None, text
+    return int(found[1]) - 1
+
+
+def test_hovering_tells_op_module_line_and_live_bytes(opened: Opened, planned: Planned) -> None:
+    line = timeline(planned.graph, planned.schedule)
+    for name, share in (("memory", 0.35), ("memory", 0.5), ("memory", 0.75), ("ribbon", 0.6)):
+        box = opened.box(name)
+        x, y = box["x"] + share * box["width"], box["y"] + 0.5 * box["height"]
+        opened.tab.mouse.move(x, y, steps=4)
+        tip = opened.tab.locator(f"#{name} div", has_text="live").last
+        tip.wait_for(timeout=5000)
+        said = tip.inner_text()
+        run = run_in(said)
+        op = line.op_of(run)
+        assert f"{bytes_text(int(line.live_bytes[run]))} live" in said
+        assert op.name in said
+        assert op.target in said
+        assert op.module in said
+        assert Path(op.source).name in said
+
+
+def test_keys_move_read_and_zoom(opened: Opened, planned: Planned) -> None:
+    line = timeline(planned.graph, planned.schedule)
+    said = opened.tab.locator("#memory-said")
+    opened.tab.locator("#memory").focus()
+    assert run_in(said.inner_text()) == line.peak_run
+    assert bytes_text(line.simulation.peak_bytes) in said.inner_text()
+    opened.tab.keyboard.press("ArrowRight")
+    assert run_in(said.inner_text()) == line.peak_run + 1
+    opened.tab.keyboard.press("Home")
+    assert run_in(said.inner_text()) == 0
+    opened.tab.keyboard.press("End")
+    assert run_in(said.inner_text()) == len(line) - 1
+    opened.tab.keyboard.press("p")
+    assert run_in(said.inner_text()) == line.peak_run
+    largest = planned.graph.value_by_name[line.simulation.held_at_peak[0]]
+    assert f" {bytes_text(largest.size_bytes)} " in said.inner_text()
+    opened.tab.keyboard.press("+")
+    start, end = opened.zoom("memory")
+    assert end - start == pytest.approx(50, abs=0.1)
+    opened.tab.keyboard.press("0")
+    assert opened.zoom("memory") == (0, 100)
+
+
+def test_dragging_zooms_and_the_button_shows_all(opened: Opened) -> None:
+    box = opened.box("memory")
+    y = box["y"] + 0.5 * box["height"]
+    opened.tab.mouse.move(box["x"] + 0.4 * box["width"], y)
+    opened.tab.mouse.down()
+    opened.tab.mouse.move(box["x"] + 0.5 * box["width"], y, steps=5)
+    opened.tab.mouse.move(box["x"] + 0.6 * box["width"], y, steps=5)
+    opened.tab.mouse.up()
+    start, end = opened.zoom("memory")
+    assert 5 < end - start < 50
+    opened.tab.get_by_role("button", name="Show all").click()
+    assert opened.zoom("memory") == (0, 100)
+
+
+def test_bands_change_and_all_is_drawn(opened: Opened) -> None:
+    names = "echarts.getInstanceByDom(document.getElementById('memory')).getOption().series"
+    by_kind = [one["name"] for one in opened.tab.evaluate(names)]
+    assert {"this plan", "unmodified", "resident", "activation"} <= set(by_kind)
+    opened.tab.get_by_label("by module").check()
+    assert "blocks.*.attn" in [one["name"] for one in opened.tab.evaluate(names)]
+    for name in ("memory", "ribbon", "front"):
+        assert opened.tab.locator(f"#{name} canvas").count() >= 1
+
+
+def test_the_charts_keep_their_names_and_roles(opened: Opened) -> None:
+    for name, role in (("memory", "application"), ("ribbon", "application"), ("front", "img")):
+        element = opened.tab.locator(f"#{name}")
+        assert element.get_attribute("role") == role
+        assert len(element.get_attribute("aria-label")) < 80
+
+
+def test_nothing_is_wider_than_the_screen(opened: Opened) -> None:
+    width = opened.tab.evaluate("document.documentElement.scrollWidth")
+    assert width <= opened.tab.viewport_size["width"]
+
+
+def test_sizes_are_rounded_as_in_the_tables(browser: Any, tmp_path: Path) -> None:
+    graph = chain(8, unit=256)
+    result = solve(graph, 1 << 60, "store_all")
+    assert result.schedule is not None
+    report(graph, result, tmp_path / "report.html")
+    live = timeline(graph, result.schedule).live_bytes.tolist()
+    assert any(size % 1024 == 256 for size in live)
+    tab = browser.new_page()
+    tab.goto((tmp_path / "report.html").as_uri())
+    tab.locator("#memory").focus()
+    tab.keyboard.press("Home")
+    for size in live:
+        assert f" {bytes_text(size)} live;" in tab.locator("#memory-said").inner_text()
+        tab.keyboard.press("ArrowRight")
+    tab.close()
+
+
+def test_the_page_follows_the_colour_scheme(browser: Any, file: Path) -> None:
+    tab = browser.new_page(color_scheme="light")
+    tab.goto(file.as_uri())
+    ink = "getComputedStyle(document.body).color"
+    light = tab.evaluate(ink)
+    tab.emulate_media(color_scheme="dark")
+    assert tab.evaluate(ink) != light
+    tab.close()

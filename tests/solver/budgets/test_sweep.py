@@ -1,0 +1,218 @@
+"""Fronts: monotone, with bounds that hold, the same by one process, several and a cluster."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import msgspec
+import pytest
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import Result, solve
+from remat.solver.budgets.front import Front
+from remat.solver.budgets.price import GIB
+from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
+from remat.solver.budgets.worth import least_peak, price_of_gib
+from remat.solver.cuts.cut import Cut
+from tests.solver.random_graphs import chain, resnet_like
+
+LIMIT_S = 10.0
+
+
+@functools.cache
+def graph_of() -> TrainingGraph:
+    return chain(14)
+
+
+@functools.cache
+def front() -> Front:
+    return sweep(graph_of(), 6, "cut", time_limit_s=LIMIT_S)
+
+
+def facts(found: Front) -> list[tuple[object, ...]]:
+    """All of a front but the seconds it took."""
+    return [
+        (b, r.status, r.peak_bytes, r.time_us, r.lower_bound_us, r.schedule and r.schedule.steps)
+        for b, r in found.points
+    ]
+
+
+def check_front(graph: TrainingGraph, found: Front) -> None:
+    """Every point is valid; time and bound never rise with the budget."""
+    previous: Result | None = None
+    for budget_bytes, result in found.points:
+        assert result.budget_bytes == budget_bytes
+        if result.schedule is None:
+            assert previous is None
+            continue
+        judged = simulate(graph, result.schedule)
+        assert judged.peak_bytes == result.peak_bytes <= budget_bytes
+        assert judged.time_us == result.time_us >= result.lower_bound_us
+        assert result.schedule.budget_bytes == budget_bytes
+        if previous is not None:
+            assert result.time_us <= previous.time_us
+            assert result.lower_bound_us <= previous.lower_bound_us
+        previous = result
+
+
+def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
+    budgets = [budget_bytes for budget_bytes, _ in front().points]
+    assert len(front()) == 6
+    assert budgets == spread(graph_of(), 6)[0]
+    assert budgets[0] == solve(graph_of(), 0, "cut").least_feasible_bytes >= floor_bytes(graph_of())
+    assert budgets[-1] == front().unmodified_bytes
+    assert front().points[-1].result.overhead == 0
+    assert front().points[0].result.overhead > 0
+    check_front(graph_of(), front())
+
+
+@pytest.mark.parametrize("solver", ["auto", "chen_sqrt", "store_all"])
+def test_every_solver_has_a_monotone_front(solver: str) -> None:
+    graph = resnet_like(2)
+    check_front(graph, sweep(graph, 4, solver, time_limit_s=2.0))
+
+
+def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
+    graph = graph_of()
+    budgets = [b for b, _ in front().points]
+    tight, loose = (Cut().solve(graph, budgets[i]) for i in (2, 4))
+    assert tight.schedule is not None
+    blind = Result("time limit", "cut", budgets[3], lower_bound_us=graph.time_us)
+    low, middle, high = merged(graph, [tight, blind, loose])
+    assert middle.time_us == tight.time_us
+    assert middle.schedule is not None
+    assert middle.schedule.steps == tight.schedule.steps
+    assert middle.lower_bound_us == loose.lower_bound_us
+    assert (low.time_us, high.time_us) == (tight.time_us, loose.time_us)
+    lost = Result("infeasible", "cut", budgets[1], lower_bound_us=0.0)
+    assert merged(graph, [lost, tight])[0].schedule is None
+
+
+def test_sweeps_side_by_side_equal_one_by_one() -> None:
+    graph, budgets = chain(10), 3
+    alone = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S)
+    assert facts(sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, jobs=2)) == facts(alone)
+
+
+def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
+    distributed = pytest.importorskip("distributed", reason="dask is not installed")
+    joblib = pytest.importorskip("joblib")
+    cluster = distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address=None,
+    )  # fmt: skip
+    with cluster, distributed.Client(cluster), joblib.parallel_config(backend="dask"):
+        far = sweep(chain(10), 3, "cut", time_limit_s=LIMIT_S, jobs=2)
+    assert facts(far) == facts(sweep(chain(10), 3, "cut", time_limit_s=LIMIT_S))
+
+
+def test_pins_hold_in_a_sweep() -> None:
+    graph = msgspec.structs.replace(
+        chain(8),
+        ops=tuple(msgspec.structs.replace(op, module="body.a") for op in chain(8).ops),
+    )
+    found = sweep(graph, 3, "cut", time_limit_s=LIMIT_S, keep="body")
+    for _, result in found.points:
+        assert result.schedule is not None
+        assert result.overhead == 0
+
+
+def test_an_interrupted_sweep_keeps_what_it_has() -> None:
+    graph = graph_of()
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    budgets = [int(share * front().unmodified_bytes) for share in (0.5, 0.7)]
+    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, progress=interrupt)
+    assert [result.status for _, result in found.points] == ["time limit"] * 2
+    assert found.points[1].result.message.startswith("interrupted")
+    assert found.points[1].result.lower_bound_us == graph.time_us
+
+
+def test_a_front_survives_json_and_prints_a_line_a_point() -> None:
+    assert Front.from_json(front().to_json()) == front()
+    lines = repr(front()).splitlines()
+    assert "unmodified peak" in lines[0]
+    assert len(lines) == 2 + len(front())
+    with pytest.raises(SolverError, match="not a front file of this release"):
+        Front.from_json("{}")
+
+
+def test_the_price_on_a_front_is_that_of_its_schedules() -> None:
+    (low, first), (high, second) = front().points[2:4]
+    price = front().price_of_gib(low, high - low)
+    assert price.saved_us == first.time_us - second.time_us
+    assert price.saved == pytest.approx(price.saved_us / first.time_us)
+    assert front().price_of_gib(high, high - low).cost_us == price.saved_us
+    least = front().points[0].result
+    assert front().price_of_gib(least.budget_bytes).cost is None
+    assert "does not fit" in repr(front().price_of_gib(least.budget_bytes))
+    assert front().price_of_gib(low).step_bytes == min(GIB, first.peak_bytes // 20)
+    with pytest.raises(SolverError, match=f"no schedule of this front fits {least.peak_bytes - 1}"):
+        front().price_of_gib(least.peak_bytes - 1)
+
+
+def test_the_price_of_a_gib_is_that_of_real_solves() -> None:
+    graph, step_bytes = graph_of(), 3 << 20
+    here = solve(graph, int(0.6 * front().unmodified_bytes), "cut")
+    price = price_of_gib(graph, here, solver="cut", step_bytes=step_bytes)
+    more, less = (solve(graph, here.budget_bytes + sign * step_bytes, "cut") for sign in (1, -1))
+    assert price.saved_us == here.time_us - more.time_us > 0
+    assert price.cost_us == less.time_us - here.time_us > 0
+    kept = solve(graph, 1 << 40, "cut")
+    price = price_of_gib(graph, kept, solver="cut")
+    assert (price.saved_us, price.cost_us) == (0, 0)
+
+
+def test_the_price_of_what_cannot_be() -> None:
+    graph = graph_of()
+    least = least_peak(graph, solver="cut")
+    assert least.schedule is not None
+    assert least.peak_bytes <= least.budget_bytes == front().points[0].budget_bytes
+    price = price_of_gib(graph, least, solver="cut", step_bytes=least.peak_bytes // 2)
+    assert price.cost is None
+    assert price.saved > 0
+    lost = solve(graph, 1, "cut")
+    with pytest.raises(SolverError, match=f"ask at {least.budget_bytes} bytes"):
+        price_of_gib(graph, lost)
+    with pytest.raises(SolverError, match="step_bytes must be 0"):
+        price_of_gib(graph, least, step_bytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"budgets": 0}, "budgets must be 1 or more in number, not 0"),
+        ({"budgets": []}, "budgets must be one or more sizes"),
+        ({"jobs": 0}, "jobs must be 1 or more, or -1 for every core, not 0"),
+        ({"solver": "cutt"}, "did you mean cut"),
+        ({"solver": "cut", "gapp": 1}, "no option 'gapp'"),
+    ],
+)
+def test_bad_sweeps_are_refused_before_any_solve(words: dict[str, object], text: str) -> None:
+    with pytest.raises(SolverError, match=text):
+        sweep(graph_of(), **words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
+    graph = resnet_like(8)
+    began_s = time.monotonic()
+    found = sweep(graph, 8, gap=0.0, time_limit_s=4.0, jobs=jobs)
+    assert any(result.status == "time limit" for _, result in found.points)
+    assert time.monotonic() - began_s < 10.0
+    check_front(graph, found)
+
+
+def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> None:
+    graph = resnet_like(4)
+    asked, at_hand = spread(graph, 3, time_limit_s=20.0)
+    (least,) = at_hand
+    assert least.peak_bytes <= least.budget_bytes == asked[0]
+    front = sweep(graph, asked, time_limit_s=0.0, at_hand=at_hand)
+    assert [point.result.peak_bytes for point in front.points[:2]] == [least.peak_bytes] * 2
+    other = sweep(graph, asked[:1], "chen_sqrt", at_hand=at_hand)
+    assert all(point.result.solver == "chen_sqrt" for point in other.points)

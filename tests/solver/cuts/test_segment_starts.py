@@ -1,0 +1,82 @@
+"""Segments between lower sets, as starts of a search."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+from remat.solver.cuts import cut
+from remat.solver.cuts.starts import take_segments
+from remat.solver.search import Search
+from remat.solver.store_all import store_all_state
+from tests.solver.random_graphs import chain, gpt_like, resnet_like
+
+Build = Callable[[], TrainingGraph]
+
+
+def budget_of(graph: TrainingGraph, percent: int) -> int:
+    return solve(graph, 1 << 60, "store_all").peak_bytes * percent // 100
+
+
+@pytest.mark.parametrize("build", [functools.partial(chain, 30), functools.partial(gpt_like, 2)])
+def test_the_start_is_the_schedule_of_lower_set(build: Build) -> None:
+    graph = build()
+    search = Search(graph, budget_of(graph, 60), "cut")
+    take_segments(search)
+    expected = solve(graph, search.budget_bytes, "lower_set")
+    assert search.best is not None
+    judged = simulate(graph, search.best)
+    assert judged.peak_bytes <= search.budget_bytes
+    assert judged.overhead == pytest.approx(expected.overhead)
+
+
+def test_nothing_is_offered_where_no_time_is_left() -> None:
+    graph = chain(30)
+    search = Search(graph, budget_of(graph, 60), "cut", time_limit_s=0.0)
+    take_segments(search)
+    assert search.best is None
+
+
+@pytest.mark.parametrize(
+    ("build", "percent", "is_tried"),
+    [(functools.partial(gpt_like, 4), 70, False), (functools.partial(resnet_like, 12), 45, True)],
+)
+def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
+    build: Build, percent: int, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Search] = []
+    monkeypatch.setattr(cut, "take_segments", tried.append)
+    graph = build()
+    search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=8.0)
+    cut.begin(search, store_all_state(search.problem), 1e-3)
+    assert bool(tried) is is_tried
+
+
+@pytest.mark.parametrize("has_segments", [True, False])
+def test_a_long_repair_waits_for_them_and_goes_on_where_they_find_nothing(
+    has_segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repaired: list[bool] = []
+    repair_from = cut.repair_from
+
+    def noted(search: Search, *args: Any) -> bool:
+        repaired.append(repair_from(search, *args))
+        return repaired[-1]
+
+    monkeypatch.setattr(cut, "repair_from", noted)
+    monkeypatch.setattr(cut, "FIRST_WORK", -1)
+    monkeypatch.setattr(cut, "TARGETS", ())
+    if not has_segments:
+        monkeypatch.setattr(cut, "take_segments", lambda _: None)
+    graph = chain(30)
+    search = Search(graph, budget_of(graph, 60), "cut")
+    cut.begin(search, store_all_state(search.problem), 1e-3)
+    assert repaired == [False] if has_segments else repaired == [False, True]
+    assert search.best is not None
+    assert simulate(graph, search.best).peak_bytes <= search.budget_bytes
