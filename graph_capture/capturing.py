@@ -14,7 +14,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.tracing.resident import Optimizer
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Progress, Trace, trace
+from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
 
 def capture(
@@ -29,7 +29,7 @@ def capture(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
@@ -67,7 +67,7 @@ def capture(
 def price_for(
     traced: Trace,
     *,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
     profile: Profile | None = None,
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.

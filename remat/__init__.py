@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from remat.rewriter.rewriting import rewrite
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
-    from remat.solver.budgets.price import Price
+    from remat.solver.budgets.price import GibPrice as Price
     from remat.solver.budgets.worth import least_peak, price_of_gib
     from remat.solver.result import Result
 
@@ -105,7 +105,7 @@ _LAZY = {
     "rematerialize_blocks": "remat.blocks.rematerialized",
     "BudgetSlider": "remat.questions.budget_slider",
     "Check": "remat.rewriter.checking.check",
-    "capture": "remat.graph_capture.tracing.trace",
+    "capture": "remat.graph_capture.capturing",
     "check": "remat.rewriter.checking.check",
     "checkpoint_policy": "remat.rewriter.checkpoint_policy",
     "EveryNth": "remat.questions.layer_checkpoints",
@@ -113,11 +113,11 @@ _LAZY = {
     "Fit": "remat.job.fitted",
     "fit": "remat.job.fit",
     "Front": "remat.solver.budgets.front",
-    "Comparison": "remat.questions.compare",
+    "Comparison": "remat.questions.comparison",
     "compare": "remat.questions.compare",
-    "Explanation": "remat.questions.explain",
+    "Explanation": "remat.questions.explanation",
     "explain": "remat.questions.explain",
-    "Inspection": "remat.questions.inspect",
+    "Inspection": "remat.questions.inspection",
     "inspect": "remat.questions.inspect",
     "CompiledPlan": "remat.compile.report",
     "compiled_plans": "remat.compile.report",
@@ -125,7 +125,7 @@ _LAZY = {
     "load": "remat.rewriter.plans.loading",
     "measured_step": "remat.rewriter.checking.measured_step",
     "plan_of": "remat.rewriter.plans.loading",
-    "Price": "remat.solver.budgets.front",
+    "Price": "remat.solver.budgets.price:GibPrice",
     "Profile": "remat.graph_capture.prices.profile",
     "PlanCache": "remat.several_shapes",
     "plan_cache": "remat.several_shapes",
@@ -146,7 +146,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    module, _, inside = _LAZY[name].partition(":")
+    return getattr(importlib.import_module(module), inside or name)
 
 
 def __dir__() -> list[str]:

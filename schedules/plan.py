@@ -49,7 +49,7 @@ class BatchSignature(msgspec.Struct, frozen=True):
     leaves: tuple[TensorLeaf | PythonLeaf, ...]
 
 
-class State(msgspec.Struct, frozen=True):
+class StateFact(msgspec.Struct, frozen=True):
     """A parameter or buffer; `tied_to` names the parameter that it is another name of."""
 
     name: str
@@ -110,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     model: str
-    state: tuple[State, ...]
+    state: tuple[StateFact, ...]
     in_eval: tuple[str, ...]
     batch: BatchSignature
     loss_fn: str

@@ -23,7 +23,7 @@ from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
 from remat.graph_capture.prices.step_time import step_rounds, with_time_beyond_ops
-from remat.graph_capture.tracing.trace import Progress, Trace
+from remat.graph_capture.tracing.trace import Counted, Trace
 from remat.graph_capture.tracing.true_strides import require_layout
 
 ESTIMATED_BYTES_PER_US = 5_000
@@ -31,7 +31,7 @@ SAVE_RNG_KEY = "remat.save_rng_state()"
 
 
 def price(
-    trace: Trace, *, progress: Progress | None = None, profile: Profile | None = None
+    trace: Trace, *, progress: Counted | None = None, profile: Profile | None = None
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
@@ -60,7 +60,7 @@ def price_with(
     trace: Trace,
     meter: Meter,
     cache: PriceCache,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
     profile: Profile | None = None,
 ) -> TrainingGraph:
     """`price` by this `meter`, with what it measures added to `cache`."""
@@ -110,7 +110,7 @@ def known_or_measured(
     meter: Meter,
     cache: PriceCache,
     known: frozenset[str],
-    progress: Progress,
+    progress: Counted,
     between: Callable[[], None] | None,
 ) -> dict[str, Price]:
     """Prices of `nodes` whose keys are not `known`, those that are new measured and kept.
@@ -175,7 +175,7 @@ def _measured(
     joint: Joint,
     missing: dict[str, fx.Node],
     meter: Meter,
-    progress: Progress,
+    progress: Counted,
     between: Callable[[], None] | None,
 ) -> dict[str, Price]:
     meter.settle()

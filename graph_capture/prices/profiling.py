@@ -16,7 +16,7 @@ from remat.graph_capture.prices.pricing import SAVE_RNG_KEY, examples, price_wit
 from remat.graph_capture.prices.profile import Measured, Profile
 from remat.graph_capture.prices.step_time import known
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Progress, Trace, trace
+from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
 
 def profile(
@@ -27,7 +27,7 @@ def profile(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     device: str | None = None,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
 ) -> Profile:
     """Measure each distinct op of one training step on this machine.
 
@@ -44,7 +44,7 @@ def profile(
     return measure(traced, progress=progress)
 
 
-def measure(traced: Trace, *, progress: Progress | None = None) -> Profile:
+def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
     """The measured ops of a trace, and on a CPU the time of its whole step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = PriceCache(meter.title, meter.settings)

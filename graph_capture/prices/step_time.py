@@ -97,7 +97,7 @@ def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
 
 
 @dataclass(frozen=True)
-class Runs:
+class WholeRuns:
     """The step, the step that computes forward again, forward that keeps results and that does not.
 
     Attributes
@@ -118,9 +118,9 @@ class StepRounds:
     In both orders, and in shares: some rounds after each pass over the ops.
     """
 
-    def __init__(self, meter: Meter, made: Callable[[], Runs | None]) -> None:
+    def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
         self._meter, self._made = meter, made
-        self._runs: Runs | None = None
+        self._runs: WholeRuns | None = None
         self._shares = 0
         self._rounds: list[list[float]] = []
 
@@ -157,7 +157,7 @@ class StepRounds:
             step_us, keeping_us, again_us, sum(prices[name] for name in self._runs.again)
         )
 
-    def _round(self, runs: Runs) -> list[float]:
+    def _round(self, runs: WholeRuns) -> list[float]:
         each = runs.step, runs.recomputing, runs.keeping, runs.plain
         order = range(len(each))[:: -1 if len(self._rounds) % 2 else 1]
         taken_us = {number: self._meter.step_us(each[number]) for number in order}
@@ -177,7 +177,7 @@ def step_rounds(
     return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
 
 
-def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> Runs | None:
+def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | None:
     """The runs of a step, each run once.
 
     None for a step that needs more than half of the memory that is free, or that does not run on
@@ -202,7 +202,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> Runs | None:
             stacklevel=2,
         )
         return None
-    return Runs(*runs, again=twice.again)
+    return WholeRuns(*runs, again=twice.again)
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

@@ -12,7 +12,7 @@ from remat.graph_capture.errors import CaptureError
 LossFunction = Callable[..., Any]
 
 
-class Step(nn.Module):
+class StepModule(nn.Module):
     """``loss_fn(model(*args, **kwargs), target)``, or the model alone.
 
     The calling convention is that of `torch.distributed.pipelining`: `loss_fn` takes the

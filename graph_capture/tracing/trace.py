@@ -34,14 +34,14 @@ from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
 from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
-from remat.graph_capture.tracing.step_module import LossFunction, Step
+from remat.graph_capture.tracing.step_module import LossFunction, StepModule
 from remat.graph_capture.tracing.ties import tied_as_one
 from remat.graph_capture.tracing.trace_flags import FLAGS, Flags, told, unlogged
 from remat.graph_capture.tracing.true_strides import fake_with_true_strides
 from remat.graph_capture.tracing.untouched import untouched
 from remat.graph_capture.tracing.without_storage import as_if_on_cpu
 
-Progress = Callable[[int, int], None]
+Counted = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace with the flags of the recipe."""
-    step = Step(model, recipe.loss_fn)
+    step = StepModule(model, recipe.loss_fn)
     provenance = Provenance(step)
     fake = fake_with_true_strides()
     refuse_other_devices(fake, recipe.device)

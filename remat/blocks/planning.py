@@ -18,7 +18,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.assemble import assembled
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
-from remat.solver.blocks.given_blocks import SharedBudget
+from remat.solver.blocks.given_blocks import GivenBlocks
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
 from remat.solver.sequence import end_of_forward, schedule_of
@@ -76,10 +76,10 @@ class BlockPlanner:
                 self.path_of[op.name] = op.module
 
     @cached_property
-    def _shared(self) -> SharedBudget:
+    def _shared(self) -> GivenBlocks:
         spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
         left_s = max(self.end_s - time.monotonic(), 0.0)
-        return SharedBudget.of(self.alone, spans, self._communication_bytes(), left_s)
+        return GivenBlocks.of(self.alone, spans, self._communication_bytes(), left_s)
 
     def _communication_bytes(self) -> list[int]:
         """What is live on a sharded rank beyond what is without communication, at each op."""

@@ -19,7 +19,7 @@ from remat.job.opened import NO_BUDGET, Captured, Opened, open_plan
 from remat.questions.sweep import price_json, price_text
 from remat.schedules.plan import Plan
 from remat.solver import make_solver
-from remat.solver.budgets.price import Price
+from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.result import Result
 
@@ -102,7 +102,7 @@ def read_profile(path: Path | None) -> Profile | None:
 
 def priced(
     session: Session, graph: TrainingGraph, result: Result, request: pipeline.Request
-) -> Price | None:
+) -> GibPrice | None:
     """What a GiB is worth at that result, None where nothing fits."""
     if result.schedule is None:
         return None
@@ -113,12 +113,12 @@ def priced(
         )  # fmt: skip
 
 
-def said_price(price: Price | None) -> dict[str, Any]:
+def said_price(price: GibPrice | None) -> dict[str, Any]:
     """The price as an entry of the JSON object, if there is one."""
     return {} if price is None else {"price_of_gib": price_json(price)}
 
 
-def show_price(session: Session, price: Price | None) -> None:
+def show_price(session: Session, price: GibPrice | None) -> None:
     """One line with the price, if there is one."""
     if price is not None:
         session.out.print(f"price  {price_text(price)}")

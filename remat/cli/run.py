@@ -17,7 +17,7 @@ from remat.job.kept_plans import fitting_schedule, plan_of_result, read_kept
 from remat.job.opened import load_shown
 from remat.job.screen import show_check, show_run
 from remat.schedules.schedule import Schedule
-from remat.solver.budgets.price import Price
+from remat.solver.budgets.price import GibPrice
 
 if TYPE_CHECKING:
     pass
@@ -66,7 +66,7 @@ def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.
         keep_plan(session, path, plan_of_result(loaded, report.recipe, report.graph, report.result))
 
 
-def _conclude_run(session: Session, report: pipeline.Report, price: Price | None) -> None:
+def _conclude_run(session: Session, report: pipeline.Report, price: GibPrice | None) -> None:
     """Print the screen, unless JSON was, and end with the code that fits."""
     if report.result.schedule is None:
         conclude(session, INFEASIBLE, [infeasible_text(report.result)])

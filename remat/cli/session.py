@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remat.graph_capture.errors import FileError, RematError
-from remat.job.request import Progress as Report
-from remat.job.request import Stages
+from remat.job.request import Shown, Stopwatch
 
 REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
 STDOUT = 1
 
 
-class Shown(Stages):
+class ShownStopwatch(Stopwatch):
     """Stages with a spinner and, where a total is known, a bar, on standard error."""
 
     def __init__(self, console: Console) -> None:
@@ -30,7 +29,7 @@ class Shown(Stages):
         self.console = console
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Report]:
+    def show(self, text: str) -> Generator[Shown]:
         """A line that goes away when the stage is done; kept where no terminal shows it."""
         with _quiet_output():
             if self.console.is_terminal:
@@ -42,7 +41,7 @@ class Shown(Stages):
                     yield progress
 
     @contextlib.contextmanager
-    def _live(self, text: str) -> Generator[Report]:
+    def _live(self, text: str) -> Generator[Shown]:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20)
         with Progress(
             *columns, TimeElapsedColumn(), console=self.console, transient=True
@@ -85,7 +84,7 @@ class Session:
         self.as_json, self.debug = as_json, debug
         self.out = Console(highlight=False)
         self.err = Console(stderr=True, highlight=False)
-        self.stages = Shown(self.err)
+        self.stages = ShownStopwatch(self.err)
 
     def emit(self, said: dict[str, Any]) -> None:
         """Print the one JSON object."""

@@ -21,7 +21,7 @@ from remat.job.factory import Loaded, call, load
 from remat.job.fitted import Fit, SizeTried
 from remat.job.opened import Captured, captured_model
 from remat.job.pipeline import check_schedule, trace_loaded
-from remat.job.request import Request, Stages
+from remat.job.request import Request, Stopwatch
 from remat.job.size_search import Range, largest
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
@@ -50,7 +50,7 @@ def fit(
     each_s: float = EACH_S,
     check: bool | None = None,
     request: Request | None = None,
-    stages: Stages | None = None,
+    stages: Stopwatch | None = None,
 ) -> Fit:
     """The largest size at which a plan fits the budget with no more than `max_overhead`.
 
@@ -74,7 +74,7 @@ def fit(
     """
     search = FitSearch(
         factory, vary, Range(step, most, step), max_overhead,
-        request or Request(str(budget)), stages or Stages(), each_s,
+        request or Request(str(budget)), stages or Stopwatch(), each_s,
     )  # fmt: skip
     return search.run(budget, sizes or (2 * step, 4 * step), check)
 
@@ -89,7 +89,7 @@ class FitSearch:
         sizes: Range,
         max_overhead: float,
         request: Request,
-        stages: Stages,
+        stages: Stopwatch,
         each_s: float = EACH_S,
     ) -> None:
         if not (0 < sizes.step <= sizes.most):

@@ -14,7 +14,7 @@ from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.job.factory import Loaded
-from remat.job.request import Request, Stages
+from remat.job.request import Request, Stopwatch
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.budgets.worth import least_peak
@@ -77,7 +77,7 @@ def trace_loaded(
 
 def price_trace(
     traced: Trace,
-    stages: Stages,
+    stages: Stopwatch,
     profile: Profile | None = None,
     sharding: Sharding = NO_SHARDING,
 ) -> TrainingGraph:
@@ -91,7 +91,7 @@ def price_trace(
     return on_one_rank(graph, sharding)
 
 
-def measure_loaded(loaded: Loaded, stages: Stages, device: str = CPU) -> Profile:
+def measure_loaded(loaded: Loaded, stages: Stopwatch, device: str = CPU) -> Profile:
     """The measured ops of what a factory made."""
     from remat.graph_capture.prices.profiling import measure
 
@@ -101,7 +101,7 @@ def measure_loaded(loaded: Loaded, stages: Stages, device: str = CPU) -> Profile
         return measure(traced, progress=progress)
 
 
-def solve_request(graph: TrainingGraph, request: Request, stages: Stages) -> Result:
+def solve_request(graph: TrainingGraph, request: Request, stages: Stopwatch) -> Result:
     """Solve for the request's budget."""
     name, limit_s = request.solver, request.time_limit_s
     with stages.stage("solve", f"solving for {request.budget}") as progress:
@@ -145,7 +145,7 @@ def check_schedule(
     )  # fmt: skip
 
 
-def run(loaded: Loaded, request: Request, stages: Stages) -> Report:
+def run(loaded: Loaded, request: Request, stages: Stopwatch) -> Report:
     """Capture, price, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and, unless

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
 
 
-class Progress(Protocol):
+class Shown(Protocol):
     """Told how far a stage is, in parts of a total or in words."""
 
     def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
@@ -24,14 +24,14 @@ class Progress(Protocol):
         ...
 
 
-class Stages:
+class Stopwatch:
     """Names and times the stages of a job. The command line's subclass shows them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Generator[Progress]:
+    def stage(self, name: str, text: str) -> Generator[Shown]:
         """Time what runs inside under `name`; `text` is for the person who waits."""
         start = time.perf_counter()
         try:
@@ -41,7 +41,7 @@ class Stages:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Progress]:
+    def show(self, text: str) -> Generator[Shown]:
         """Show `text` while the stage runs; the base class shows nothing."""
         del text
         yield _silent

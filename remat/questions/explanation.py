@@ -28,7 +28,7 @@ from remat.questions.tables import holders_table, plain_table, rendered
 from remat.questions.why import Why
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
-from remat.solver.budgets.price import GIB, Price
+from remat.solver.budgets.price import GIB, GibPrice
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Explanation(msgspec.Struct, frozen=True):
     base_us: float
     at_peak: PeakHolders
     least: LeastBudget
-    price: Price
+    price: GibPrice
     forced: tuple[Forced, ...]
     rules: tuple[Rule, ...]
     greedy: AgainstGreedy

@@ -20,7 +20,7 @@ from remat.questions.why import Turned, Why
 from remat.schedules.verdicts.folding import FoldedRow
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
-from remat.solver.budgets.price import GIB, Price
+from remat.solver.budgets.price import GIB, GibPrice
 
 SAME = 1e-4
 """Part of a step below which two are said to be as long."""
@@ -67,7 +67,7 @@ def least_text(least: LeastBudget, solver: str) -> str:
     return text
 
 
-def price_said(price: Price) -> str:
+def price_said(price: GibPrice) -> str:
     """What so much more memory saves and as much less costs, and why that much."""
     is_whole_gib = price.step_bytes == GIB
     step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)

@@ -11,7 +11,7 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
-from remat.solver.budgets.price import Price
+from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.pins.globs import as_globs
@@ -108,7 +108,7 @@ def in_bytes(
     return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets], []
 
 
-def price_text(price: Price) -> str:
+def price_text(price: GibPrice) -> str:
     """One sentence: what so much more would save, and what as much less would cost."""
     step = bytes_text(price.step_bytes)
     saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
@@ -117,7 +117,7 @@ def price_text(price: Price) -> str:
     return f"{saved}; {step} less costs {time_text(price.cost_us)} ({percent_text(price.cost)})"
 
 
-def price_json(price: Price) -> dict[str, float | int | None]:
+def price_json(price: GibPrice) -> dict[str, float | int | None]:
     """The price as plain figures; None where nothing fits."""
     return {
         "budget_bytes": price.budget_bytes,

@@ -21,17 +21,17 @@ from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.ties import tied_places
 from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import named_state
-from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, State, TensorLeaf
+from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, StateFact, TensorLeaf
 
 _LITERALS = (bool, int, str, type(None))
 
 
-def state_of(model: nn.Module) -> tuple[State, ...]:
+def state_of(model: nn.Module) -> tuple[StateFact, ...]:
     """Parameters, then buffers, as the model has them now."""
     named, tied = named_state(model), tied_places(model)
     n_parameters = len(list(model.named_parameters(remove_duplicate=False)))
     return tuple(
-        State(
+        StateFact(
             name=name,
             kind="parameter" if i < n_parameters else "buffer",
             dtype=_dtype_text(tensor.dtype),

@@ -20,7 +20,7 @@ from remat.rewriter.plans.facts import (
     state_of,
     title_of,
 )
-from remat.schedules.plan import Plan, State
+from remat.schedules.plan import Plan, StateFact
 
 MAKE_AGAIN = "Make the plan again for what is at hand: remat run MODEL --budget BUDGET -o FILE"
 
@@ -83,10 +83,10 @@ def _require_model(plan: Plan, model: nn.Module) -> None:
             raise _differs(f"submodule {path}", *(modes if path in plan.in_eval else modes[::-1]))
 
 
-def _require_same(planned: State, found: State) -> None:
+def _require_same(planned: StateFact, found: StateFact) -> None:
     if planned.name != found.name:
         raise _differs("a parameter or buffer", planned.name, found.name)
-    for field in msgspec.structs.fields(State):
+    for field in msgspec.structs.fields(StateFact):
         mine, theirs = getattr(planned, field.name), getattr(found, field.name)
         if mine != theirs:
             texts = (_fact_text(field.name, mine), _fact_text(field.name, theirs))

@@ -27,7 +27,7 @@ Span = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class SharedBudget:
+class GivenBlocks:
     """What given blocks can do, each distinct one solved once.
 
     Attributes
@@ -51,7 +51,7 @@ class SharedBudget:
         spans: Sequence[Span],
         beside_bytes: Sequence[int],
         time_limit_s: float,
-    ) -> SharedBudget:
+    ) -> GivenBlocks:
         """Find the options of each block.
 
         Parameters

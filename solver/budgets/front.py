@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.budgets.price import Price, checked_step
+from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.result import Result
 
 
@@ -54,7 +54,7 @@ class Front(msgspec.Struct, frozen=True):
         ]
         return min(fit, key=lambda result: (result.time_us, result.peak_bytes), default=None)
 
-    def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> Price:
+    def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> GibPrice:
         """What the front's own schedules say a GiB is worth at `budget_bytes`.
 
         `step_bytes` 0 stands for one GiB, or 5 % of the peak if that is less. Nothing is
@@ -70,7 +70,7 @@ class Front(msgspec.Struct, frozen=True):
         step_bytes = checked_step(step_bytes, here.peak_bytes)
         more = self.best_within(budget_bytes + step_bytes) or here
         less = self.best_within(budget_bytes - step_bytes)
-        return Price(
+        return GibPrice(
             budget_bytes, step_bytes, here.time_us, more.time_us, less.time_us if less else None
         )
 

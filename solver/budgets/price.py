@@ -11,7 +11,7 @@ STEP_SHARE = 20
 """Where a GiB is more than one part in this many of the peak, that part is priced instead."""
 
 
-class Price(msgspec.Struct, frozen=True):
+class GibPrice(msgspec.Struct, frozen=True):
     """What `step_bytes` more would save of a step, and as many less would cost.
 
     Attributes

@@ -10,7 +10,7 @@ import msgspec
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
-from remat.solver.budgets.price import Price, checked_step
+from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.budgets.sweep import is_ideal
 from remat.solver.result import Result, at_least_budget
 
@@ -53,7 +53,7 @@ def price_of_gib(
     step_bytes: int = 0,
     time_limit_s: float = 60.0,
     **options: Any,
-) -> Price:
+) -> GibPrice:
     """What a GiB more than the budget of `result` would save, and one less would cost.
 
     Each by a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
@@ -81,4 +81,4 @@ def price_of_gib(
     here_us = min(times_us)
     more_us = min(here_us, more.time_us) if more.schedule is not None else here_us
     less_us = less.time_us if less.schedule is not None else None
-    return Price(result.budget_bytes, step_bytes, here_us, more_us, less_us)
+    return GibPrice(result.budget_bytes, step_bytes, here_us, more_us, less_us)

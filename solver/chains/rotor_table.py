@@ -27,7 +27,7 @@ Slots = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class ChainRuns:
     """Forward runs of each stage: times and the most bytes in them, by what they keep.
 
     A leaf is a save that backward of the same stage follows at once.
@@ -41,7 +41,7 @@ class Runs:
     leaf_peak_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, drop: Sequence[Run], save: Sequence[Run], leaf: Sequence[Run]) -> Runs:
+    def of(cls, drop: Sequence[Run], save: Sequence[Run], leaf: Sequence[Run]) -> ChainRuns:
         """From the runs of a chain."""
         drop_us, save_us, leaf_us = (
             tuple(run.cost_us for run in runs) for runs in (drop, save, leaf)
@@ -66,8 +66,8 @@ class ChainModel:
     pending_bytes: tuple[int, ...]
     backward_us: tuple[float, ...]
     backward_peak_bytes: tuple[int, ...]
-    first: Runs
-    again: Runs
+    first: ChainRuns
+    again: ChainRuns
 
     @classmethod
     def of(cls, chain: Chain) -> ChainModel:
@@ -80,8 +80,8 @@ class ChainModel:
             pending_bytes=tuple(s.pending_bytes for s in stages),
             backward_us=tuple(s.backward_us for s in stages),
             backward_peak_bytes=tuple(s.backward_peak_bytes for s in stages),
-            first=Runs.of([s.first_drop for s in stages], first_save, first_save),
-            again=Runs.of(
+            first=ChainRuns.of([s.first_drop for s in stages], first_save, first_save),
+            again=ChainRuns.of(
                 [s.again_drop for s in stages],
                 [s.again_save for s in stages],
                 [s.again_leaf for s in stages],

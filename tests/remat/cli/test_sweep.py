@@ -13,7 +13,7 @@ from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.sweep import price_text
 from remat.solver.budgets.front import Front
-from remat.solver.budgets.price import Price
+from remat.solver.budgets.price import GibPrice
 from tests.models import make
 from tests.remat.cli.conftest import Remat
 from tests.solver.pins.test_pins import with_modules
@@ -152,11 +152,11 @@ def test_run_takes_pins_and_prices(remat: Remat) -> None:
 
 
 def test_prices_in_words() -> None:
-    price = Price(2**31, 2**30, time_us=200_000, more_us=190_000, less_us=230_000)
+    price = GibPrice(2**31, 2**30, time_us=200_000, more_us=190_000, less_us=230_000)
     assert price_text(price) == (
         "1.00 GiB more saves 10.0 ms (5.0 %) a step; 1.00 GiB less costs 30.0 ms (15.0 %)"
     )
-    tight = Price(2**31, 2**30, time_us=200_000, more_us=190_000, less_us=None)
+    tight = GibPrice(2**31, 2**30, time_us=200_000, more_us=190_000, less_us=None)
     assert price_text(tight).endswith("for 1.00 GiB less, no schedule is known")
 
 

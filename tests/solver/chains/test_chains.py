@@ -29,7 +29,7 @@ from remat.solver.chains.binomial import (
 from remat.solver.chains.chain import Action, find_chain, runs_of
 from remat.solver.chains.disk import least_read, stored_states
 from remat.solver.chains.places import articulation_points, kept_values
-from remat.solver.chains.rotor_table import ChainModel, Runs, solve_rotor
+from remat.solver.chains.rotor_table import ChainModel, ChainRuns, solve_rotor
 from remat.solver.problem import Problem
 from remat.solver.sequence import keeps_order
 from tests.paths import ROOT
@@ -142,7 +142,7 @@ def rotor_model(instance: dict[str, Any]) -> ChainModel:
     """
     times = (*map(float, instance["fw"]), 0.0)
     entry, saved = (*instance["cw"], 0), (*instance["cbw"][1:], 0)
-    runs = Runs(times, times, times, entry[1:], saved, saved)
+    runs = ChainRuns(times, times, times, entry[1:], saved, saved)
     return ChainModel(
         entry_bytes=entry[:-1],
         saved_bytes=saved,

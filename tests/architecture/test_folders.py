@@ -1,0 +1,73 @@
+"""The house: folders of a size to be read, one word a thing, and all of them installed."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.import_graph import PACKAGES, sources
+from tests.paths import ROOT
+
+MOST_FILES = 20
+MOST_AT_THE_TOP = {
+    "solver": 18, "graph_capture": 8, "rewriter": 6, "remat": 14, "schedules": 20,
+}  # fmt: skip
+
+
+def folders() -> list[Path]:
+    return sorted({path.parent for path in sources().values()})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_has_a_line_on_what_it_owns_and_few_files(folder: Path) -> None:
+    header = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert header
+    assert header.partition("\n")[0].endswith((".", "?"))
+    assert len(list(folder.glob("*.py"))) <= MOST_FILES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_top_of_a_package_has_few_files(package: str) -> None:
+    files = [path for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= MOST_AT_THE_TOP[package]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_is_defined_in_one_file_of_a_package(package: str) -> None:
+    assert defined_twice(ROOT / package) == {}
+
+
+def defined_twice(package: Path) -> dict[str, list[str]]:
+    """Functions and classes of the top level of two files, with these files."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(package.rglob("*.py")):
+        defined = {
+            node.name
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        for name in sorted(defined):
+            places[name].append(str(path.relative_to(package)))
+    hooks = ("__getattr__", "__dir__")
+    return {k: files for k, files in places.items() if len(files) > 1 and k not in hooks}
+
+
+def test_every_folder_is_installed() -> None:
+    manifest = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {name for name, path in sources().items() if path.name == "__init__.py"}
+    assert set(manifest["packages"]) == packages
+
+
+def list_names() -> None:
+    """Print the names that are defined twice: `python -m tests.architecture.test_folders`."""
+    for package in PACKAGES:
+        for name, files in defined_twice(ROOT / package).items():
+            print(package, name, *files)
+
+
+if __name__ == "__main__":
+    list_names()

@@ -1,0 +1,97 @@
+"""Who may import whom: no circles, and each package only what CONTRIBUTING.md allows it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from tests.architecture.import_graph import PACKAGES, Arrow, arrows, sources
+from tests.paths import ROOT
+
+BY_ANNOTATIONS = {frozenset({"remat.graph_capture.graph", "remat.graph_capture.graph_rules"})}
+"""Rules of graphs name the graph, and only there: the one circle that is allowed."""
+ROW = re.compile(r"^\| `(\w+)/` \| `(remat[.\w]*)` \| .* \| ([^|]+) \|$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Arrow]:
+    return arrows()
+
+
+def circles(found: list[Arrow], *, with_annotations: bool = False) -> set[frozenset[str]]:
+    known = {arrow.importer for arrow in found}
+    graph = nx.DiGraph(
+        (arrow.importer, arrow.imported)
+        for arrow in found
+        if arrow.imported in known and (with_annotations or not arrow.is_annotation)
+    )
+    return {frozenset(part) for part in nx.strongly_connected_components(graph) if len(part) > 1}
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_no_circle_of_imports_not_even_late(found: list[Arrow]) -> None:
+    assert circles(found) == set()
+
+
+def test_one_circle_by_annotations(found: list[Arrow]) -> None:
+    assert circles(found, with_annotations=True) == BY_ANNOTATIONS
+
+
+@pytest.mark.parametrize("indent", ["", "def late() -> None:\n    "])
+def test_a_circle_put_in_by_hand_is_found(indent: str, tmp_path: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package)
+    with (tmp_path / "solver" / "problem.py").open("a") as file:
+        file.write(f"{indent}import remat.solver.search\n")
+    assert frozenset({"remat.solver.problem", "remat.solver.search"}) <= set().union(
+        *circles(arrows(tmp_path))
+    )
+
+
+@pytest.mark.parametrize(
+    "package", ["remat.solver", "remat.schedules", "remat.graph_capture.graph"]
+)
+def test_no_torch(package: str, found: list[Arrow]) -> None:
+    wrong = [a for a in found if is_in(a.importer, package) and is_in(a.imported, "torch")]
+    assert wrong == []
+
+
+def test_no_package_imports_what_the_table_of_contributing_forbids(found: list[Arrow]) -> None:
+    table = ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
+    assert [folder for folder, _, _ in table] == [
+        "graph_capture", "solver", "schedules", "rewriter", "remat",
+    ]  # fmt: skip
+    wrong = [
+        arrow
+        for _, package, never in table
+        for name in re.findall(r"\w+", never)
+        for arrow in found
+        if is_in(arrow.importer, package) and package != "remat"
+        if is_in(arrow.imported, "torch" if name == "torch" else f"remat.{name}")
+    ]
+    assert wrong == []
+
+
+def test_only_the_public_face_imports_the_public_face(found: list[Arrow]) -> None:
+    """Packages below use its `formats` and `html_figures`, which import nothing of ours."""
+    below = [f"remat.{package}" for package in PACKAGES if package != "remat"]
+    face = [name for name in sources() if not any(is_in(name, package) for package in below)]
+    used = {
+        arrow.imported
+        for arrow in found
+        if arrow.imported in face and any(is_in(arrow.importer, package) for package in below)
+    }
+    assert used <= {"remat.formats", "remat.html_figures"}
+    assert not [
+        a
+        for a in found
+        if a.importer in used and is_in(a.imported, "remat")
+        if a.imported not in used
+    ]
