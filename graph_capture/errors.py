@@ -47,6 +47,10 @@ class RewriteError(RematError):
     """The schedule cannot be turned into a module, or the module is misused."""
 
 
+class StateChangedError(RewriteError):
+    """The model, its loss or a setting is not as it was at capture; another plan would fit it."""
+
+
 class SignatureError(RewriteError):
     """A rewritten module is called with another batch than it was planned for."""
 

@@ -90,7 +90,8 @@ def module_for(
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
     step = compile_step(traced, schedule, by_inductor=by_inductor)
-    return make_module(model, schedule, traced.recipe, step, prediction, priced)
+    known = (prediction, priced)
+    return make_module(model, schedule, traced.recipe, step, traced.python_state, *known)
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.tracing.carried import ForwardWrites
 
 LossFunction = Callable[..., Any]
 
@@ -17,12 +18,19 @@ class StepModule(nn.Module):
 
     The calling convention is that of `torch.distributed.pipelining`: `loss_fn` takes the
     model's output, and the target where one is given.
+
+    Parameters
+    ----------
+    writes : what forward sets on attributes. Where it does, the result is a pair: with the tensors.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, writes: ForwardWrites
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self._writes = writes
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """Run the model, then the loss.
@@ -31,6 +39,8 @@ class StepModule(nn.Module):
         ------
         CaptureError : the model has put another tensor in the place of a parameter or buffer.
         """
+        # A trace runs forward more than once, and each run must find what the first one found.
+        self._writes.begin()
         before = _state(self.model)
         output = self.model(*args, **kwargs)
         now = _state(self.model)
@@ -41,7 +51,9 @@ class StepModule(nn.Module):
                 f"{', '.join(replaced)}, which no graph can carry out. Write into it instead: "
                 "self.name.copy_(...) under torch.no_grad()"
             )
-        return apply_loss(self.loss_fn, output, target)
+        result = apply_loss(self.loss_fn, output, target)
+        carried = self._writes.end()
+        return (result, carried) if self._writes.carried else result
 
 
 def _state(model: nn.Module) -> dict[str, Tensor | None]:

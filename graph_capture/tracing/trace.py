@@ -30,7 +30,9 @@ from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
+from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
+from remat.graph_capture.tracing.carried import Carried, ForwardWrites, require_constant
 from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
 from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
@@ -84,13 +86,16 @@ class Trace:
     Attributes
     ----------
     graph : the unpriced training graph. joint : the fx nodes behind it.
-    recipe : how to trace again. descriptors : AOTAutograd's own record, which can be
-        compiled once: `compiled` says whether it has been.
+    recipe : how to trace again. python_state : what forward and the loss read of Python's state,
+        as it was. carried : attributes that forward sets, and so does each step.
+    descriptors : AOTAutograd's own record, which can be compiled once: `compiled` says whether it has been.
     """
 
     joint: Joint
     recipe: Recipe
     descriptors: JointWithDescriptors
+    python_state: PythonState
+    carried: tuple[Carried, ...] = ()
     compiled: bool = False
 
     @property
@@ -186,8 +191,6 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace with the flags of the recipe."""
-    step = StepModule(model, recipe.loss_fn)
-    provenance = Provenance(step)
     fake = fake_with_true_strides()
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
@@ -195,6 +198,10 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(model))
+        state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
+        writes = ForwardWrites(model, state)
+        step = StepModule(model, recipe.loss_fn, writes)
+        provenance = Provenance(step)
         stack.enter_context(told(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
         stack.enter_context(provenance.watching_modules())
@@ -213,14 +220,17 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         except Exception as error:  # whatever a model raises is refused, with its place
             raise refusal(error, model, provenance.module_of(error)) from error
     _refuse_no_backward(model, descriptors)
+    results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
+    require_constant(recipe.name, writes.carried, results, end)
+    state.leave_out([(model.get_submodule(one.path), one.name) for one in writes.carried])
     joint = build_joint(
         descriptors.graph_module,
-        num_forward_outputs(descriptors),
+        results,
         recipe.name,
         recipe.resident,
         **recipe.facts(),
     )
-    return Trace(joint, recipe, descriptors)
+    return Trace(joint, recipe, descriptors, state, tuple(writes.carried))
 
 
 def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:

@@ -1,43 +1,89 @@
-"""Tracing runs the user's forward; this leaves the module and the RNG as they were."""
+"""Tracing runs the user's forward; this leaves the modules and the random streams as they were."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Generator
+import random
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+Attributes = dict[str, tuple[Any, Any]]
+"""Values by name, each with a shallow copy of it where it is a plain container."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An attribute of a module that forward has set, changed in place or removed."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+    @property
+    def text(self) -> str:
+        """Its path in the model."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def value(self) -> Any:
+        """What it holds now; None where it was removed."""
+        return vars(self.module).get(self.name)
+
+
+class ModuleAttributes:
+    """Every attribute of every module as it is when this is made, one container deep.
+
+    Parameters
+    ----------
+    but : names to leave alone.
+    """
+
+    def __init__(self, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
+        self._before = [
+            (path, m, {name: kept for name, kept in _snapshot(m).items() if name not in but})
+            for path, m in model.named_modules()
+        ]
+        self._but = but
+
+    def written(self) -> list[Written]:
+        """Plain attributes that are not as they were; not those of torch, such as hooks."""
+        return [
+            Written(path, module, name)
+            for path, module, attributes in self._before
+            for name in _changed(vars(module), attributes, self._but)
+            if name not in _OF_TORCH
+        ]
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        for _, module, attributes in self._before:
+            _restore(vars(module), attributes, self._but)
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, *, warn: bool = True) -> Generator[None]:
-    """Restore every submodule's attributes and all RNG streams on leaving.
-
-    Attributes that forward itself changes are restored too, with a warning that names
-    them: the rewritten module will not carry out such side effects.
-    """
-    before = [(name, module, _snapshot(module)) for name, module in model.named_modules()]
+def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
+    """Restore every submodule's attributes and all random streams on leaving."""
+    attributes = ModuleAttributes(model)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            yield attributes
         finally:
-            changed = [
-                f"{name}.{attribute}".lstrip(".")
-                for name, module, attributes in before
-                for attribute in _restore(module, attributes)
-            ]
-    if changed and warn:
-        warnings.warn(
-            f"forward changes {', '.join(changed)}: plain attributes stay as they are in the "
-            "rewritten module. Register a buffer where the value matters",
-            stacklevel=4,
-        )
+            attributes.restore()
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
-def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def _snapshot(module: nn.Module) -> Attributes:
     """Each attribute, with a shallow copy of it where it is a plain container."""
     return {name: (value, _copied(value)) for name, value in vars(module).items()}
 
@@ -46,22 +92,24 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set)) else None  # pyright: ignore
 
 
-def _restore(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Put attributes back; return the names of the plain ones that had changed."""
-    now = vars(module)
-    changed = [name for name in now if name not in attributes]
-    for name in changed:
-        del now[name]
+def _changed(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> Iterator[str]:
+    yield from (name for name in now if name not in attributes and name not in but)
     for name, (value, copied) in attributes.items():
-        if name not in now or now[name] is not value:
-            changed.append(name)
-            now[name] = value
-        if copied is not None and not _same_items(value, copied):
-            if not name.startswith("_"):
-                changed.append(name)
+        is_another = name not in now or now[name] is not value
+        if is_another or (copied is not None and not _same_items(value, copied)):
+            yield name
+
+
+def _restore(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> None:
+    for name in list(_changed(now, attributes, but)):
+        if name not in attributes:
+            del now[name]
+            continue
+        now[name], copied = attributes[name]
+        if copied is not None:
+            value = now[name]
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(copied)
-    return changed
 
 
 def _same_items(now: Any, before: Any) -> bool:

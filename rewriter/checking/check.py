@@ -121,7 +121,7 @@ def check(
         model, kept,
         optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
     )  # fmt: skip
-    with untouched(model, warn=False), state.put_back():
+    with untouched(model), state.put_back():
         expected = state.outcome(eager)
         again = expected if meter.device == CPU else state.outcome(eager)
         allowed = _tolerance_of(module) if tolerance is None else tolerance

@@ -61,7 +61,7 @@ def measured_step(
     resident = resident_bytes(
         model, batch, optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(device)
     )
-    with untouched(model, warn=False), state.put_back():
+    with untouched(model), state.put_back():
         state.prepared(run, accumulate)
         moments, live = state.prepared(lambda: measure_live(run), accumulate)
         times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(STEPS)]

@@ -8,13 +8,15 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.errors import RewriteError, StateChangedError
+from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.refuse import (
     distributed_message,
     hook_dictionaries,
     is_distributed,
     unheard_hook,
 )
+from remat.graph_capture.tracing.carried import short
 from remat.graph_capture.tracing.ties import tied_places
 from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import LiveState, named_state
@@ -27,15 +29,22 @@ class Guards:
     Parameters
     ----------
     model : as captured. recipe : signature of the batch and autocast state at capture.
+    python_state : what forward and the loss read, as it was when the model was traced.
     forward, backward : the rewritten graphs, whose constants are watched.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, forward: fx.GraphModule, backward: fx.GraphModule
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        python_state: PythonState,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
     ) -> None:
         self.kind = type(model).__name__
         self.model = model
         self.recipe = recipe
+        self.python_state = python_state
         self.takes_target = recipe.signature.has_target
         self.hooks = [
             (path, module, attribute, getattr(module, attribute))
@@ -73,6 +82,8 @@ class Guards:
         for path, module, mode in self.modes:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
+        if change := self.python_state.first_change():
+            raise self._changed(change.text, short(change.before), short(change.now))
         state = self._state()
         for path, module, attribute, tensor in self.constants:
             if getattr(module, attribute, None) is not tensor:
@@ -86,7 +97,7 @@ class Guards:
             raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
         if settings() != self.settings:
             name, before, found = first_difference(self.settings, settings())
-            raise RewriteError(
+            raise StateChangedError(
                 f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager may "
                 "run other ops. Put it back, or capture and solve again"
             )
@@ -120,8 +131,8 @@ class Guards:
         words = ("there", "missing") if name in missing else ("missing", "there")
         return self._changed(name, *words)
 
-    def _changed(self, what: str, before: str, now: str) -> RewriteError:
-        return RewriteError(
+    def _changed(self, what: str, before: str, now: str) -> StateChangedError:
+        return StateChangedError(
             f"{what} of {self.kind} was {before} when the step was captured and is {now} now. "
             "Put it back, or capture and solve again"
         )

@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.tracing.carried import Carried, state_guarded
 from remat.graph_capture.tracing.trace import Recipe, trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
@@ -69,18 +71,28 @@ class RematModule(SharedState, fx.GraphModule):
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         output = step.call(*used, *batch)
+        if step.carried:
+            output, tensors = output
+            self._set(step.carried, tensors)
         inputs = [*state, *leaves]
         BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
         return output
 
+    def _set(self, attributes: tuple[Carried, ...], tensors: list[Tensor]) -> None:
+        """What eager's forward sets on modules, from the results of this step."""
+        for one in attributes:
+            one.put(self._guards.model.get_submodule(one.path), tensors[: one.tensors])
+            tensors = tensors[one.tensors :]
+
     @classmethod
     def _over(cls, model: nn.Module) -> RematModule:
         """The same plan over a copy of the model; traced anew if it has tensors of the model's."""
-        if cls._guards.constants:
+        if cls._guards.constants or cls._guards.python_state.first_change():
             make, (_, *given) = cls._recipe_to_pickle()
             return make(model, *given)
         recipe, known = cls._guards.recipe, (cls._prediction, cls._priced)
-        return make_module(model, cls.schedule, recipe, cls._compiled_step, *known)
+        state = state_guarded(model, recipe.loss_fn, cls._compiled_step.carried)
+        return make_module(model, cls.schedule, recipe, cls._compiled_step, state, *known)
 
     @classmethod
     def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -133,6 +145,7 @@ def make_module(
     schedule: Schedule,
     recipe: Recipe,
     step: CompiledStep,
+    python_state: PythonState,
     prediction: Prediction | None = None,
     priced: TrainingGraph | None = None,
 ) -> RematModule:
@@ -146,7 +159,7 @@ def make_module(
         backward_module=step.backward,
         original_module=model,
         _compiled_step=step,
-        _guards=Guards(model, recipe, step.forward, step.backward),
+        _guards=Guards(model, recipe, python_state, step.forward, step.backward),
         _prediction=prediction,
         _priced=priced,
         _loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
@@ -175,8 +188,10 @@ def restored(
     ScheduleError : what is traced is not what the plan was made for, as with another torch.
     """
     with _in_modes(model, modes):
-        step = compile_step(trace_recipe(model, recipe), schedule, by_inductor=by_inductor)
-        return make_module(model, schedule, recipe, step, prediction, priced)
+        traced = trace_recipe(model, recipe)
+        step = compile_step(traced, schedule, by_inductor=by_inductor)
+        known = (prediction, priced)
+        return make_module(model, schedule, recipe, step, traced.python_state, *known)
 
 
 @contextlib.contextmanager

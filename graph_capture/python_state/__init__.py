@@ -1,0 +1,1 @@
+"""Python's state that forward and the loss read: found, kept, and compared before each step."""

@@ -1,0 +1,298 @@
+"""What code reaches: places that forward and the loss may read, found without running them.
+
+From the modules of a model and its loss, the walk follows what their code names: attributes,
+globals, closures, defaults, and from those on. Code of torch, NumPy and the standard library is
+not followed; of their modules, only what forward itself loads is of interest.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from remat.graph_capture.python_state.code_names import Names, names_of
+from remat.graph_capture.python_state.places import (
+    CONTAINERS,
+    MISSING,
+    PLAIN,
+    Cell,
+    Contents,
+    Entry,
+    Place,
+    Slot,
+)
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
+_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Of a module's ``__dict__``: compared by guards of their own."""
+_RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
+_NOT_RUN = frozenset(
+    [
+        "__init_subclass__",
+        "__repr__",
+        "__str__",
+        "__del__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__dir__",
+        "__copy__",
+        "__deepcopy__",
+        "__class_getitem__",
+        "__setattr__",
+        "__delattr__",
+    ]
+)
+LruCache = type(functools.lru_cache(lambda: None))
+
+
+@dataclass
+class Reached:
+    """What a walk found.
+
+    Attributes
+    ----------
+    places : to be compared. watched : namespaces, with the names that must not appear in them,
+            since the class has them, or code looks for them. caches : of `functools`. reads : by
+        the identity of an instance's ``__dict__``, the names that code loads of it; kinds : its class.
+        stores : names
+        of attributes that code sets, with the first ``file:line`` that does.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    reads: dict[int, set[str]] = field(default_factory=dict)
+    kinds: dict[int, type] = field(default_factory=dict)
+    stores: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Instance:
+    text: str
+    value: Any
+    space: dict[str, Any]
+    done: set[str] = field(default_factory=set)
+
+
+class Walk:
+    """One walk from a model and its loss. `found` is filled when it is made."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.found = Reached()
+        self._seen: dict[int, Any] = {}
+        self._entries: set[tuple[int, Any]] = set()
+        self._instances: list[_Instance] = []
+        self._classes: dict[type, set[str]] = {}
+        self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
+        self._own: dict[type, set[str]] = {}
+        self._called: set[type] = set()
+        self._others: set[str] = set(_RUN_BY_TORCH)
+        for path, module in model.named_modules():
+            self._visit(module, path)
+        self._visit(loss_fn, "loss_fn")
+        self._until_nothing_is_new()
+        self._watch_absent()
+
+    def _until_nothing_is_new(self) -> None:
+        """Names that code loads make more code reachable, which loads more names."""
+        size = -1
+        while size != (now := self._size()):
+            size = now
+            for kind in list(self._classes):
+                self._read_class(kind)
+            for instance in list(self._instances):
+                self._read_instance(instance)
+            for module, done in list(self._modules.values()):
+                self._read_module(module, done)
+
+    def _size(self) -> tuple[int, ...]:
+        names = len(self._others) + sum(map(len, self._own.values()))
+        return len(self._seen), len(self._entries), names, len(self._instances)
+
+    def _visit(self, value: Any, text: str) -> None:
+        """Follow a value, once."""
+        if isinstance(value, (Tensor, *PLAIN)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, FunctionType):
+            self._visit_function(value, text)
+        elif isinstance(value, MethodType):
+            self._visit(value.__func__, text)
+            self._visit(value.__self__, text)
+        elif isinstance(value, LruCache):
+            self.found.caches.append(value)
+            self._visit(value.__wrapped__, text)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._visit(part, text)
+        elif isinstance(value, type):
+            self._called.add(value)
+            self._visit_class(value)
+        elif isinstance(value, ModuleType):
+            if not is_library(value.__name__):
+                self._modules[id(value)] = value, set()
+        elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
+            self._visit_items(value, text)
+        elif not isinstance(value, BuiltinFunctionType):
+            self._visit_instance(value, text)
+
+    def _visit_function(self, function: FunctionType, text: str) -> None:
+        if is_library(function.__module__):
+            return
+        names = names_of(function.__code__)
+        self._others |= names.others | names.own
+        self._note_stores(function, names)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            if name == "__class__":
+                continue  # what `super()` needs
+            self._add_cell(f"variable {name} of {function.__qualname__}", cell)
+        for key in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, key):
+                self._add_slot(f"a default of {function.__qualname__}", function, key)
+        for name in sorted(names.global_names & function.__globals__.keys()):
+            where = function.__globals__.get("__name__", "its file")
+            self._add_entry(f"global {name} of {where}", function.__globals__, name)
+
+    def _note_stores(self, function: FunctionType, names: Names) -> None:
+        for name, line in names.stored.items():
+            place = f"{os.path.relpath(function.__code__.co_filename)}:{line}"
+            self.found.stores.setdefault(name, place)
+
+    def _visit_items(self, value: Any, text: str) -> None:
+        if isinstance(value, CONTAINERS):
+            self.found.places.append(Contents(f"an item of {text}", value, value.copy()))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                self._visit(item, f"{text}[{key!r}]")
+        elif isinstance(value, Iterable) and not hasattr(value, "dtype"):
+            for i, item in enumerate(value):
+                self._visit(item, f"{text}[{i}]")
+
+    def _visit_instance(self, value: Any, text: str) -> None:
+        kind = type(value)
+        if is_library(kind.__module__) and not isinstance(value, nn.Module):
+            return
+        self._visit_class(kind)
+        space = getattr(value, "__dict__", None)
+        if isinstance(space, dict):
+            self._instances.append(_Instance(text, value, space))
+        for owner in kind.__mro__:
+            slots = vars(owner).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    self._add_slot(f"{text}.{name}".lstrip("."), value, name)
+
+    def _visit_class(self, kind: type) -> None:
+        for owner in kind.__mro__:
+            is_read = owner not in (object, nn.Module) and owner not in self._classes
+            if is_read and not (is_library(owner.__module__) and not issubclass(owner, nn.Module)):
+                self._classes[owner] = set()
+
+    def _read_class(self, kind: type) -> None:
+        """The methods and attributes of a class that some code names."""
+        space, done = vars(kind), self._classes[kind]
+        named = self._names_for(kind)
+        for key in space.keys() - done:
+            is_special = key.startswith("__") and key.endswith("__")
+            if key not in named and not (is_special and self._is_run(kind, key)):
+                continue
+            done.add(key)
+            functions = list(_functions(space[key]))
+            for function in functions:
+                self._read_method(kind, function)
+            if functions or not is_special:
+                self._add_entry(f"{kind.__name__}.{key}", space, key, owner=kind)
+
+    def _is_run(self, kind: type, special: str) -> bool:
+        """Whether forward may run a method that no code names: a constructor, if the class is."""
+        if special in ("__init__", "__new__", "__post_init__"):
+            return any(issubclass(called, kind) for called in self._called)
+        return special not in _NOT_RUN
+
+    def _read_method(self, kind: type, function: FunctionType) -> None:
+        names = names_of(function.__code__)
+        self._own.setdefault(kind, set()).update(names.own)
+        self._others |= names.others
+        self._visit(function, function.__qualname__)
+
+    def _names_for(self, kind: type) -> set[str]:
+        """Names that code loads of an object of that class; its bases' methods load some too."""
+        own = [names for base, names in self._own.items() if _related(kind, base)]
+        return self._others.union(*own)
+
+    def _read_instance(self, instance: _Instance) -> None:
+        named = self._names_for(type(instance.value))
+        for key in (instance.space.keys() & named) - instance.done - _STATE:
+            instance.done.add(key)
+            self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
+
+    def _read_module(self, module: ModuleType, done: set[str]) -> None:
+        for key in (vars(module).keys() & self._others) - done:
+            done.add(key)
+            self._add_entry(f"{key} of {module.__name__}", vars(module), key)
+
+    def _watch_absent(self) -> None:
+        for one in self._instances:
+            named = self._names_for(type(one.value)) - _STATE
+            self.found.reads[id(one.space)] = named
+            self.found.kinds[id(one.space)] = type(one.value)
+            self.found.watched.append((one.text, one.space, named - one.space.keys()))
+
+    def _add_entry(self, text: str, space: Any, key: Any, owner: Any = None) -> None:
+        if (id(owner or space), key) in self._entries:
+            return
+        self._entries.add((id(owner or space), key))
+        value = space[key]
+        self.found.places.append(Entry(text, space, key, value, owner))
+        self._visit(value, text)
+
+    def _add_cell(self, text: str, cell: Any) -> None:
+        if (id(cell), None) in self._entries:
+            return
+        self._entries.add((id(cell), None))
+        place = Cell(text, cell, MISSING)
+        value = place.now()
+        if value is not MISSING:
+            self.found.places.append(Cell(text, cell, value))
+            self._visit(value, text)
+
+    def _add_slot(self, text: str, owner: Any, key: str) -> None:
+        if (id(owner), key) in self._entries:
+            return
+        self._entries.add((id(owner), key))
+        value = getattr(owner, key)
+        self.found.places.append(Slot(text, owner, key, value))
+        self._visit(value, text)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _related(kind: type, base: type) -> bool:
+    return issubclass(kind, base) or issubclass(base, kind)
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The functions behind a class's attribute: a method of any kind, or a property."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from _functions(value.__func__)
+    elif isinstance(value, property):
+        for part in (value.fget,):
+            yield from _functions(part)
+    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+        yield from _functions(value.func)

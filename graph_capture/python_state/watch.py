@@ -1,0 +1,136 @@
+"""Compares the places of a walk with what they were, in one compiled expression."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from remat.graph_capture.python_state.places import MISSING, Entry, Place, is_same
+from remat.graph_capture.python_state.reachable import Walk
+
+
+@dataclass(frozen=True)
+class Change:
+    """A place whose value is not what it was."""
+
+    text: str
+    before: Any
+    now: Any
+    place: Place | None = None
+
+
+class PythonState:
+    """Python's state that forward and the loss may read, as it is when this is made.
+
+    Parameters
+    ----------
+    model : the user's. loss_fn : as captured.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
+        found = Walk(model, loss_fn).found
+        self.places, self.watched, self.caches = found.places, found.watched, found.caches
+        self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
+        self._caches_before = [cache.cache_info().currsize for cache in self.caches]
+        self._test: Callable[[], bool] | None = None
+
+    def reads(self, space: dict[str, Any], name: str) -> bool:
+        """Whether code may load that name of the instance whose ``__dict__`` this is."""
+        return name in self._reads.get(id(space), ())
+
+    def changes(self) -> list[Change]:
+        """Places that hold something else now, by what values are and not by who they are."""
+        return [*self._changed_places(), *self._appeared()]
+
+    def _changed_places(self) -> Generator[Change]:
+        for place in self.places:
+            now = place.now()
+            if not is_same(now, place.value):
+                yield Change(place.text, place.value, now, place)
+
+    def _appeared(self) -> Generator[Change]:
+        for text, space, names in self.watched:
+            for name in sorted(space.keys() & names):
+                yield Change(f"{text}.{name}".lstrip("."), self._of_class(space, name), space[name])
+
+    def _of_class(self, space: dict[str, Any], name: str) -> Any:
+        """What an instance had from its class before it had a value of its own."""
+        return getattr(self._kinds.get(id(space)), name, MISSING)
+
+    def restore(self) -> None:
+        """Put all places back, empty caches that were filled, and remove what appeared."""
+        for place in self.places:
+            if place.now() is not place.value:
+                place.put(place.value)
+        for _, space, names in self.watched:
+            for name in space.keys() & names:
+                del space[name]
+        for cache, before in zip(self.caches, self._caches_before, strict=True):
+            if cache.cache_info().currsize != before:
+                cache.cache_clear()
+
+    def leave_out(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
+        """Compare these attributes no more, which forward itself sets."""
+        gone = {(id(vars(module)), name) for module, name in attributes}
+        if not gone:
+            return
+        self.places = [
+            place
+            for place in self.places
+            if not (isinstance(place, Entry) and (id(place.space), place.key) in gone)
+        ]
+        self.watched = [
+            (text, space, {name for name in names if (id(space), name) not in gone})
+            for text, space, names in self.watched
+        ]
+        self._test = None
+
+    def first_change(self) -> Change | None:
+        """The first place that holds something else; fast where each holds the very same object."""
+        if self._test is None:
+            self._compile()
+        assert self._test is not None
+        with contextlib.suppress(KeyError, ValueError, AttributeError):
+            if self._test():
+                return None
+        change = next(chain(self._changed_places(), self._appeared()), None)
+        if change is None:
+            # Other objects of equal values: the next test is for those.
+            self._compile()
+        return change
+
+    def _compile(self) -> None:
+        """One function that is true while every place holds the object that it holds now."""
+        space: dict[str, Any] = {}
+        names: dict[int, str] = {}
+
+        def name(value: Any) -> str:
+            if id(value) not in names:
+                names[id(value)] = f"v{len(names)}"
+                space[names[id(value)]] = value
+            return names[id(value)]
+
+        terms = [place.renewed().term(name) for place in self.places]
+        terms += [f"len({name(space_)}) == {len(space_)}" for _, space_, _ in self.watched]
+        # In parts, since the compiler's stack is not made for an expression of 10,000 terms.
+        parts = [terms[i : i + 200] for i in range(0, len(terms), 200)]
+        lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
+        exec("\n".join(["def test():", *lines, "    return True"]), space)
+        self._test = space["test"]
+
+
+@contextlib.contextmanager
+def python_state_kept(
+    model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Generator[PythonState]:
+    """The state as it is now, which is put back on leaving."""
+    state = PythonState(model, loss_fn)
+    try:
+        yield state
+    finally:
+        state.restore()

@@ -1,0 +1,182 @@
+"""What forward writes on modules: tensors that each step sets again, or a refusal.
+
+A mixture of experts keeps its auxiliary loss on an attribute, attention its weights. Such tensors
+are results of the step beside its output, and are set after each step as eager sets them. A number
+that forward reads and changes, as a counter, would need another graph at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import draws_randomness
+from remat.graph_capture.python_state.places import PLAIN
+from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
+
+_HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+"""AOTAutograd has its own tensors in the place of these while forward runs."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """An attribute that each step sets: a tree of tensors and constants.
+
+    Attributes
+    ----------
+    path, name : of the module, and of its attribute. leaves : of the tree; None for each tensor.
+    is_read : whether forward reads the attribute too, so that it keeps something for later.
+    """
+
+    path: str
+    name: str
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    tensors: int
+    is_read: bool
+
+    @property
+    def text(self) -> str:
+        """Its path in the model."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    def put(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Set it on its module, with the tensors of a step."""
+        given = iter(tensors)
+        leaves = [next(given) if is_tensor else leaf for is_tensor, leaf in self.leaves]
+        setattr(module, self.name, pytree.tree_unflatten(leaves, self.spec))
+
+
+class ForwardWrites:
+    """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept.
+
+    Attributes
+    ----------
+    carried : the attributes that the last run has set.
+    """
+
+    def __init__(self, model: nn.Module, state: PythonState) -> None:
+        self._kind, self._state = type(model).__name__, state
+        self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
+        self.carried: list[Carried] = []
+
+    def begin(self) -> None:
+        """Put back what an earlier run changed."""
+        self._attributes.restore()
+        self._state.restore()
+
+    def end(self) -> list[Tensor]:
+        """The tensors that forward has set on attributes of modules.
+
+        Raises
+        ------
+        CaptureError : it has changed something that no step could set again.
+        """
+        tensors: list[Tensor] = []
+        self.carried = []
+        for written in self._attributes.written():
+            leaves, spec = pytree.tree_flatten(written.value)
+            is_read = self._state.reads(vars(written.module), written.name)
+            if not _can_be_set(leaves, is_read=is_read):
+                raise self._refused(written)
+            own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            self.carried.append(
+                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read)
+            )
+            tensors += own
+        self._require_nothing_else()
+        return tensors
+
+    def _require_nothing_else(self) -> None:
+        texts = [carried.text for carried in self.carried]
+        for change in self._state.changes():
+            if not any(text in change.text for text in texts):
+                raise CaptureError(
+                    f"forward of {self._kind} changes {change.text}: it was "
+                    f"{short(change.before)} and is {short(change.now)} after it, and a step that "
+                    "follows a plan would not change it. Do that outside forward, before each step"
+                )
+
+    def _refused(self, written: Written) -> CaptureError:
+        line = self._state.stores.get(written.name)
+        return CaptureError(
+            f"forward of {self._kind} sets attribute {written.text} to {short(written.value)}"
+            f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
+            "tensor there, which each step sets, or register a buffer, or set it outside forward"
+        )
+
+
+def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
+    """Whether each step can set such a tree: tensors, or constants that forward never reads."""
+    tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return known and (any(tensors) or not is_read)
+
+
+def short(value: Any) -> str:
+    """A value in a few words, for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def state_guarded(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, carried: Iterable[Carried]
+) -> PythonState:
+    """Python's state as it is now, without the attributes that each step sets."""
+    state = PythonState(model, loss_fn)
+    state.leave_out([(model.get_submodule(one.path), one.name) for one in carried])
+    return state
+
+
+def require_constant(kind: str, carried: list[Carried], results: int, end: fx.Node) -> None:
+    """Refuse an attribute that forward reads and sets from its batch or its parameters.
+
+    Eager's next step would find there what this one has left. What depends on neither, as a mask
+    that is made at the first call, is the same at each step.
+
+    Parameters
+    ----------
+    results : how many of the joint graph's are forward's, of which the carried tensors are last.
+    end : its output node.
+    """
+    number = sum(one.tensors for one in carried)
+    if not number:
+        return
+    plain = [(what.idx, node) for what, node in _described(end, results) if hasattr(what, "idx")]
+    nodes = [node for _, node in sorted(plain, key=lambda pair: pair[0])][-number:]
+    for one in carried:
+        own, nodes = nodes[: one.tensors], nodes[one.tensors :]
+        if one.is_read and any(_depends_on_input(node) for node in own):
+            raise CaptureError(
+                f"forward of {kind} reads attribute {one.text} and sets it from its batch, its "
+                "parameters or random numbers: eager's next step would go on from there, and a "
+                "plan cannot. Pass it to forward and return it, or register a buffer"
+            )
+
+
+def _described(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
+    outputs = end.args[0]
+    assert isinstance(outputs, (tuple, list))
+    return list(zip(end.meta["desc"][:count], outputs[:count], strict=True))
+
+
+def _depends_on_input(node: Any) -> bool:
+    stack, seen = [node], set[Any]()
+    while stack:
+        one = stack.pop()
+        if not isinstance(one, fx.Node) or one in seen:
+            continue
+        seen.add(one)
+        if one.op == "placeholder" or draws_randomness(one):
+            return True
+        stack.extend(one.all_input_nodes)
+    return False
