@@ -61,10 +61,10 @@ class Reached:
     Attributes
     ----------
     places : to be compared. watched : namespaces, with the names that must not appear in them,
-            since the class has them, or code looks for them. caches : of `functools`. reads : by
-        the identity of an instance's ``__dict__``, the names that code loads of it; kinds : its class.
-        stores : names
-        of attributes that code sets, with the first ``file:line`` that does.
+        since the class has them, or code looks for them. caches : of `functools`.
+    reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
+        instance, and its class.
+    stores : names of attributes that code sets, with the first ``file:line`` that does.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -229,11 +229,13 @@ class Walk:
     def _names_for(self, kind: type) -> set[str]:
         """Names that code loads of an object of that class; its bases' methods load some too."""
         own = [names for base, names in self._own.items() if _related(kind, base)]
-        return self._others.union(*own)
+        named = self._others.union(*own) - _STATE
+        # What a module of torch has under such names is torch's to change, as an LSTM's weights.
+        return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
     def _read_instance(self, instance: _Instance) -> None:
         named = self._names_for(type(instance.value))
-        for key in (instance.space.keys() & named) - instance.done - _STATE:
+        for key in (instance.space.keys() & named) - instance.done:
             instance.done.add(key)
             self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
 
@@ -244,7 +246,7 @@ class Walk:
 
     def _watch_absent(self) -> None:
         for one in self._instances:
-            named = self._names_for(type(one.value)) - _STATE
+            named = self._names_for(type(one.value))
             self.found.reads[id(one.space)] = named
             self.found.kinds[id(one.space)] = type(one.value)
             self.found.watched.append((one.text, one.space, named - one.space.keys()))

@@ -85,10 +85,10 @@ class Trace:
 
     Attributes
     ----------
-    graph : the unpriced training graph. joint : the fx nodes behind it.
-    recipe : how to trace again. python_state : what forward and the loss read of Python's state,
-        as it was. carried : attributes that forward sets, and so does each step.
-    descriptors : AOTAutograd's own record, which can be compiled once: `compiled` says whether it has been.
+    graph : the unpriced training graph. joint : the fx nodes behind it. recipe : how to trace
+        again. python_state : what forward and the loss read of Python's state, as it was.
+    carried : attributes that forward sets, and so does each step. descriptors : AOTAutograd's own
+        record, which can be compiled once: `compiled` says whether it has been.
     """
 
     joint: Joint

@@ -56,7 +56,7 @@ class ModuleAttributes:
             Written(path, module, name)
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
-            if name not in _OF_TORCH
+            if name not in _OF_TORCH and not _is_torchs_own(module, name)
         ]
 
     def restore(self) -> None:
@@ -66,6 +66,11 @@ class ModuleAttributes:
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _is_torchs_own(module: nn.Module, name: str) -> bool:
+    """Whether it is what a module of torch keeps for itself, as an LSTM its flat weights."""
+    return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, 
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.tracing.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text
@@ -155,5 +156,6 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
         if step is None or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)
             step = compiled[key] = compile_step(fresh, schedule)
-        replaced[block] = make_module(block, schedule, recipe, step)
+        state = state_guarded(block, recipe.loss_fn, step.carried)
+        replaced[block] = make_module(block, schedule, recipe, step, state)
     return with_replaced(model, replaced)

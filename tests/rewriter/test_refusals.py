@@ -300,7 +300,7 @@ def test_a_schedule_that_offloads_is_refused() -> None:
         rewrite(model, Schedule.for_graph(graph, steps))
 
 
-def test_an_attribute_that_forward_changes_is_restored_with_a_warning() -> None:
+def test_a_number_that_forward_changes_is_refused_with_its_line() -> None:
     class Counter(Branching):
         calls = 0
 
@@ -310,9 +310,7 @@ def test_an_attribute_that_forward_changes_is_restored_with_a_warning() -> None:
             return self.last.mean()
 
     model = Counter()
-    with pytest.warns(
-        UserWarning, match=r"forward changes calls, last|forward changes last, calls"
-    ):
+    with pytest.raises(CaptureError, match=r"sets attribute calls to 1 \(.*test_refusals\.py:\d+"):
         capture(model, (batch(),))
     assert model.calls == 0
     assert not hasattr(model, "last")
