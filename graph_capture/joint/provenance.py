@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
@@ -19,6 +21,8 @@ MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_fu
 
 _ACCESSORS = ("__get__", "__set__")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_NUMPY = os.path.dirname(np.__file__) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _OWN = tuple(
     os.path.join(_ROOT, package) + os.sep
@@ -97,6 +101,14 @@ def source_of(frame: FrameType | None) -> str:
             return f"{_shown(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code that is not of torch, NumPy, Python's library or ours."""
+    name = frame.f_code.co_filename
+    if name.startswith((_TORCH, _NUMPY, *_OWN, "<")):
+        return False
+    return "site-packages" in name or not name.startswith(_STDLIB)
 
 
 def source_of_error(traceback: TracebackType | None) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.carried import ForwardWrites
+from remat.graph_capture.tracing.other_streams import require_unmoved, streams
 
 LossFunction = Callable[..., Any]
 
@@ -41,7 +42,7 @@ class StepModule(nn.Module):
         """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
-        before = _state(self.model)
+        stand, before = streams(), _state(self.model)
         output = self.model(*args, **kwargs)
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
@@ -52,6 +53,11 @@ class StepModule(nn.Module):
                 "self.name.copy_(...) under torch.no_grad()"
             )
         result = apply_loss(self.loss_fn, output, target)
+
+        def again() -> Any:
+            return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+
+        require_unmoved(type(self.model).__name__, stand, again)
         carried = self._writes.end()
         return (result, carried) if self._writes.carried else result
 
