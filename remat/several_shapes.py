@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -12,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.budgets import parse_budget
-from remat.graph_capture.errors import PlanError, RewriteError, SolverError
+from remat.graph_capture.errors import PlanError, RewriteError, SolverError, StateChangedError
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import autocast_state
@@ -23,6 +24,9 @@ from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
 MAX_PLANS = 16
+OFTEN = 3
+"""Plans for one signature, beyond which it is said what keeps changing."""
+_numbers = itertools.count()
 PLANNED_LATER = {"args", "kwargs", "target"}
 
 
@@ -31,11 +35,12 @@ class PlanCache(SharedState, nn.Module):
 
     As a rewritten module does, it has the user's ``__dict__`` itself. In training mode with
     gradients enabled, a call whose batch has a new signature (structure, shapes, strides, dtypes,
-    values of what is no tensor) or comes under another autocast makes a plan, and keeps it;
-    otherwise the user's own forward runs.
+    values of what is no tensor) or comes under another autocast makes a plan, and keeps it; so does
+    one for which what the model's code reads has changed, such as a dropout's p or what is trained.
+    Otherwise the user's own forward runs.
     """
 
-    _plans: ClassVar[OrderedDict[Hashable, Any]]
+    _plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
     _options: ClassVar[dict[str, Any]]
     _max_plans: ClassVar[int]
 
@@ -49,8 +54,7 @@ class PlanCache(SharedState, nn.Module):
         own = type(self)
         target = kwargs.pop("target", None) if own._loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
-            given = kwargs if target is None else {**kwargs, "target": target}
-            return own._plan_for(args, kwargs, target)(*args, **given)
+            return own._step(args, kwargs, target)
         return own._run_original(args, kwargs, target)
 
     @classmethod
@@ -60,18 +64,32 @@ class PlanCache(SharedState, nn.Module):
         return type(next(reversed(cls._plans.values())))
 
     @classmethod
-    def _plan_for(cls, args: Any, kwargs: Any, target: Any) -> Any:
-        key = _key((args, kwargs, target))
-        found = cls._plans.get(key)
-        if found is None:
-            found = rematerialize(
-                cls.original_module, args, kwargs,
-                target=target, loss_fn=cls._loss_fn, **cls._options,
-            )  # fmt: skip
-            cls._plans[key] = found
-            cls._drop_oldest()
-        cls._plans.move_to_end(key)
-        return found
+    def _step(cls, args: Any, kwargs: Any, target: Any) -> Any:
+        """Run the plan of this signature whose state is as it was made for; else make one."""
+        signature = _key((args, kwargs, target))
+        given = kwargs if target is None else {**kwargs, "target": target}
+        changed: list[StateChangedError] = []
+        for key in [key for key in reversed(cls._plans) if key[0] == signature]:
+            try:
+                result = cls._plans[key](*args, **given)
+            except StateChangedError as error:
+                changed.append(error)
+                continue
+            cls._plans.move_to_end(key)
+            return result
+        if len(changed) >= OFTEN:
+            warnings.warn(
+                f"{changed[0]}. This is plan {len(changed) + 1} for batches of one signature: "
+                "what changes at every step should be a tensor, passed to forward or a buffer",
+                stacklevel=7,
+            )
+        planned = rematerialize(
+            cls.original_module, args, kwargs,
+            target=target, loss_fn=cls._loss_fn, **cls._options,
+        )  # fmt: skip
+        cls._plans[signature, next(_numbers)] = planned
+        cls._drop_oldest()
+        return planned(*args, **given)
 
     @classmethod
     def _drop_oldest(cls) -> None:

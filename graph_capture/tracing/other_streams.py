@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
@@ -21,7 +21,8 @@ from remat.graph_capture.joint.provenance import is_users, source_of
 
 _NUMPY = "numpy.random"
 _PYTHON = "random"
-_SEED = "torch.manual_seed"
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+"""Functions of torch and of `torch.random` that put its generator elsewhere."""
 
 
 def streams() -> dict[str, Any]:
@@ -30,7 +31,6 @@ def streams() -> dict[str, Any]:
     return {
         _PYTHON: random.getstate(),
         _NUMPY: (keys.tobytes(), *rest),
-        _SEED: (torch.initial_seed(), torch.get_rng_state().numpy().tobytes()),
     }
 
 
@@ -51,11 +51,6 @@ def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any])
         return
     line = _line_that_draws(again, moved)
     place = f" ({line})" if line else ""
-    if moved == _SEED:
-        raise CaptureError(
-            f"forward of {kind} seeds or moves torch's generator{place}: each step of a plan draws "
-            "from the stream as it stands. Seed it outside forward, before the step"
-        )
     raise CaptureError(
         f"forward of {kind} draws from {moved}{place}, and a plan would have the same numbers at "
         "each step. Draw with torch (torch.rand, torch.randint) and use the tensor without "
@@ -66,8 +61,6 @@ def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any])
 
 def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     """``file:line`` of the user's after which a stream first stands elsewhere while `run` runs."""
-    # The first run may have left the very seed that this one sets.
-    torch.manual_seed(torch.initial_seed() ^ 1)
     before, found, last = streams()[moved], list[str](), [""]
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
@@ -89,3 +82,36 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     finally:
         sys.settrace(tracing)
     return found[0] if found else ""
+
+
+@contextlib.contextmanager
+def no_seed(kind: str) -> Generator[None]:
+    """Refuse functions of torch that put its generator elsewhere, while forward runs.
+
+    Raises
+    ------
+    CaptureError : forward calls one; names the line.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and not is_users(frame):
+                frame = frame.f_back
+            line = f" ({source_of(frame)})" if frame else ""
+            raise CaptureError(
+                f"forward of {kind} calls torch.{name}{line}, and a step of a plan draws from the "
+                "stream as it stands. Call it outside forward, before the step"
+            )
+
+        return refuse
+
+    places = [(module, name) for module in (torch, torch.random) for name in _SEEDS]
+    before = [(module, name, getattr(module, name)) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, refused(name))
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.carried import ForwardWrites
-from remat.graph_capture.tracing.other_streams import require_unmoved, streams
+from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
 
 LossFunction = Callable[..., Any]
 
@@ -43,7 +43,8 @@ class StepModule(nn.Module):
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
         stand, before = streams(), _state(self.model)
-        output = self.model(*args, **kwargs)
+        with no_seed(type(self.model).__name__):
+            output = self.model(*args, **kwargs)
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:

@@ -5,6 +5,7 @@ A module that runs Inductor's code cannot have eager's bits; it is compared to a
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +19,12 @@ from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.meter import Meter, Run, StepMemory
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.python_state.watch import python_state_kept
 from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
-from remat.rewriter.checking.step_state import STREAM, StepState
+from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
@@ -111,17 +113,23 @@ def check(
         means equal bits, except for a module that runs Inductor's code, which has other ones:
         there 0.01. Its random stream has to be eager's to the bit all the same.
     """
-    batch = (tuple(args), dict(kwargs or {}), target)
+    batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
     eager = _eager_run(model, batch, loss_fn)
     plan = plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
-    state = StepState(model, batch, meter.device)
-    kept = (batch, _constants(module))
+    kept = (batch.leaves, _constants(module))
     resident = resident_bytes(
         model, kept,
         optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
     )  # fmt: skip
-    with untouched(model), state.put_back():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        python_state = stack.enter_context(python_state_kept(model, loss_fn))
+        stack.enter_context(own_parameters(model, module))
+        state = StepState(
+            model, batch.leaves, meter.device, python_state, keep_parameters=_overwrites(module)
+        )
+        stack.enter_context(state.put_back())
         expected = state.outcome(eager)
         again = expected if meter.device == CPU else state.outcome(eager)
         allowed = _tolerance_of(module) if tolerance is None else tolerance
@@ -160,6 +168,11 @@ def check(
     )
 
 
+def _overwrites(module: nn.Module) -> bool:
+    """Whether a step may write to parameters; taken to be so where that is not known."""
+    return not isinstance(module, RematModule) or module._compiled_step.gradients.overwrites
+
+
 def _tolerance_of(module: nn.Module) -> float:
     is_inductors = isinstance(module, RematModule) and module._compiled_step.by_inductor
     return TOLERANCE if is_inductors else 0.0
@@ -175,10 +188,9 @@ def _constants(module: nn.Module) -> list[Tensor]:
     return []
 
 
-def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
-    args, kwargs, target = batch
-
+def _eager_run(model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
     def run() -> Any:
+        args, kwargs, target = batch()
         output = apply_loss(loss_fn, model(*args, **kwargs), target)
         _backward(output)
         return output
@@ -186,15 +198,15 @@ def _eager_run(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Ru
     return run
 
 
-def plan_run(module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Run:
+def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
     """A step of the rewritten module, or of any other."""
     if not isinstance(module, SharedState):
         return _eager_run(module, batch, loss_fn)
-    args, kwargs, target = batch
-    if loss_fn is not None and target is not None:
-        kwargs = {**kwargs, "target": target}
 
     def run() -> Any:
+        args, kwargs, target = batch()
+        if loss_fn is not None and target is not None:
+            kwargs = {**kwargs, "target": target}
         output = module(*args, **kwargs)
         _backward(output)
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.check import plan_run
-from remat.rewriter.checking.step_state import StepState
+from remat.rewriter.checking.step_state import OwnBatch, StepState, own_parameters
 from remat.schedules.report.facts import MeasuredStep
 
 STEPS = 3
@@ -55,13 +56,20 @@ def measured_step(
             f"the model is on {device}: moments of a step are measured on the CPU only. There, "
             "torch.cuda.memory._record_memory_history records them"
         )
-    batch = (tuple(args), dict(kwargs or {}), target)
+    batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
     run, meter = plan_run(module, batch, loss_fn), CpuMeter()
-    state = StepState(model, batch, device)
     resident = resident_bytes(
-        model, batch, optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(device)
+        model,
+        batch.leaves,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        allocated=allocated_on(device),
     )
-    with untouched(model), state.put_back():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        stack.enter_context(own_parameters(model, module))
+        state = StepState(model, batch.leaves, device)
+        stack.enter_context(state.put_back())
         state.prepared(run, accumulate)
         moments, live = state.prepared(lambda: measure_live(run), accumulate)
         times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(STEPS)]

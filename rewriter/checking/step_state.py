@@ -12,11 +12,63 @@ from torch import Tensor, nn
 
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.outcomes import Outcome
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 
 STREAM = "random stream"
 Measure = TypeVar("Measure")
+
+
+class OwnBatch:
+    """A batch for each run: the user's tensors, cut off from the graphs that made them.
+
+    Backward ends at it, and a forward that takes a list apart takes apart a list of its own. The
+    storages are the user's, since copies would count in the peak.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(batch)
+        self.leaves = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._asked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+
+    def __call__(self) -> Any:
+        """(args, kwargs, target) in containers of their own."""
+        for leaf, asked in zip(self.leaves, self._asked, strict=True):
+            if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
+                leaf.requires_grad_(asked)
+        return pytree.tree_unflatten(self.leaves, self._spec)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def own_parameters(*models: nn.Module) -> Generator[None]:
+    """Other parameters over the same storages meanwhile: without hooks, and without gradients.
+
+    So a hook that steps an optimizer in backward does not run, and no gradient of the user's is
+    added to. Tied ones stay tied, as do those that the models share.
+    """
+    made: dict[int, nn.Parameter] = {}
+    tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
+    places = [
+        (held, name, parameter)
+        for held in tables.values()
+        for name, parameter in held.items()
+        if type(parameter) is nn.Parameter
+    ]
+    try:
+        for held, name, parameter in places:
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            held[name] = made[id(parameter)]
+        yield
+    finally:
+        for held, name, parameter in places:
+            held[name] = parameter
 
 
 class StepState:
@@ -25,17 +77,29 @@ class StepState:
     Parameters
     ----------
     device : that the step runs on; its stream is kept beside the CPU's.
+    python_state : what forward and the loss read, and may change.
+    keep_parameters : whether forward may write to parameters too, as a momentum encoder's does.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, device: str) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        device: str,
+        python_state: PythonState | None = None,
+        *,
+        keep_parameters: bool = False,
+    ) -> None:
+        self.model, self.python_state = model, python_state
+        self.attributes = ModuleAttributes(model)
         self.batch = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
         self.buffers = dict(model.named_buffers())
         self.leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.leaves |= {
             f"input {i}": t for i, t in enumerate(self.batch) if t.is_leaf and t.requires_grad
         }
-        tensors = [*self.buffers.values(), *self.batch]
+        parameters = model.parameters() if keep_parameters else ()
+        tensors = [*self.buffers.values(), *self.batch, *parameters]
         self.before = [(t, t.detach().clone()) for t in tensors]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
         self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
@@ -60,6 +124,9 @@ class StepState:
             set_rng_state(state, device)
         for leaf in self.leaves.values():
             leaf.grad = None
+        self.attributes.restore()
+        if self.python_state is not None:
+            self.python_state.restore()
 
     def prepared(self, run: Callable[[], Measure], accumulate: bool) -> Measure:
         """What `run` returns from the start of a step, which may have gradients of zeros."""
@@ -79,6 +146,10 @@ class StepState:
             found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)
         for name, buffer in self.buffers.items():
             found[f"buffer {name}"] = _kept(buffer)
+        for written in self.attributes.written():
+            for path, leaf in pytree.tree_flatten_with_path(written.value)[0]:
+                if isinstance(leaf, Tensor):
+                    found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf)
         for device in self.streams:
             name = STREAM if device == CPU else f"{STREAM} of {device}"
             found[name] = save_rng_state(device)
