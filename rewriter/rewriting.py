@@ -64,6 +64,11 @@ def rewrite(
     CaptureError : the model has become one that cannot be captured.
     """
     refuse_rewritten(model)
+    if not isinstance(schedule, Schedule):
+        raise RewriteError(
+            f"there is no schedule to rewrite to, but {schedule!r}: where nothing fits, "
+            "result.schedule is None, and result.message says what would"
+        )
     if not has_storage(model):
         raise RewriteError(
             f"this {type(model).__name__} is on the meta device and cannot train: build it with "

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
+from remat.graph_capture.python_state.places import is_same
 
 
 class Signature:
@@ -61,7 +62,7 @@ class Signature:
         for i, leaf in enumerate(leaves):
             planned = self.tensors[i]
             if planned is None:
-                if isinstance(leaf, Tensor) or leaf != self.others[i]:
+                if not is_same(leaf, self.others[i]):
                     raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
             elif not isinstance(leaf, Tensor):
                 raise self._mismatch(i, _shown(planned), repr(leaf), model)

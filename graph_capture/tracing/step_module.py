@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Generator
 from typing import Any
 
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.refuse import HOOKS
 from remat.graph_capture.tracing.carried import ForwardWrites
 from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
 
@@ -43,7 +46,7 @@ class StepModule(nn.Module):
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
         stand, before = streams(), _state(self.model)
-        with no_seed(type(self.model).__name__):
+        with no_seed(type(self.model).__name__), without_own_hooks(self.model):
             output = self.model(*args, **kwargs)
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
@@ -61,6 +64,17 @@ class StepModule(nn.Module):
         require_unmoved(type(self.model).__name__, stand, again)
         carried = self._writes.end()
         return (result, carried) if self._writes.carried else result
+
+
+@contextlib.contextmanager
+def without_own_hooks(model: nn.Module) -> Generator[None]:
+    """Leave the hooks of the whole model out: each call of a planned module runs them around it."""
+    before = {name: vars(model)[name] for name in HOOKS}
+    try:
+        vars(model).update({name: OrderedDict() for name in HOOKS})
+        yield
+    finally:
+        vars(model).update(before)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor | None]:
