@@ -40,9 +40,9 @@ class PlanCache(SharedState, nn.Module):
     Otherwise the user's own forward runs.
     """
 
-    _plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
-    _options: ClassVar[dict[str, Any]]
-    _max_plans: ClassVar[int]
+    _remat_plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
+    _remat_options: ClassVar[dict[str, Any]]
+    _remat_max_plans: ClassVar[int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -52,30 +52,30 @@ class PlanCache(SharedState, nn.Module):
         RematError : as `remat.rematerialize`, where the batch is the first of its signature.
         """
         own = type(self)
-        target = kwargs.pop("target", None) if own._loss_fn is not None else None
+        target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
-            return own._step(args, kwargs, target)
-        return own._run_original(args, kwargs, target)
+            return own._remat_step(args, kwargs, target)
+        return own._remat_run_original(args, kwargs, target)
 
     @classmethod
-    def _last_used(cls) -> type[SharedState]:
-        if not cls._plans:
+    def _remat_last_used(cls) -> type[SharedState]:
+        if not cls._remat_plans:
             raise PlanError("this cache has made no plan yet: train a step first")
-        return type(next(reversed(cls._plans.values())))
+        return type(next(reversed(cls._remat_plans.values())))
 
     @classmethod
-    def _step(cls, args: Any, kwargs: Any, target: Any) -> Any:
+    def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
         """Run the plan of this signature whose state is as it was made for; else make one."""
         signature = _key((args, kwargs, target))
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
-        for key in [key for key in reversed(cls._plans) if key[0] == signature]:
+        for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
             try:
-                result = cls._plans[key](*args, **given)
+                result = cls._remat_plans[key](*args, **given)
             except StateChangedError as error:
                 changed.append(error)
                 continue
-            cls._plans.move_to_end(key)
+            cls._remat_plans.move_to_end(key)
             return result
         if len(changed) >= OFTEN:
             warnings.warn(
@@ -84,33 +84,38 @@ class PlanCache(SharedState, nn.Module):
                 stacklevel=7,
             )
         planned = rematerialize(
-            cls.original_module, args, kwargs,
-            target=target, loss_fn=cls._loss_fn, **cls._options,
+            cls._remat_original_module, args, kwargs,
+            target=target, loss_fn=cls._remat_loss_fn, **cls._remat_options,
         )  # fmt: skip
-        cls._plans[signature, next(_numbers)] = planned
-        cls._drop_oldest()
+        cls._remat_plans[signature, next(_numbers)] = planned
+        cls._remat_drop_oldest()
         return planned(*args, **given)
 
     @classmethod
-    def _drop_oldest(cls) -> None:
-        if len(cls._plans) <= cls._max_plans:
+    def _remat_drop_oldest(cls) -> None:
+        if len(cls._remat_plans) <= cls._remat_max_plans:
             return
-        cls._plans.popitem(last=False)
+        cls._remat_plans.popitem(last=False)
         warnings.warn(
-            f"{type(cls.original_module).__name__} was called with more than {cls._max_plans} "
+            f"{type(cls._remat_original_module).__name__} was called with more than {cls._remat_max_plans} "
             "signatures, and the plan that was used longest ago is given up: pad batches to "
             "fewer shapes, or raise max_plans",
             stacklevel=8,
         )
 
     @classmethod
-    def _over(cls, model: nn.Module) -> PlanCache:
+    def _remat_over(cls, model: nn.Module) -> PlanCache:
         """A cache with the same options and no plan yet."""
-        return _make_cache(model, cls._loss_fn, cls._max_plans, cls._options)
+        return _make_cache(model, cls._remat_loss_fn, cls._remat_max_plans, cls._remat_options)
 
     @classmethod
-    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _make_cache, (cls.original_module, cls._loss_fn, cls._max_plans, cls._options)
+    def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _make_cache, (
+            cls._remat_original_module,
+            cls._remat_loss_fn,
+            cls._remat_max_plans,
+            cls._remat_options,
+        )
 
 
 def plan_cache(
@@ -153,17 +158,18 @@ def _make_cache(
         model,
         loss_fn,
         original_module=model,
-        _plans=OrderedDict(),
-        _options=options,
-        _loss_fn=staticmethod(loss_fn) if loss_fn else None,
-        _max_plans=max_plans,
+        _remat_original_module=model,
+        _remat_plans=OrderedDict(),
+        _remat_options=options,
+        _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
+        _remat_max_plans=max_plans,
     )
     return kind()
 
 
 def plans_of(cache: PlanCache) -> list[Schedule]:
     """The schedules that are kept, the last used one last."""
-    return [plan.schedule for plan in type(cache)._plans.values()]
+    return [type(plan)._remat_schedule for plan in type(cache)._remat_plans.values()]
 
 
 def _key(batch: Any) -> Hashable:

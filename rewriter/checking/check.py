@@ -170,11 +170,11 @@ def check(
 
 def _overwrites(module: nn.Module) -> bool:
     """Whether a step may write to parameters; taken to be so where that is not known."""
-    return not isinstance(module, RematModule) or module._compiled_step.gradients.overwrites
+    return not isinstance(module, RematModule) or module._remat_compiled_step.gradients.overwrites
 
 
 def _tolerance_of(module: nn.Module) -> float:
-    is_inductors = isinstance(module, RematModule) and module._compiled_step.by_inductor
+    is_inductors = isinstance(module, RematModule) and module._remat_compiled_step.by_inductor
     return TOLERANCE if is_inductors else 0.0
 
 
@@ -184,7 +184,9 @@ def _reserved_bytes(peak_bytes: int, memory: StepMemory) -> int | None:
 
 def _constants(module: nn.Module) -> list[Tensor]:
     if isinstance(module, RematModule):
-        return constants_of(module.forward_module, module.backward_module)
+        return constants_of(
+            module._remat_compiled_step.forward, module._remat_compiled_step.backward
+        )
     return []
 
 

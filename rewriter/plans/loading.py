@@ -44,14 +44,16 @@ def plan_of(module: nn.Module) -> Plan:
     ------
     PlanError : the module follows no plan, or its batch holds what a file cannot.
     """
-    kind = type(module)._last_used() if isinstance(module, SharedState) else None
+    kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
     if kind is None or not issubclass(kind, RematModule):
         raise PlanError(
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
             "remat.rewrite, remat.load or remat.plan_cache returned"
         )
-    known = (kind._prediction, kind._priced)
-    return make_plan(kind.original_module, kind._guards.recipe, kind.schedule, *known)
+    known = (kind._remat_prediction, kind._remat_priced)
+    return make_plan(
+        kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule, *known
+    )
 
 
 def make_plan(

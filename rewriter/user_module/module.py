@@ -37,12 +37,13 @@ class RematModule(SharedState, fx.GraphModule):
     """
 
     schedule: ClassVar[Schedule]
+    _remat_schedule: ClassVar[Schedule]
     forward_module: ClassVar[fx.GraphModule]
     backward_module: ClassVar[fx.GraphModule]
-    _compiled_step: ClassVar[CompiledStep]
-    _guards: ClassVar[Guards]
-    _prediction: ClassVar[Prediction | None]
-    _priced: ClassVar[TrainingGraph | None]
+    _remat_compiled_step: ClassVar[CompiledStep]
+    _remat_guards: ClassVar[Guards]
+    _remat_prediction: ClassVar[Prediction | None]
+    _remat_priced: ClassVar[TrainingGraph | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance; `GraphModule.__new__` would make another class for it."""
@@ -55,56 +56,58 @@ class RematModule(SharedState, fx.GraphModule):
         ------
         RewriteError : the batch or the module is not as it was at capture.
         """
-        target = kwargs.pop("target", None) if self._loss_fn is not None else None
+        target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
-            if target is None and self._guards.takes_target:
+            if target is None and self._remat_guards.takes_target:
                 raise RewriteError(
-                    f"the loss is part of the rewritten {self._guards.kind} and takes a target: "
+                    f"the loss is part of the rewritten {self._remat_guards.kind} and takes a target: "
                     "call it with target=..., as it was captured"
                 )
-            return self._step((args, kwargs, target))
-        return self._run_original(args, kwargs, target)
+            return self._remat_step((args, kwargs, target))
+        return self._remat_run_original(args, kwargs, target)
 
-    def _step(self, batch: Any) -> Any:
-        guards, step = self._guards, self._compiled_step
+    def _remat_step(self, batch: Any) -> Any:
+        guards, step = self._remat_guards, self._remat_compiled_step
         state, leaves = guards.require(batch)
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         output = step.call(*used, *batch)
         if step.carried:
             output, tensors = output
-            self._set(step.carried, tensors)
+            self._remat_set(step.carried, tensors)
         inputs = [*state, *leaves]
         BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
         return output
 
-    def _set(self, attributes: tuple[Carried, ...], tensors: list[Tensor]) -> None:
+    def _remat_set(self, attributes: tuple[Carried, ...], tensors: list[Tensor]) -> None:
         """What eager's forward sets on modules, from the results of this step."""
         for one in attributes:
-            one.put(self._guards.model.get_submodule(one.path), tensors[: one.tensors])
+            one.put(self._remat_guards.model.get_submodule(one.path), tensors[: one.tensors])
             tensors = tensors[one.tensors :]
 
     @classmethod
-    def _over(cls, model: nn.Module) -> RematModule:
+    def _remat_over(cls, model: nn.Module) -> RematModule:
         """The same plan over a copy of the model; traced anew if it has tensors of the model's."""
-        if cls._guards.constants or cls._guards.python_state.first_change():
-            make, (_, *given) = cls._recipe_to_pickle()
+        if cls._remat_guards.constants or cls._remat_guards.python_state.first_change():
+            make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
-        recipe, known = cls._guards.recipe, (cls._prediction, cls._priced)
-        state = state_guarded(model, recipe.loss_fn, cls._compiled_step.carried)
-        return make_module(model, cls.schedule, recipe, cls._compiled_step, state, *known)
+        recipe, known = cls._remat_guards.recipe, (cls._remat_prediction, cls._remat_priced)
+        state = state_guarded(model, recipe.loss_fn, cls._remat_compiled_step.carried)
+        return make_module(
+            model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known
+        )
 
     @classmethod
-    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        guards = cls._guards
-        made_of = (cls.schedule, guards.recipe, guards.captured_modes)
-        known = (cls._prediction, cls._priced, cls._compiled_step.by_inductor)
-        return restored, (cls.original_module, *made_of, *known)
+    def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        guards = cls._remat_guards
+        made_of = (cls._remat_schedule, guards.recipe, guards.captured_modes)
+        known = (cls._remat_prediction, cls._remat_priced, cls._remat_compiled_step.by_inductor)
+        return restored, (cls._remat_original_module, *made_of, *known)
 
     @property
     def graph(self) -> fx.Graph:
         """The forward graph; read-only, see `backward_module` for the other one."""
-        return self.forward_module.graph
+        return self._remat_compiled_step.forward.graph
 
     @graph.setter
     def graph(self, g: fx.Graph) -> NoReturn:
@@ -116,7 +119,7 @@ class RematModule(SharedState, fx.GraphModule):
     @property
     def code(self) -> str:
         """Python code of both graphs."""
-        return f"# forward{self.forward_module.code}\n# backward{self.backward_module.code}"
+        return f"# forward{self._remat_compiled_step.forward.code}\n# backward{self._remat_compiled_step.backward.code}"
 
     def recompile(self) -> NoReturn:
         """Refused: see `graph`."""
@@ -129,7 +132,7 @@ class RematModule(SharedState, fx.GraphModule):
         """Both graphs with the shape of every tensor; printed unless told otherwise."""
         parts = [
             graph.print_readable(print_output, *args, **kwargs)
-            for graph in (self.forward_module, self.backward_module)
+            for graph in (self._remat_compiled_step.forward, self._remat_compiled_step.backward)
         ]
         return "\n".join(parts)
 
@@ -155,14 +158,16 @@ def make_module(
         model,
         recipe.loss_fn,
         schedule=schedule,
+        _remat_schedule=schedule,
         forward_module=step.forward,
         backward_module=step.backward,
         original_module=model,
-        _compiled_step=step,
-        _guards=Guards(model, recipe, python_state, step.forward, step.backward),
-        _prediction=prediction,
-        _priced=priced,
-        _loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
+        _remat_original_module=model,
+        _remat_compiled_step=step,
+        _remat_guards=Guards(model, recipe, python_state, step.forward, step.backward),
+        _remat_prediction=prediction,
+        _remat_priced=priced,
+        _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
 

@@ -52,7 +52,67 @@ def class_of_user(
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
     forward = OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
     body = {"__doc__": base.__doc__, **names, "forward": forward, **own}
-    return type(user.__name__, (base, user), body)
+    body |= {
+        name: OfUser(name, user) for name in _names_of_user(model) if _is_ours(base, body, name)
+    }
+    # Not by calling the metaclass: a registry of the user's would take this class for one of his.
+    return type.__new__(type(user), user.__name__, (_Unannounced, base, user), body)
+
+
+class OfUser:
+    """A name that both the user's module and a planned one have: it is the user's.
+
+    What is ours under it, as the schedule, is found by `remat.plan_of`.
+    """
+
+    def __init__(self, name: str, user: type[nn.Module]) -> None:
+        self.name = name
+        self.of_class = inspect.getattr_static(user, name, None)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        tables = () if instance is None else _tables(instance)
+        for table in tables:
+            if self.name in table:
+                return table[self.name]
+        if hasattr(self.of_class, "__get__"):
+            return self.of_class.__get__(instance, owner)
+        return self.of_class
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        if hasattr(self.of_class, "__set__"):
+            self.of_class.__set__(instance, value)
+        else:
+            vars(instance)[self.name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        del vars(instance)[self.name]
+
+
+def _tables(instance: Any) -> tuple[dict[str, Any], ...]:
+    state = vars(instance)
+    return state, state["_parameters"], state["_buffers"], state["_modules"]
+
+
+def _names_of_user(model: nn.Module) -> set[str]:
+    """Names of the user's class, and of what his module holds; not those that every module has."""
+    kinds = [kind for kind in type(model).__mro__ if not issubclass(nn.Module, kind)]
+    named = {name for kind in kinds for name in vars(kind)}.union(*_tables(model))
+    return {name for name in named if not name.startswith("__")} - set(vars(nn.Module()))
+
+
+def _is_ours(base: type[nn.Module], body: dict[str, Any], name: str) -> bool:
+    """Whether a planned module has something of ours under that name; `forward` stays ours."""
+    if name == "forward":
+        return False
+    ours, every = getattr(base, name, None), getattr(nn.Module, name, None)
+    return name in body or (ours is not None and ours is not every)
+
+
+class _Unannounced:
+    """Keeps a class that is made of it from the user's ``__init_subclass__``."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing."""
 
 
 def _like_users(user: type[nn.Module], forward: Forward, loss_fn: LossFunction | None) -> Forward:

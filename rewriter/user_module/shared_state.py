@@ -23,40 +23,41 @@ class SharedState:
     """
 
     original_module: ClassVar[nn.Module]
-    _loss_fn: ClassVar[LossFunction | None]
+    _remat_original_module: ClassVar[nn.Module]
+    _remat_loss_fn: ClassVar[LossFunction | None]
 
     def __init__(self) -> None:
-        self.__dict__ = self.original_module.__dict__
+        self.__dict__ = self._remat_original_module.__dict__
 
     @classmethod
-    def _last_used(cls) -> type[SharedState]:
+    def _remat_last_used(cls) -> type[SharedState]:
         """The class of the rewritten module that the last step ran; this one, or one it holds."""
         return cls
 
     @classmethod
-    def _run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
+    def _remat_run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
         """The user's own forward, and the loss where there is a target."""
-        output = cls.original_module.forward(*args, **kwargs)
-        return output if target is None else apply_loss(cls._loss_fn, output, target)
+        output = cls._remat_original_module.forward(*args, **kwargs)
+        return output if target is None else apply_loss(cls._remat_loss_fn, output, target)
 
     @classmethod
-    def _over(cls, model: nn.Module) -> Any:
+    def _remat_over(cls, model: nn.Module) -> Any:
         """The same over a copy of the original module; each kind of module says how."""
         raise NotImplementedError
 
     @classmethod
-    def _recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A function, and what it needs to make the same elsewhere; each kind says what."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:
-        return self._over(copy.copy(self.original_module))
+        return self._remat_over(copy.copy(self._remat_original_module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._over(copy.deepcopy(self.original_module, memo))
+        return self._remat_over(copy.deepcopy(self._remat_original_module, memo))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._recipe_to_pickle()
+        return self._remat_recipe_to_pickle()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._recipe_to_pickle()
+        return self._remat_recipe_to_pickle()

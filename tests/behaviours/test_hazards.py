@@ -175,5 +175,5 @@ def test_a_copy_of_a_module_with_tensors_of_its_own_uses_its_own() -> None:
     _, module = planned("constant_attribute")
     other = copy.deepcopy(module)
     assert isinstance(other, RematModule)
-    assert other._guards.constants[0][3] is not module._guards.constants[0][3]
-    assert other._compiled_step is not module._compiled_step
+    assert other._remat_guards.constants[0][3] is not module._remat_guards.constants[0][3]
+    assert other._remat_compiled_step is not module._remat_compiled_step
