@@ -2,7 +2,8 @@
 
 What stands between `<!-- table -->` and `<!-- /table -->` is made from the file that
 `benchmarks.solvers` wrote; what stands between `<!-- solvers -->` and `<!-- /solvers -->` from
-the headers of the solvers' files. All else in the document is left alone.
+the headers of the solvers' files. All else in the document is left alone. The overhead of each
+solver on each graph is too long for the document: it goes to a file beside the results.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import ast
 import json
 import math
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -27,29 +27,31 @@ Cells = list[dict[str, Any]]
 
 
 def header_lines() -> list[str]:
-    """One line a solver: the first paragraph of its file, and what it says it solves."""
+    """One line a solver: the first paragraph of its file."""
     lines: list[str] = []
     for name, place in TABLE.items():
         module = place.partition(":")[0].removeprefix("remat.")
         path = ROOT / f"{module.replace('.', '/')}.py"
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-        _, _, solves = " ".join(paragraphs[1:]).partition("Solves: ")
-        sentence = re.split(r"(?<=\.) (?=[A-Z])", solves, maxsplit=1)[0]
-        lines.append(f"- `{name}`: {paragraphs[0]}" + (f" Solves: {sentence}" if sentence else ""))
+        first, _, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        lines.append(f"- `{name}`: {' '.join(first.split())}")
     return lines
 
 
 def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
-    """All tables of the results."""
+    """The tables of the document: the best of each graph, and each solver over all of them."""
     lines = [made_on(cells), "", "### The best known of each graph", ""]
     lines += _best_table(graphs, cells)
-    lines += ["", "### Each solver over all cells", "", *_summary_table(cells)]
-    lines += ["", "### Overhead by solver"]
+    return [*lines, "", "### Each solver over all cells", "", *_summary_table(cells)]
+
+
+def detail_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
+    """The overhead and the seconds of each solver on each graph."""
+    lines = ["# Overhead by solver and graph", ""]
+    lines += [f"Made by `python -m benchmarks.solver_table`. {made_on(cells)}"]
     for graph in graphs:
         rows = _detail_table([cell for cell in cells if cell["graph"] == graph])
         if rows:
-            lines += ["", f"**{graph}**, {graphs[graph]['ops']} ops", "", *rows]
+            lines += ["", f"## {graph}, {graphs[graph]['ops']} ops", "", *rows]
     return lines
 
 
@@ -209,6 +211,8 @@ def main() -> int:
         cells = list(results["cells"].values())
         if cells:
             document = replaced(document, "table", table_lines(results["graphs"], cells))
+            details = detail_lines(results["graphs"], cells)
+            asked.results.with_suffix(".md").write_text("\n".join([*details, ""]))
     asked.docs.write_text(document)
     return 0
 
