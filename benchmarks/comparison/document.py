@@ -101,7 +101,7 @@ def section(model: Model) -> Iterator[str]:
             f"{'yes' if id(row) in on_front else ''} |"
         )
     for row in model.failed:
-        yield f"| {title(row)} | - | - | {row.kept['error'][:100]} | |"
+        yield f"| {title(row)} | - | - | {row.kept['error'].partition('. ')[0][:100]} | |"
     yield "\nAt equal measured peak, each row that no other of theirs beats:\n"
     yield "| theirs | peak MB | time | ours within it | peak MB | time |"
     yield "|---|--:|--:|---|--:|--:|"
@@ -135,9 +135,8 @@ def fidelity(models: list[Model]) -> Iterator[str]:
 def preparation(models: list[Model]) -> Iterator[str]:
     """Seconds before the first step is done."""
     yield (
-        "Rows are set up side by side on the same cores, and not equally many at a time: these are "
-        "longer than a row alone takes, and do not compare methods. On a CPU, what compilers first "
-        "import and probe for is done before.\n"
+        "Rows are set up side by side on the same cores: these are longer than a row alone takes, "
+        "and do not compare methods. On a CPU, what compilers first import is imported before.\n"
     )
     yield "| | " + " | ".join(model.name for model in models) + " |"
     yield "|---|" + "--:|" * len(models)
