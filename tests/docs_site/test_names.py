@@ -26,7 +26,7 @@ OUTPUT = re.compile(r"^```text\n.*?^```$|--out \S+", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = OUTPUT.sub("", page.read_text(encoding="utf-8"))
-    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    missing = [path for path in PATH.findall(text) if not (_is_any(path) or (ROOT / path).exists())]
     missing += [name for name in SCRIPT.findall(text) if not _is_script(name)]
     missing += [f"remat{name}" for name in NAME.findall(text) if not _is_defined(f"remat{name}")]
     assert missing == []
@@ -37,6 +37,11 @@ def test_every_folder_of_the_packages_is_in_the_table() -> None:
     listed = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
     folders = {str(path.parent.relative_to(ROOT)) for path in sources().values()}
     assert sorted(listed) == sorted(folders)
+
+
+def _is_any(path: str) -> bool:
+    """Whether it stands for a file of the reader's, as `solver/FAMILY/NAME.py` does."""
+    return "NAME" in path
 
 
 def _is_script(name: str) -> bool:
