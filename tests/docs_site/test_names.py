@@ -19,6 +19,7 @@ TOPS = (*PACKAGES, "benchmarks", "docs", "examples", "notebooks", "tests")
 PATH = re.compile(rf"(?<![\w/.])(?:\.\./)*((?:{'|'.join(TOPS)})/[\w./-]*[\w/])(?![-*\w])")
 SCRIPT = re.compile(r"python -m ((?:benchmarks|tests)[.\w]*\w)")
 NAME = re.compile(r"(?<![\w/.\"'])remat((?:\.[A-Za-z_]\w*)+)")
+DEFINED = re.compile(r"`([A-Za-z_.]+)` (?:in |\()`([\w/]+\.py)`")
 OUTPUT = re.compile(r"^```text\n.*?^```$|--out \S+", re.MULTILINE | re.DOTALL)
 """What a command printed, which names ops such as `remat.dropout`, and files that it will write."""
 
@@ -37,6 +38,14 @@ def test_every_folder_of_the_packages_is_in_the_table() -> None:
     listed = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
     folders = {str(path.parent.relative_to(ROOT)) for path in sources().values()}
     assert sorted(listed) == sorted(folders)
+
+
+def test_what_the_architecture_names_is_defined_in_the_file_that_it_names() -> None:
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split())
+    found = DEFINED.findall(text)
+    assert len(found) > 30
+    defined = {path: _defined_in(ROOT / path) for _, path in found}
+    assert [pair for pair in found if pair[0].split(".")[-1] not in defined[pair[1]]] == []
 
 
 def _is_any(path: str) -> bool:
