@@ -2,8 +2,7 @@
 
 What is between `<!-- table -->` and `<!-- /table -->` is made from the file that
 `benchmarks.solvers` wrote. What is between `<!-- solvers -->` and `<!-- /solvers -->` is made from
-the headers of the solvers' files. The rest of the document stays. The overhead of each solver on
-each graph is too long for the document: it goes to a file beside the results.
+the headers of the solvers' files. The rest of the document stays.
 """
 
 from __future__ import annotations
@@ -45,7 +44,10 @@ def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
 
 
 def detail_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
-    """The overhead and the seconds of each solver on each graph."""
+    """The overhead and the seconds of each solver on each graph.
+
+    They are too long for the document, and go to a file beside the results.
+    """
     lines = ["# Overhead by solver and graph", ""]
     lines += [f"Made by `python -m benchmarks.solver_table`. {made_on(cells)}"]
     for graph in graphs:
