@@ -1,4 +1,4 @@
-"""What is said where no schedule fits."""
+"""What is said when no schedule fits the budget."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from remat.solver.result import Result
 
 
 def infeasible_text(result: Result) -> str:
-    """One sentence each: what was asked, what is possible, what holds it, what to try.
+    """What was asked, what is possible, what holds that peak, and what to try.
 
-    And, where the budget is below it, the floor; and what is proved to be needed.
+    The floor too, if the budget is below it; and the bytes that are proved to be needed.
     """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if not least:

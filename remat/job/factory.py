@@ -210,10 +210,10 @@ def _explained(doing: str) -> Generator[None]:
         raise
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FactoryError(f"{doing} raised {what} ({_place(error)})") from error
+        raise FactoryError(f"{doing} raised {what} ({_raised_at(error)})") from error
 
 
-def _place(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside the import machinery and this file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import remat.solver as solvers
-from remat.budgets import parse_budget, resolve_budget, unmodified
+from remat.budgets import Budget, parse_budget, unmodified
 from remat.checks import failures, is_checked
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
@@ -21,8 +21,9 @@ from remat.job.factory import Loaded, call, load
 from remat.job.fitted import Fit, SizeTried
 from remat.job.opened import Captured, captured_model
 from remat.job.pipeline import check_schedule, trace_loaded
-from remat.job.request import Request, Stopwatch
+from remat.job.request import Request
 from remat.job.size_search import Range, largest
+from remat.job.stopwatch import Stopwatch
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 
@@ -50,7 +51,7 @@ def fit(
     each_s: float = EACH_S,
     check: bool | None = None,
     request: Request | None = None,
-    stages: Stopwatch | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> Fit:
     """The largest size at which a plan fits the budget with no more than `max_overhead`.
 
@@ -74,7 +75,7 @@ def fit(
     """
     search = FitSearch(
         factory, vary, Range(step, most, step), max_overhead,
-        request or Request(str(budget)), stages or Stopwatch(), each_s,
+        request or Request(str(budget)), stopwatch or Stopwatch(), each_s,
     )  # fmt: skip
     return search.run(budget, sizes or (2 * step, 4 * step), check)
 
@@ -89,7 +90,7 @@ class FitSearch:
         sizes: Range,
         max_overhead: float,
         request: Request,
-        stages: Stopwatch,
+        stopwatch: Stopwatch,
         each_s: float = EACH_S,
     ) -> None:
         if not (0 < sizes.step <= sizes.most):
@@ -97,9 +98,9 @@ class FitSearch:
         if max_overhead < 0:
             raise SolverError(f"the overhead must be 0 or more, not {max_overhead}")
         self.factory, self.vary, self.sizes = factory, vary, sizes
-        self.max_overhead, self.request, self.stages = max_overhead, request, stages
+        self.max_overhead, self.request, self.stopwatch = max_overhead, request, stopwatch
         self.each_s = each_s
-        self.budget_bytes = 0
+        self.budget, self.budget_bytes = Budget("auto"), 0
         self.graphs: dict[int, TrainingGraph] = {}
         self.tried: dict[int, SizeTried] = {}
         self.best: tuple[int, Captured, Result] | None = None
@@ -108,34 +109,25 @@ class FitSearch:
         self, budget: str | SupportsIndex, first: tuple[int, int], check: bool | None = None
     ) -> Fit:
         """Capture at the two first sizes, guess, and settle the answer by captures."""
-        if parse_budget(budget).kind in ("share", "min"):
+        self.budget = parse_budget(budget)
+        if self.budget.is_of_the_step:
             raise BudgetError(
                 f"budget {budget!r} is another one at each size: give bytes, 8GiB, or auto"
             )
         small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
         if small == large:
             raise SolverError(f"the two first sizes are the same, {small}: give two others")
-        held = [size for size in (small, large) if self._holds_at(size, budget)]
+        held = [size for size in (small, large) if self._holds(size)]
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
         fits = max((size for size in held if fails is None or size < fails), default=None)
         size = largest(self.sizes, self._holds, self._guess, fits, fails)
         return self._fit(size or 0, check)
 
-    def _holds_at(self, size: int, budget: str | SupportsIndex) -> bool:
-        """As `_holds`; a budget in words is made bytes at the first capture."""
-        if not self.budget_bytes:
-            parsed = parse_budget(budget)
-            self.budget_bytes = parsed.size_bytes or resolve_budget(self._graph(size), budget)
-        return self._holds(size)
-
-    def _graph(self, size: int) -> TrainingGraph:
-        return self._captured(size).graph
-
     def _captured(self, size: int) -> Captured:
         """Build the model at a size, trace and price it."""
-        with self.stages.stage("load", f"building {self.vary}={size}"):
+        with self.stopwatch.stage("load", f"building {self.vary}={size}"):
             loaded = self._load(size).on(self.request.device)
-        captured = captured_model(loaded, self.request, self.stages)
+        captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
         return captured
 
@@ -148,7 +140,9 @@ class FitSearch:
     def _holds(self, size: int) -> bool:
         """Capture and solve at a size; the plan of the largest that fits is kept."""
         captured = self._captured(size)
-        with self.stages.stage("solve", f"solving at {self.vary}={size}"):
+        # What `auto` means is settled by the first capture, and the same for all later ones.
+        self.budget_bytes = self.budget_bytes or self.budget.bytes_for(captured.graph)
+        with self.stopwatch.stage("solve", f"solving at {self.vary}={size}"):
             result = self._solve(captured.graph, self.each_s)
         one = self._tried(size, captured.graph, result)
         self.tried[size] = one
@@ -197,7 +191,7 @@ class FitSearch:
         pair = self._pair(fits, fails)
         if pair is None:
             return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
-        with self.stages.stage("guess", f"guessing {self.vary} from two captures"):
+        with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
             return self._largest_guessed(fits, top, pair)
 
     def _largest_guessed(self, low: int, top: int, pair: Pair) -> int:
@@ -280,13 +274,9 @@ class FitSearch:
         if not is_checked(captured.graph, check):
             return None
         request = self.request
-        with self.stages.stage("check", "running a step of the answer"):
-            traced = trace_loaded(
-                captured.loaded, request.optimizer, request.accumulate, request.device
-            )
-            found = check_schedule(
-                captured.loaded, traced, result.schedule, request.optimizer, request.accumulate
-            )
+        with self.stopwatch.stage("check", "running a step of the answer"):
+            traced = trace_loaded(captured.loaded, request)
+            found = check_schedule(captured.loaded, traced, result.schedule, request)
         failed = failures(found, self.budget_bytes)
         if failed:
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")

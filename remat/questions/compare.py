@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
-from remat.budgets import resolve_budget, unmodified
+from remat.budgets import parse_budget, unmodified
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
@@ -85,7 +85,7 @@ def _budgets(
             found.setdefault(size_bytes, "")
     else:
         for one in budgets:
-            size_bytes = resolve_budget(graph, one, time_limit_s=time_limit_s)
+            size_bytes = parse_budget(one).bytes_for(graph, time_limit_s=time_limit_s)
             found.setdefault(size_bytes, str(one))
     return dict(sorted(found.items(), reverse=True))
 
