@@ -20,8 +20,9 @@ BUDGETS = ",".join(DEFAULT_BUDGETS)
 BudgetList = Annotated[
     str,
     typer.Option(
-        help="50%,2GiB,... or how many from the least peak to the unmodified one",
-        show_default=BUDGETS,
+        help="50%,2GiB,... or how many from the least peak to the unmodified one; "
+        f"{BUDGETS} where none is named",
+        show_default=False,
     ),
 ]
 

@@ -20,7 +20,7 @@ WhyOf = Annotated[
 ]
 EachLimit = Annotated[float, typer.Option(min=0.0, help="seconds for each further solve")]
 DOING = {
-    "why": "solving with single ops turned round",
+    "why": "solving with single ops pinned the other way",
     "price": "pricing memory",
     "least": "looking for the least budget",
     "rules": "trying simple rules",

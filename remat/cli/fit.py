@@ -18,7 +18,9 @@ from remat.job.request import Request
 from remat.job.size_search import Range
 
 Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
-MaxOverhead = Annotated[str, typer.Option(help="of the step that keeps everything, such as 10%")]
+MaxOverhead = Annotated[
+    str, typer.Option(help="most extra time over the step that keeps everything, such as 10%")
+]
 FirstSizes = Annotated[
     str, typer.Option("--sizes", help="the two to capture first, such as 8,16; default 2,4 steps")
 ]

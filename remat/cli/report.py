@@ -41,7 +41,7 @@ FrontFile = Annotated[
 ]
 Measure = Annotated[
     bool,
-    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it has"),
+    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it takes"),
 ]
 Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 As = Annotated[

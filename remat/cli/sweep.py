@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -29,8 +29,9 @@ BUDGETS = "12"
 BudgetList = Annotated[
     str,
     typer.Option(
-        help="how many, from the least peak to the unmodified one, or 50%,2GiB,...",
-        show_default=BUDGETS,
+        help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; "
+        f"{BUDGETS} where none is named",
+        show_default=False,
     ),
 ]
 Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
@@ -48,7 +49,7 @@ def sweep_verb(
     output: options.Output = None,
 ) -> None:
     """Show the time of the step against the budget, with the bound at each."""
-    wanted = asked_budgets(budgets, budget, BUDGETS)
+    wanted = asked_budgets(budgets, budget)
     for name in solver:
         make_solver(name, order=request.order)
     check_jobs(jobs)
@@ -68,8 +69,8 @@ def sweep_verb(
     session.conclude(INFEASIBLE, [] if found else ["no schedule was found at any budget"])
 
 
-def asked_budgets(text: str, named: list[str], default: str) -> Budgets:
-    """How many budgets, or which: those of ``--budgets``, or each that ``--budget`` names.
+def asked_budgets(text: str, named: Sequence[str] = (), default: str = BUDGETS) -> Budgets:
+    """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names.
 
     Raises
     ------

@@ -80,8 +80,8 @@ def load(name: str, **sizes: int) -> Loaded:
 
     Parameters
     ----------
-    name : ``path/to/file.py:factory``, from anywhere on disk, with the file's own folder
-        importable meanwhile; or ``package.module:factory``.
+    name : ``path/to/file.py:factory``, from anywhere on disk, which can import what is in its own
+        folder; or ``package.module:factory``.
     **sizes : keyword arguments for the factory, such as ``batch=8``.
 
     Raises

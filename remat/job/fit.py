@@ -1,7 +1,7 @@
 """The largest batch, or sequence, that trains within a budget at a bearable overhead.
 
-Two captures at two sizes say how bytes and prices grow. Between them and beyond, sizes are guessed
-on graphs made from these two; the answer and the size after it are real captures, each solved.
+Sizes are guessed on graphs made from two captures (`two_captures.py`). The answer and the size
+after it are captured, priced and solved, so both are as sure as any plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
 from remat.checks import failures, is_checked
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
+from remat.graph_capture.derived.between_sizes import graph_at
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
@@ -24,11 +24,11 @@ from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.request import Request
 from remat.job.size_search import Range, largest
 from remat.job.stopwatch import Stopwatch
+from remat.job.two_captures import Pair, pair_near, unmodified_reaches
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 
 Factory = str | Callable[..., Any]
-Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
 EACH_S = 10.0
 """Seconds that the solve at a size may take."""
 MOST = 1 << 20
@@ -36,7 +36,7 @@ MOST = 1 << 20
 GUESS_S = 2.0
 """Seconds that a solve of a guess may take."""
 GROWTH = 4
-"""How far beyond the largest captured size a guess may go at once."""
+"""How many times the largest captured size a guess may be."""
 
 
 def fit(
@@ -57,21 +57,22 @@ def fit(
 
     Parameters
     ----------
-    factory : as the command line names one, or the function itself; it takes `vary` as a keyword
-        and returns a model and a batch of that size.
+    factory : a function, or ``path/to/file.py:factory``. It takes `vary` as a keyword, and returns
+        a model and a batch of that size.
     vary : ``batch``, ``sequence``, or whatever the factory calls it.
-    budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the step that keeps all.
+    budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the time of the step that
+        keeps everything.
     sizes : the two that are captured first; 2 and 4 times `step` if left out.
     step : sizes are multiples of it. most : no larger size is tried.
     each_s : seconds that a solve may take.
-    check : run a step of the answer and measure its peak; left at None, where the unmodified step
-        fits into free memory and the device is here.
+    check : run a step of the answer and measure its peak. None does so if the unmodified step fits
+        into free memory. Nothing runs for a device that is not here.
     request : how to capture and solve: optimizer, device, solver, pins.
 
     Raises
     ------
-    FactoryError : the factory takes no such argument, or fails. BudgetError : a budget that depends
-        on the size. SolverError : sizes without meaning.
+    FactoryError : the factory takes no such argument, or fails. BudgetError : the budget is another
+        one at each size. SolverError : the sizes make no sense.
     """
     search = FitSearch(
         factory, vary, Range(step, most, step), max_overhead,
@@ -188,7 +189,7 @@ class FitSearch:
         """The largest size between that is thought to hold, on graphs from two captures."""
         step, known = self.sizes.step, max(self.graphs)
         top = min(self.sizes.most, known * GROWTH) if fails is None else fails - step
-        pair = self._pair(fits, fails)
+        pair = pair_near(self.graphs, fits, fails)
         if pair is None:
             return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
         with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
@@ -205,6 +206,7 @@ class FitSearch:
         return low
 
     def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
+        """Whether a plan for a guessed graph is found; the cheap answers come first."""
         if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
             return False
         if solvers.solve(graph, self.budget_bytes, "store_all").schedule is not None:
@@ -213,36 +215,10 @@ class FitSearch:
             return False
         return self._is_fit(self._solve(graph, min(self.each_s, GUESS_S)))
 
-    def _pair(self, near: int, fails: int | None = None) -> Pair | None:
-        """Two captures of the same step, to guess between or beyond.
-
-        What holds and what does not, where both are known; else the nearest, and the nearest to it
-        that is well away.
-        """
-        if near in self.graphs and fails is not None and self._are_alike(near, fails):
-            return (near, self.graphs[near]), (fails, self.graphs[fails])
-        by_distance = sorted(self.graphs, key=lambda size: abs(size - near))
-        one = by_distance[0]
-        away = [size for size in by_distance if abs(size - one) * 4 >= one]
-        for other in away:
-            if other != one and self._are_alike(one, other):
-                return (one, self.graphs[one]), (other, self.graphs[other])
-        return None
-
-    def _are_alike(self, one: int, other: int) -> bool:
-        return is_same_step(self.graphs[one], self.graphs[other])
-
     def _without_plan(self, near: int) -> int:
-        """The largest size whose unmodified step fits, by a line through two captures; else 0."""
-        pair = self._pair(near)
-        if pair is None:
-            return 0
-        (size, first), (other, second) = pair
-        here, there = unmodified(first).peak_bytes, unmodified(second).peak_bytes
-        slope = (there - here) / (other - size)
-        if slope <= 0:
-            return 0
-        reached = int(size + (self.budget_bytes - here) / slope)
+        """The largest size whose unmodified step is thought to fit; 0 where none is."""
+        pair = pair_near(self.graphs, near)
+        reached = 0 if pair is None else unmodified_reaches(pair, self.budget_bytes)
         return max(self.sizes.below(reached), 0) if reached >= self.sizes.least else 0
 
     def _fit(self, size: int, check: bool | None) -> Fit:

@@ -59,7 +59,7 @@ def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
 
 
 def again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
-    """What runs again, by kind of op and for attention, the floor if above, a simpler way."""
+    """What runs again, by kind of op and in attention; the floor; a simpler way if there is one."""
     attention = result.attention
     return {
         "recomputed": [kind._asdict() for kind in again.kinds if kind.recomputed],

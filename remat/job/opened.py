@@ -44,8 +44,8 @@ class Opened:
 
     Attributes
     ----------
-    result : rebuilt by the simulator where it comes of a plan; None where neither a plan nor a
-        budget was given. Its schedule is None where nothing fits.
+    result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
+        a budget was given. Its schedule is None where nothing fits.
     """
 
     graph: TrainingGraph
@@ -119,6 +119,7 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
     """A plan on its own graph, or on the one that is given."""
     schedule, bound_us = schedule_in(kept), 0.0
     if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
+        # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = judge_plan(kept, name)
         if graph is None or own == graph:
             graph = own

@@ -73,7 +73,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What a passed check would not say; empty where all is well."""
+        """What fails the check; empty where nothing does, or none was run."""
         return failures(self.check, self.result.budget_bytes) if self.check else []
 
 
@@ -181,14 +181,14 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
         checked = check_schedule(loaded, traced, result.schedule, request)
     with stopwatch.stage("compare", "measuring chen_sqrt"):
         compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
-    return replace(report, rows=_measured(report.rows, checked, compared), check=checked)
+    return replace(report, rows=_rows_as_run(report.rows, checked, compared), check=checked)
 
 
 def _row(name: str, result: Result) -> Row:
     return Row(name, result.peak_bytes, result.time_us, result.overhead)
 
 
-def _measured(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
+def _rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
     """The rows of the unmodified step, of `chen_sqrt` and of the plan with what was measured."""
     base, chen, plan = rows
     base = replace(

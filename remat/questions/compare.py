@@ -41,7 +41,7 @@ def compare(
     plan : a result to set beside them; its budget is one of those compared.
     time_limit_s : for all budgets of one solver together, in seconds.
     tell : called with a solver's name, how many are done, and of how many.
-    **options : `keep` and `recompute`.
+    **options : `keep`, `recompute` and `order`, as of `remat.solve`.
 
     Raises
     ------
@@ -57,7 +57,9 @@ def compare(
         if tell is not None:
             tell(name, i, len(names))
         fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
-    bounds = tuple(_bound(graph, size_bytes, fronts, plan) for size_bytes in asked)
+    # The bound of a plan holds for the captured order, so it says nothing of free ones.
+    bounding = plan if options.get("order", "fixed") == "fixed" else None
+    bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
     rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds)]
     rows += [_at_hand(THIS_PLAN, plan, bounds)] if plan is not None else []
     rows += [_compared(name, front, bounds) for name, front in fronts.items()]
