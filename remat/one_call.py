@@ -105,7 +105,7 @@ def rematerialize(
 
     Raises
     ------
-    BudgetError : no schedule fits; the message names the least budget known to.
+    BudgetError : no schedule fits; the message names the least budget that is known to fit.
     RewriteError : the check found a difference, or a measured peak above the budget.
     AgreementError : ranks of the group have different models or batches.
     RematError : the model cannot be captured, or an option is unknown.
@@ -118,21 +118,11 @@ def rematerialize(
     from remat.schedules.before_sharding import before_sharding
 
     known = as_profile(profile)
-    if sharding.blocks:
-        raise RewriteError(
-            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
-            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
-        )
-    if compile and (sharding.kind != "none" or group is not None):
-        raise RewriteError(
-            "compile=True takes neither a sharding nor a group: Inductor's code is looked at for "
-            "one rank, without what a wrapper holds. Leave out compile=True, or train on one rank"
-        )
+    _require_compatible(sharding, group, compile)
     traced = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target,
         optimizer=optimizer, accumulate=accumulate, sharding=sharding,
     )  # fmt: skip
-
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
 
     def at(target: str | SupportsIndex) -> Solved:
@@ -160,3 +150,17 @@ def rematerialize(
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         require_equal(model, module, batch, result.budget_bytes if is_bound else None)
     return module
+
+
+def _require_compatible(sharding: Sharding, group: ProcessGroup | None, is_compiled: bool) -> None:
+    """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
+    if sharding.blocks:
+        raise RewriteError(
+            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
+            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
+    if is_compiled and (sharding.kind != "none" or group is not None):
+        raise RewriteError(
+            "compile=True takes neither a sharding nor a group: Inductor's code is looked at for "
+            "one rank, without what a wrapper holds. Leave out compile=True, or train on one rank"
+        )
