@@ -1,19 +1,17 @@
-"""What is said when no schedule fits the budget."""
+"""What is said where no schedule fits."""
 
 from __future__ import annotations
 
 from remat.formats import bytes_text
-from remat.solver.result import INTERRUPTED, Result
+from remat.solver.result import Result
 
 
 def infeasible_text(result: Result) -> str:
-    """What was asked, what is possible, what holds that peak, and what to try.
+    """One sentence each: what was asked, what is possible, what holds it, what to try.
 
-    The floor too, if the budget is below it; and the bytes that are proved to be needed.
+    And, where the budget is below it, the floor; and what is proved to be needed.
     """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
-    if result.status == "time limit" and not result.message.startswith(INTERRUPTED):
-        return _out_of_time_text(result)
     if not least:
         return f"no schedule within {asked} was found. {result.message or 'Raise the budget'}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
@@ -29,17 +27,6 @@ def infeasible_text(result: Result) -> str:
         f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
         f"reach; its peak is held by {held}. {_floor_text(result)}Try --budget {least_mib}MiB, "
         "a smaller batch, or --budget min"
-    )
-
-
-def _out_of_time_text(result: Result) -> str:
-    """A search that was cut short says nothing against the budget, so this asks for more time."""
-    least = result.least_feasible_bytes
-    known = f"; the least found to fit until then is {bytes_text(least)}" if least else ""
-    return (
-        f"no schedule within {bytes_text(result.budget_bytes)} was found before the time limit, "
-        f"after {result.wall_s:.1f} s{known}. {_floor_text(result)}Give a longer --time-limit "
-        "(time_limit_s), or a larger budget"
     )
 
 
