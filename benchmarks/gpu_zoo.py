@@ -25,6 +25,8 @@ from remat.graph_capture.errors import RematError
 from remat.job import pipeline
 from remat.job.factory import Loaded, load
 from remat.job.json_report import report_json
+from remat.job.request import Request
+from remat.job.stopwatch import Stopwatch
 from tests.zoo.catalogue import ZOO
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -52,11 +54,10 @@ def _of_the_zoo(case: Any) -> Loaded:
 
 def measured(build: Build, device: str, budget: str) -> dict[str, Any]:
     """What `remat run --json` says of a model, for the least budget where `budget` is below it."""
-    stages = pipeline.Stages()
-    report = None
+    stopwatch, report = Stopwatch(), None
     for asked in (budget, "min"):
-        request = pipeline.Request(asked, time_limit_s=LIMIT_S, device=device)
-        report = pipeline.run(build().on(device), request, stages)
+        request = Request(asked, time_limit_s=LIMIT_S, device=device)
+        report = pipeline.run(build().on(device), request, stopwatch)
         if report.result.schedule is not None:
             break
     assert report is not None

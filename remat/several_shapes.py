@@ -1,4 +1,4 @@
-"""One plan for each shape of batch: a module that plans as it meets them."""
+"""Batches of several shapes: a module that makes a plan when it first meets a shape."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
 MAX_PLANS = 16
+"""Plans that are kept. More are dropped with a warning: to plan at each step is slow."""
 PLANNED_LATER = {"args", "kwargs", "target"}
 
 
 class PlanCache(SharedState, nn.Module):
     """A module that shares every attribute with the user's, and trains by a plan for each shape.
 
-    As a rewritten module does, it has the user's ``__dict__`` itself. In training mode with
-    gradients enabled, a call whose batch has a new signature (structure, shapes, strides, dtypes,
-    values of what is no tensor) or comes under another autocast makes a plan, and keeps it;
-    otherwise the user's own forward runs.
+    Like a rewritten module, it has the user's ``__dict__`` itself. A call in training mode with
+    gradients enabled runs by the plan for its signature: structure, shapes, strides, dtypes,
+    values of what is no tensor, and autocast. A new signature makes a plan. Any other call runs
+    the user's own forward.
     """
 
     _plans: ClassVar[OrderedDict[Hashable, Any]]
@@ -109,8 +110,8 @@ def plan_cache(
     ----------
     budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
         unmodified peak at each shape.
-    max_plans : how many plans are kept; of more, the one that was used longest ago is given up,
-        with a warning.
+    max_plans : how many plans are kept. One more drops the plan that was used longest ago, with a
+        warning.
 
     Raises
     ------

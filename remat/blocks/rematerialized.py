@@ -12,7 +12,7 @@ from torch import nn
 from remat.agreement import agreed
 from remat.blocks.planning import BlockPlanner, BlocksPlan
 from remat.blocks.tracing import TracedBlocks, trace_blocks
-from remat.budgets import parse_budget, resolve_budget
+from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
@@ -137,7 +137,7 @@ def _refuse(model: nn.Module) -> None:
 def _within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
     if parse_budget(budget).kind == "min":
         return planner.plan(planner.least_bytes())
-    plan = planner.plan(resolve_budget(planner.eager, budget))
+    plan = planner.plan(parse_budget(budget).bytes_for(planner.eager))
     if plan.result.schedule is None:
         raise BudgetError(infeasible_text(plan.result))
     return plan

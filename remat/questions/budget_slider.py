@@ -6,7 +6,7 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from remat.budgets import resolve_budget, unmodified
+from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.errors import SolverError
@@ -46,7 +46,7 @@ class BudgetSlider:
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
         self._unmodified = unmodified(graph)
         self._solved: dict[int, Result] = {}
-        least_bytes = resolve_budget(graph, "min", **self._asked)
+        least_bytes = parse_budget("min").bytes_for(graph, **self._asked)
         self.least_percent = min(-(-100 * least_bytes // self._unmodified.peak_bytes), 100)
 
     def at(self, percent: int) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
-from remat.budgets import resolve_budget, unmodified
+from remat.budgets import parse_budget, unmodified
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
@@ -41,7 +41,7 @@ def compare(
     plan : a result to set beside them; its budget is one of those compared.
     time_limit_s : for all budgets of one solver together, in seconds.
     tell : called with a solver's name, how many are done, and of how many.
-    **options : `keep` and `recompute`.
+    **options : `keep`, `recompute` and `order`, as of `remat.solve`.
 
     Raises
     ------
@@ -57,7 +57,9 @@ def compare(
         if tell is not None:
             tell(name, i, len(names))
         fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
-    bounds = tuple(_bound(graph, size_bytes, fronts, plan) for size_bytes in asked)
+    # The bound of a plan holds for the captured order, so it says nothing of free ones.
+    bounding = plan if options.get("order", "fixed") == "fixed" else None
+    bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
     rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds)]
     rows += [_at_hand(THIS_PLAN, plan, bounds)] if plan is not None else []
     rows += [_compared(name, front, bounds) for name, front in fronts.items()]
@@ -85,7 +87,7 @@ def _budgets(
             found.setdefault(size_bytes, "")
     else:
         for one in budgets:
-            size_bytes = resolve_budget(graph, one, time_limit_s=time_limit_s)
+            size_bytes = parse_budget(one).bytes_for(graph, time_limit_s=time_limit_s)
             found.setdefault(size_bytes, str(one))
     return dict(sorted(found.items(), reverse=True))
 

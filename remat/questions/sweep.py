@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
-from remat.budgets import resolve_budget
+from remat.budgets import parse_budget
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
@@ -105,7 +105,8 @@ def in_bytes(
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
         return spread(graph, count, time_limit_s=time_limit_s, **pins)
-    return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets], []
+    limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
+    return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
 
 
 def price_text(price: GibPrice) -> str:

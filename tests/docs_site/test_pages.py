@@ -74,7 +74,7 @@ def test_every_verb_is_on_the_page_of_the_command_line() -> None:
     from remat.cli.main import app
 
     page = command_page.command_page()
-    verbs = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    verbs = [command.name for command in app.registered_commands]
     assert verbs
     assert all(f"## `remat {verb}`" in page for verb in verbs)
 

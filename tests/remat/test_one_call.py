@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import remat
-from remat import one_call as api
+from remat import budgets, checks
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.rewriter.checking import check as checking
 from remat.schedules.simulate import simulate
@@ -54,10 +54,10 @@ def test_the_first_notebook_keeps_to_its_budget() -> None:
 def test_budgets_of_every_kind_mean_bytes() -> None:
     model, args, *_ = make("dropout")
     graph = remat.capture(model, args)
-    peak_bytes = api.unmodified(graph).peak_bytes
-    assert api.resolve_budget(graph, "60%") == int(0.6 * peak_bytes)
-    assert api.resolve_budget(graph, 12345) == 12345
-    assert api.resolve_budget(graph, "auto") > peak_bytes
+    peak_bytes = budgets.unmodified(graph).peak_bytes
+    assert budgets.parse_budget("60%").bytes_for(graph) == int(0.6 * peak_bytes)
+    assert budgets.parse_budget(12345).bytes_for(graph) == 12345
+    assert budgets.parse_budget("auto").bytes_for(graph) > peak_bytes
     least = remat.solve(graph, "min")
     assert least.schedule is not None
     assert least.peak_bytes <= least.budget_bytes < 0.6 * peak_bytes
@@ -98,7 +98,7 @@ def test_the_check_is_left_out_where_the_unmodified_step_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, args, *_ = make("plain")
-    monkeypatch.setattr(api, "auto_bytes", lambda _: 1000)
+    monkeypatch.setattr(checks, "auto_bytes", lambda _: 1000)
     monkeypatch.setattr(checking, "check", lambda *_, **__: pytest.fail("ran the step"))
     with pytest.warns(UserWarning, match=r"not checked against the unmodified step"):
         remat.rematerialize(model, args, budget="80%")

@@ -78,3 +78,11 @@ def test_a_number_of_budgets_is_spread_over_them() -> None:
     found = remat.compare(priced_gpt(), 3, ["full"], time_limit_s=5)
     assert len(found.bounds) == 3
     assert found.as_json()["best"]
+
+
+def test_a_bound_in_captured_order_is_not_said_of_free_orders() -> None:
+    found = remat.compare(
+        priced_gpt(), ["75%"], ["exhaustive"], plan=plan(), time_limit_s=10, order="free"
+    )
+    assert plan().lower_bound_us > found.base_us
+    assert [bound.solver for bound in found.bounds] == [""] * len(found.bounds)
