@@ -87,7 +87,7 @@ def rematerialize_blocks(
 
     def make() -> BlocksPlan:
         planner = BlockPlanner(traced, price(traced.whole, profile=known), sharding, time_limit_s)
-        return _within(planner, budget)
+        return _plan_within(planner, budget)
 
     plan = agreed(make, BlocksPlan, traced.hash, group)
     made = _rewritten(model, traced, plan)
@@ -134,7 +134,7 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
+def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
     if parse_budget(budget).kind == "min":
         return planner.plan(planner.least_bytes())
     plan = planner.plan(resolve_budget(planner.eager, budget))

@@ -75,7 +75,7 @@ def report(
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     session = Session(as_json=as_json, debug=debug)
     with session.guarded():
-        from remat.questions.report import facts_of, fronts_in
+        from remat.questions.report import fronts_in, page_facts
         from remat.schedules.report.data import page_data
         from remat.schedules.report.page import render
 
@@ -91,7 +91,7 @@ def report(
         solved = opened.solved
         step = _measured(session, source, solved, request) if measure else None
         with session.stages.stage("report", "writing the report"):
-            facts = facts_of(opened.graph, solved, known, step)
+            facts = page_facts(opened.graph, solved, known, step)
             page = page_data(facts)
             _write(session, output, render(facts, page).encode(), "report")
         if as_json:

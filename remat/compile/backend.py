@@ -81,7 +81,7 @@ def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pa
     frame = _frame()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
     base_bytes = shared.base_bytes(frame, held_bytes + stock.replay.peak_bytes)
-    budget_bytes, found = _within(asked, search, stock, held_bytes, base_bytes)
+    budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes)
     shared.note(frame, step, found.replay, stock.replay, budget_bytes)
     remember(
         CompiledPlan(
@@ -115,7 +115,7 @@ def _recomputed(found: Candidate) -> int:
     return sum(count - 1 for count in counts.values())
 
 
-def _within(
+def _chosen(
     asked: CompileOptions, search: PlanSearch, stock: Candidate, held_bytes: int, base_bytes: int
 ) -> tuple[int, Candidate]:
     """The budget in bytes, and the candidate chosen under it."""

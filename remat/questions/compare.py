@@ -140,14 +140,14 @@ def _compared(name: str, front: Front | SolverError, bounds: tuple[Bound, ...]) 
     if isinstance(front, SolverError):
         return Compared(name, (), 0.0, str(front))
     results = {point.budget_bytes: point.result for point in front.points}
-    cells = tuple(_cell(results[bound.budget_bytes], bound) for bound in bounds)
+    cells = tuple(_solved_cell(results[bound.budget_bytes], bound) for bound in bounds)
     return Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
 def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
     """A schedule at hand, which fits the budgets that its peak is within."""
     cells = [
-        _cell(result, bound)
+        _solved_cell(result, bound)
         if result.peak_bytes <= bound.budget_bytes
         else Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
         for bound in bounds
@@ -155,7 +155,7 @@ def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
     return Compared(name, tuple(cells), 0.0)
 
 
-def _cell(result: Result, bound: Bound) -> Cell:
+def _solved_cell(result: Result, bound: Bound) -> Cell:
     fits = result.schedule is not None
     over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
     return Cell(

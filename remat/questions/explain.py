@@ -18,7 +18,7 @@ from remat.questions.against_greedy import against_greedy
 from remat.questions.explanation import Explanation
 from remat.questions.least_budget import least_budget
 from remat.questions.simple_rules import simple_rules
-from remat.questions.solved_options import asked_again, schedule_of
+from remat.questions.solved_options import asked_again, planned
 from remat.questions.why import why
 from remat.schedules.verdicts.forced import forced
 from remat.schedules.verdicts.peak_holders import peak_holders
@@ -71,7 +71,7 @@ def explain(
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
-    parts, schedule = _Parts(tell), schedule_of(result)
+    parts, schedule = _Parts(tell), planned(result)
     asked = asked_again(schedule)
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))

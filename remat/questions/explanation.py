@@ -98,7 +98,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explanation_screen(found: Explanation) -> RenderableType:
     """All that was asked, the plan's figures first."""
-    parts: list[RenderableType] = [_headline(found), Text(), peak_text(found.at_peak)]
+    parts: list[RenderableType] = [_plan_line(found), Text(), peak_text(found.at_peak)]
     parts += [holders_table(found.at_peak), Text()]
     grid = Table.grid(padding=(0, 2, 0, 0))
     for name, said in sentences(found):
@@ -109,7 +109,7 @@ def explanation_screen(found: Explanation) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(found: Explanation) -> Text:
+def _plan_line(found: Explanation) -> Text:
     """Peak, budget, overhead and bound of the plan."""
     bound = found.lower_bound_us / found.base_us - 1 if found.base_us else 0.0
     proved = ", proved" if found.status == "optimal" else ""

@@ -13,8 +13,8 @@ from rich.text import Text
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.questions.tables import (
     plain_table,
-    price_text,
     rendered,
+    run_price_text,
     short_line,
     short_path,
     short_target,
@@ -37,7 +37,7 @@ By = Literal["value", "module", "op", "line"]
 
 def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> RenderableType:
     """What the step holds, largest first; who holds the peak where there is a plan."""
-    parts: list[RenderableType] = [_headline(found), Text()]
+    parts: list[RenderableType] = [_step_line(found), Text()]
     if found.by == "value":
         parts += [values_table(found.rows[:top], width), _marked(found)]
         parts += [_left_out(len(found.rows), top)]
@@ -46,7 +46,7 @@ def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> Re
     return Group(*parts)
 
 
-def _headline(found: Inspection) -> Text:
+def _step_line(found: Inspection) -> Text:
     line = Text.assemble((found.model, "bold"), f", {found.prices} on {found.device}")
     if found.at_peak is None:
         return line.append(f", {time_text(found.time_us)} a step with nothing recomputed")
@@ -82,7 +82,7 @@ def _wide_values(rows: Iterable[FoldedRow]) -> Table:
             f"x{row.count}" if row.count > 1 else "",
             verdict_text(row),
             bytes_text(row.size_bytes),
-            price_text(row),
+            run_price_text(row),
             Text(tensor_text(row)),
             Text(short_path(row.module)),
             Text(short_line(row.first.source)),
@@ -101,7 +101,7 @@ def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
         )
         lines += [f"  {line}" for line in (place, tensor_text(row)) if line]
         cell = Text("\n").join([Text(lines[0]), *(Text(line, style="dim") for line in lines[1:])])
-        table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), price_text(row))
+        table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), run_price_text(row))
     return table
 
 

@@ -33,11 +33,11 @@ def peak_text(held: PeakHolders) -> Text:
     again = f", run {held.run} of it" if held.run > 1 else ""
     return Text(
         f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
-        f"{_place(held)} runs{again}."
+        f"{_place_of_peak(held)} runs{again}."
     )
 
 
-def _place(held: PeakHolders) -> str:
+def _place_of_peak(held: PeakHolders) -> str:
     return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
 
 
@@ -48,7 +48,7 @@ def least_text(least: LeastBudget, solver: str) -> str:
     text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
     if least.at_peak is not None:
         held = least.at_peak
-        text += f"; {short_target(held.target)} of {_place(held)} sets it, in {held.phase}"
+        text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
         biggest = ", ".join(
             f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
             f"{bytes_text(row.size_bytes)}"

@@ -47,7 +47,7 @@ def report(
     ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
     OSError : the file cannot be written.
     """
-    facts = facts_of(graph, result, fronts, measured)
+    facts = page_facts(graph, result, fronts, measured)
     page = render(facts, page_data(facts))
     if path is not None:
         Path(path).write_text(page, encoding="utf-8")
@@ -68,7 +68,7 @@ def fronts_in(data: bytes) -> dict[str, Front]:
         return {front.solver: front}
 
 
-def facts_of(
+def page_facts(
     graph: TrainingGraph,
     result: Result,
     fronts: Mapping[str, Front] | Front | None = None,

@@ -33,7 +33,7 @@ def asked_again(schedule: Schedule) -> dict[str, Any]:
     return {"solver": name, **options, **pins_of(schedule)}
 
 
-def schedule_of(result: Result) -> Schedule:
+def planned(result: Result) -> Schedule:
     """The schedule of a result that has one."""
     assert result.schedule is not None, "checked before: nothing fits"
     return result.schedule

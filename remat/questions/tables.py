@@ -57,7 +57,7 @@ def verdict_text(row: FoldedRow) -> str:
     return row.first.verdict_text + (" *" if row.first.at_peak else "")
 
 
-def price_text(row: FoldedRow) -> str:
+def run_price_text(row: FoldedRow) -> str:
     """What one run of one layer's op costs; guessed prices say so."""
     cost_us = row.cost_us / row.count
     said = fine_time_text(cost_us)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.questions.solved_options import PINS, asked_again, pins_of, schedule_of
+from remat.questions.solved_options import PINS, asked_again, pins_of, planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
@@ -75,7 +75,7 @@ def why(
     ------
     GlobError : a glob matches nothing, or nothing in forward.
     """
-    schedule, asked = schedule_of(result), tuple(globs)
+    schedule, asked = planned(result), tuple(globs)
     if not asked:
         return ()
     pins = Pins.of(graph, **pins_of(schedule))
@@ -91,7 +91,7 @@ def _most_telling(row: ValueRow) -> tuple[bool, int]:
 
 
 def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s: float) -> Why:
-    schedule = schedule_of(result)
+    schedule = planned(result)
     op = graph.ops[graph.op_index[row.op]]
     runs = schedule.computations()[op.name]
     forced = _forced(graph, op, runs, pins)
@@ -117,7 +117,7 @@ def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
 
 def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: float) -> Turned:
     """Solve with the op kept where it is recomputed, and the other way round."""
-    schedule = schedule_of(result)
+    schedule = planned(result)
     is_recomputed = schedule.computations()[op.name] > 1
     one = {op.name: op.name}
     turned = (
