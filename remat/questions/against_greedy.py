@@ -49,6 +49,16 @@ class AgainstGreedy(msgspec.Struct, frozen=True):
     slower: float | None
     places: tuple[Elsewhere, ...]
 
+    @property
+    def best(self) -> Tried:
+        """The best greedy outcome."""
+        return self.tried[0]
+
+    @property
+    def dearer(self) -> tuple[Elsewhere, ...]:
+        """The places where the greedy plan spends more."""
+        return tuple(place for place in self.places if place.extra_us > 0)
+
 
 def against_greedy(
     graph: TrainingGraph, budget_bytes: int, *, each_s: float = 10.0

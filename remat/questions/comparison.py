@@ -1,4 +1,4 @@
-"""Solvers side by side, as a record and as a table."""
+"""The answer of `compare`: budgets against solvers and simple rules, and its screen."""
 
 from __future__ import annotations
 
@@ -115,9 +115,11 @@ def _overheads_table(found: Comparison, columns: range) -> Table:
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         table.add_row("", *(_asked(found.asked[i]) for i in columns))
+    best = {i: found.best(i) for i in columns}
     for row in found.rows:
         if not row.refused:
-            table.add_row(row.solver, *(_overhead_text(found, row, i) for i in columns))
+            cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
+            table.add_row(row.solver, *cells)
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
 
@@ -126,8 +128,7 @@ def _asked(text: str) -> Text:
     return Text("" if text == THIS_PLAN else text, style="dim")
 
 
-def _overhead_text(found: Comparison, row: Compared, i: int) -> str:
-    if not row.cells[i].fits:
+def _overhead_text(cell: Cell, is_best: bool) -> str:
+    if not cell.fits:
         return "-"
-    mark = " *" if row.solver in found.best(i) else ""
-    return percent_text(row.cells[i].overhead) + mark
+    return percent_text(cell.overhead) + (" *" if is_best else "")

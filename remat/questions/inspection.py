@@ -1,4 +1,4 @@
-"""What a plan does with each value, as a record and as a screen."""
+"""The answer of `inspect`: what a step holds and what a plan does with it, and its screen."""
 
 from __future__ import annotations
 
@@ -33,6 +33,46 @@ ROOMY = 76
 TOP = 20
 
 By = Literal["value", "module", "op", "line"]
+"""What values are summed by; ``value`` for one row a value."""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
+
+    Attributes
+    ----------
+    by : how `groups` are summed; ``value`` for no groups.
+    prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
+    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
+    at_peak : who holds the peak, None without a schedule.
+    values : one a value, after filters. rows : the same, identical layers folded.
+    """
+
+    model: str
+    device: str
+    prices: str
+    budget_bytes: int
+    time_us: float
+    overhead: float
+    by: By
+    at_peak: PeakHolders | None
+    values: tuple[ValueRow, ...]
+    rows: tuple[FoldedRow, ...]
+    groups: tuple[Sums, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The schedule's peak, 0 without one."""
+        return self.at_peak.peak_bytes if self.at_peak else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        return rendered(inspection_screen(self))
+
+    __repr__ = __str__
 
 
 def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> RenderableType:
@@ -133,44 +173,3 @@ def _group_name(group: Sums) -> Text:
     return Text(
         short_path(short_line(group.name)) + (f" x{group.count}" if group.count > 1 else "")
     )
-
-
-class Inspection(msgspec.Struct, frozen=True):
-    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
-
-    Attributes
-    ----------
-    by : how `groups` are summed; ``value`` for no groups.
-    prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
-    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
-    at_peak : who holds the peak, None without a schedule.
-    values : one a value, after filters. rows : the same, identical layers folded.
-    """
-
-    model: str
-    device: str
-    prices: str
-    budget_bytes: int
-    time_us: float
-    overhead: float
-    by: By
-    at_peak: PeakHolders | None
-    values: tuple[ValueRow, ...]
-    rows: tuple[FoldedRow, ...]
-    groups: tuple[Sums, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The schedule's peak, 0 without one."""
-        return self.at_peak.peak_bytes if self.at_peak else 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
-        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
-
-    def __str__(self) -> str:
-        from remat.questions.inspection import inspection_screen
-
-        return rendered(inspection_screen(self))
-
-    __repr__ = __str__
