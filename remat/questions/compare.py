@@ -1,4 +1,4 @@
-"""What `remat compare` and `remat.compare` return: solvers and simple rules at some budgets."""
+"""Makes the answer of `compare`: solves at each budget with each solver and simple rule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `remat explain` and `remat.explain` return: why a plan is as it is, and what would be else.
+"""Makes the answer of `explain`: why a plan is as it is, and what the alternatives cost.
 
-Every figure is one of `simulate` or of a real solve that is made here; `seconds` says how long
-these took.
+Every figure is one of `simulate` or of a real solve that is made here. The answer says how many
+seconds each part took.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The screens of `inspect`: tables that fit 60 columns, and say more where there is room."""
+"""Parts that several screens share: tables that fit 60 columns, and words for their cells."""
 
 from __future__ import annotations
 
