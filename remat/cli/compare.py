@@ -63,7 +63,7 @@ def compare(
         with session.stages.stage("compare", "solving at several budgets") as progress:
             found = compare_solvers(
                 opened.graph, wanted, names, plan=opened.result, time_limit_s=time_limit,
-                tell=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
+                progress=lambda name, i, total: progress(i, total, text=f"solving with {name}"),
                 keep=keep, recompute=recompute,
             )  # fmt: skip
         if as_json:

@@ -65,7 +65,7 @@ def explain(
                 opened.solved,
                 why_of=why,
                 each_s=each_limit,
-                tell=lambda part: progress(text=DOING[part]),
+                progress=lambda part: progress(text=DOING[part]),
             )
         if as_json:
             session.emit(found.as_json())

@@ -75,7 +75,7 @@ def sweep(
         with session.stages.stage("sweep", "solving at several budgets") as progress:
             fronts = sweep_graph(
                 graph, wanted, solvers=solver, time_limit_s=time_limit, jobs=jobs,
-                tell=_telling(progress), keep=keep, recompute=recompute, order=order.value,
+                progress=_telling(progress), keep=keep, recompute=recompute, order=order.value,
             )  # fmt: skip
         session.save(output, _kept(fronts), "front")
         if as_json:

@@ -30,7 +30,7 @@ def compare(
     *,
     plan: Result | None = None,
     time_limit_s: float = 60.0,
-    tell: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Comparison:
     """Solve at each budget with each solver.
@@ -40,7 +40,7 @@ def compare(
     budgets : how many, or each as `remat.solve` takes it. solvers : names of the table.
     plan : a result to set beside them; its budget is one of those compared.
     time_limit_s : for all budgets of one solver together, in seconds.
-    tell : called with a solver's name, how many are done, and of how many.
+    progress : called with a solver's name, how many are done, and of how many.
     **options : `keep` and `recompute`.
 
     Raises
@@ -54,8 +54,8 @@ def compare(
     asked = _budgets(graph, budgets, plan, time_limit_s)
     fronts: dict[str, Front | SolverError] = {}
     for i, name in enumerate(names):
-        if tell is not None:
-            tell(name, i, len(names))
+        if progress is not None:
+            progress(name, i, len(names))
         fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
     bounds = tuple(_bound(graph, size_bytes, fronts, plan) for size_bytes in asked)
     rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds)]

@@ -33,13 +33,13 @@ T = TypeVar("T")
 class _Parts:
     """Times each part, and tells which one is at hand."""
 
-    def __init__(self, tell: Callable[[str], None] | None) -> None:
-        self.tell = tell
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.progress = progress
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, make: Callable[[], T]) -> T:
-        if self.tell is not None:
-            self.tell(name)
+        if self.progress is not None:
+            self.progress(name)
         began_s = time.monotonic()
         made = make()
         self.seconds[name] = round(time.monotonic() - began_s, 3)
@@ -52,7 +52,7 @@ def explain(
     *,
     why_of: str | Iterable[str] = (),
     each_s: float = EACH_S,
-    tell: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Why a plan is as it is: its peak, the least budget, the worth of memory, what was forced.
 
@@ -62,7 +62,7 @@ def explain(
     why_of : globs over modules, values, ops and lines; for up to three forward ops, why they are
         kept or recomputed, by a solve each in which that is turned round.
     each_s : seconds that each further solve may take.
-    tell : called with the name of each part before it begins.
+    progress : called with the name of each part before it begins.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def explain(
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
-    parts, schedule = _Parts(tell), planned(result)
+    parts, schedule = _Parts(progress), planned(result)
     asked = asked_again(schedule)
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))

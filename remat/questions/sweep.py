@@ -30,7 +30,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: None = None,
-    tell: Tell | None = None,
+    progress: Tell | None = None,
     **options: Any,
 ) -> Front: ...
 
@@ -43,7 +43,7 @@ def sweep(
     solvers: Iterable[str],
     time_limit_s: float = 60.0,
     jobs: int = 1,
-    tell: Tell | None = None,
+    progress: Tell | None = None,
     **options: Any,
 ) -> dict[str, Front]: ...
 
@@ -56,7 +56,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: Iterable[str] | None = None,
-    tell: Tell | None = None,
+    progress: Tell | None = None,
     **options: Any,
 ) -> Front | dict[str, Front]:
     """The time of the step against its peak: solve at several budgets.
@@ -71,7 +71,7 @@ def sweep(
     time_limit_s : wall clock for all budgets together, in seconds; for each solver anew.
     jobs : how many solves run at once; -1 for as many as there are cores. Inside
         ``joblib.parallel_config(backend="dask")`` they run on that cluster.
-    tell : called with how many budgets are done, and of how many.
+    progress : called with how many budgets are done, and of how many.
     **options : as of `remat.solve`, `keep` and `recompute` too.
 
     Returns
@@ -92,7 +92,7 @@ def sweep(
     asked, at_hand = in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
     left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
-        "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
+        "time_limit_s": left_s, "jobs": jobs, "tell": progress, "at_hand": at_hand, **options
     }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
