@@ -1,7 +1,7 @@
 """For `rematerialize(compile=True)`: a plan whose code by Inductor keeps to the budget.
 
 The peak of the code can be above that of the schedule, so `target_search` lowers the target until
-the code fits.
+the code fits. (`rewrite(compile=True)` is given one schedule, so it can only warn.)
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def compiled_within(
 ) -> tuple[RematModule, bool]:
     """The model by Inductor's code, and whether that is bound by the budget.
 
-    Where the least peak is asked for, the plan of the least peak is compiled, and a warning says
-    by how much its code is above.
+    Where the budget is the least peak, the plan of the least peak is compiled, and a warning says
+    by how much its code is above that.
 
     Parameters
     ----------

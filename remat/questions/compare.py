@@ -106,9 +106,9 @@ def _bound(
     fronts: dict[str, Front | SolverError],
     plan: Result | None,
 ) -> Bound:
-    """The highest bound that any solver proved; every op once where none did.
+    """The highest bound that any solver proved; the time of every op once where none did.
 
-    The plan's bound holds at its budget and at every smaller one.
+    The plan's bound holds at its budget and at every smaller one: less memory permits no more.
     """
     best = Bound(budget_bytes, 0.0, graph.time_us, "")
     if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
@@ -125,7 +125,7 @@ def _bound(
 
 
 def _is_below(budget_bytes: int, plan: Result) -> bool:
-    """Whether the bound of a plan in captured order holds at a budget."""
+    """Whether the plan's bound holds at a budget, for captured order as those of the other rows."""
     is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
     return is_fixed and budget_bytes <= plan.budget_bytes
 
@@ -145,7 +145,7 @@ def _compared(name: str, front: Front | SolverError, bounds: tuple[Bound, ...]) 
 
 
 def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
-    """A schedule at hand, which fits the budgets that its peak is within."""
+    """The row of a schedule at hand: it fits each budget that its peak is within."""
     cells = [
         _solved_cell(result, bound)
         if result.peak_bytes <= bound.budget_bytes

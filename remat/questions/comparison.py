@@ -17,7 +17,7 @@ THIS_PLAN = "this plan"
 
 NAME_COLUMNS = 24
 CELL_COLUMNS = 13
-"""Columns that a solver's name and a cell take."""
+"""Columns of the screen that a solver's name takes, and a cell."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -37,7 +37,10 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One solver at all budgets. refused : why it does not take this graph; then no cells."""
+    """One solver at all budgets.
+
+    `refused` says why it does not take this graph, and there are no cells then.
+    """
 
     solver: str
     cells: tuple[Cell, ...]

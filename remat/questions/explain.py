@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class _Parts:
-    """Times each part, and tells which one is at hand."""
+    """Times each part, and says which one begins."""
 
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         self.progress = progress
@@ -54,13 +54,15 @@ def explain(
     each_s: float = EACH_S,
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Why a plan is as it is: its peak, the least budget, the worth of memory, what was forced.
+    """Why a plan is as it is: who holds its peak, the least budget, what memory is worth.
+
+    Also what left no choice, whether a simple rule would do, and how greedy solvers compare.
 
     Parameters
     ----------
-    result : with a schedule of `graph`. Further solves go by its solver, options and pins.
-    why_of : globs over modules, values, ops and lines; for up to three forward ops, why they are
-        kept or recomputed, by a solve each in which that is turned round.
+    result : with a schedule of `graph`. Further solves use its solver, options and pins.
+    why_of : globs over modules, values, ops and lines. Up to three of the forward ops that match
+        are asked about, by a solve each in which the op is pinned the other way.
     each_s : seconds that each further solve may take.
     progress : called with the name of each part before it begins.
 

@@ -40,8 +40,8 @@ class Explanation(msgspec.Struct, frozen=True):
     unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
     at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
     price : what `price.step_bytes` more would save, and as many less would cost; the step is a GiB,
-        or 5 % of the peak where that is less. forced : what was forced, and by what.
-    rules : simple rules beside the plan, those that fit first. greedy : `cut` and greedy solvers.
+        or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
+    rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
     why : answers to what was asked about single values. seconds : of each part.
     """
 
@@ -133,7 +133,7 @@ def _plan_line(found: Explanation) -> Text:
 
 
 def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
-    """A question in a word, and its answer."""
+    """Each question in one word, with its answer."""
     yield "least", least_text(found.least, found.solver)
     yield "memory", price_said(found.price, is_whole_gib=found.is_whole_gib)
     for i, one in enumerate(found.forced):

@@ -27,10 +27,11 @@ from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.schedules.verdicts.rows import ValueRow
 
 WIDE = 110
-"""Columns from which each fact has a column of its own."""
+"""Columns of the screen from which each fact has a column of its own."""
 ROOMY = 76
-"""Columns from which the runs of a group are counted too."""
+"""Columns of the screen from which the runs of a group are counted too."""
 TOP = 20
+"""Rows that are shown unless more are asked for."""
 
 By = Literal["value", "module", "op", "line"]
 """What values are summed by; ``value`` for one row a value."""
@@ -45,7 +46,7 @@ class Inspection(msgspec.Struct, frozen=True):
     prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
     time_us, overhead : of the schedule, from `simulate`; of every op once without one.
     at_peak : who holds the peak, None without a schedule.
-    values : one a value, after filters. rows : the same, identical layers folded.
+    values : one row a value, after filters. rows : the same, identical layers folded.
     """
 
     model: str
@@ -76,7 +77,7 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> RenderableType:
-    """What the step holds, largest first; who holds the peak where there is a plan."""
+    """What the step holds and what a plan does with it, the largest first."""
     parts: list[RenderableType] = [_step_line(found), Text()]
     if found.by == "value":
         parts += [values_table(found.rows[:top], width), _marked(found)]
@@ -108,7 +109,7 @@ def _left_out(count: int, top: int) -> Text:
 
 
 def values_table(rows: Iterable[FoldedRow], width: int) -> Table:
-    """One line a folded row; in a narrow terminal three, with fewer columns."""
+    """One line for each row; in a narrow terminal up to three lines, and fewer columns."""
     return _wide_values(rows) if width >= WIDE else _narrow_values(rows)
 
 

@@ -21,9 +21,9 @@ from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.solver.budgets.price import GibPrice
 
 SAME = 1e-4
-"""Part of a step below which two are said to be as long."""
+"""Two steps whose times differ by less than this part are said to be equally long."""
 SHOWN = 3
-"""Values or modules that a sentence names."""
+"""Most values that a sentence names."""
 
 
 def peak_text(held: PeakHolders) -> Text:
@@ -84,7 +84,7 @@ def price_said(price: GibPrice, *, is_whole_gib: bool) -> str:
 
 
 def forced_text(one: Forced) -> str:
-    """How many ops a reason leaves no choice for, and what that holds."""
+    """A reason that leaves no choice, how many ops it is for, and the bytes that they keep."""
     ops = f"{one.ops} op" + ("s" if one.ops != 1 else "")
     held = f", {bytes_text(one.kept_bytes)} kept" if one.kept_bytes >= KIB else ""
     where = f" ({', '.join(map(short_path, one.places))})" if one.places else ""
@@ -110,7 +110,8 @@ def greedy_text(greedy: AgainstGreedy) -> str:
     """By how much `cut` beats the best greedy plan, and where."""
     best = greedy.best
     if not greedy.cut.fits:
-        return f"found nothing at this budget; {best.solver} {'did' if best.fits else 'neither'}"
+        others = f"{best.solver} did" if best.fits else "no greedy solver did either"
+        return f"found nothing at this budget; {others}"
     ours = f"cut {percent_text(greedy.cut.overhead)}"
     if greedy.slower is None:
         return f"{ours}; none of {', '.join(one.solver for one in greedy.tried)} finds a plan"

@@ -21,10 +21,9 @@ from remat.solver.budgets.front import Front
 from remat.solver.result import Result, at_least_budget
 
 RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
-"""Rules that people follow by hand, quick to solve; the page has them beside the plan."""
-
+"""Rules that people follow by hand, quick to solve; the page shows them beside the plan."""
 RULE_S = 0.5
-"""Seconds for each rule: on thousands of ops, one that has a knob does not try each setting."""
+"""Seconds for each rule. On thousands of ops, a rule does not try all settings that it has."""
 
 
 def report(
@@ -74,7 +73,7 @@ def page_facts(
     fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None,
 ) -> Facts:
-    """What the page tells of a result."""
+    """What the page says of a result."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
@@ -111,7 +110,7 @@ def rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]
 
 
 def points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
-    """The schedules of a front, judged anew.
+    """The schedules of a front, judged anew: anyone can edit the file that a front is kept in.
 
     Raises
     ------

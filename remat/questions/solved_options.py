@@ -1,4 +1,4 @@
-"""How a schedule was solved, so that the same can be asked again at another budget."""
+"""How a schedule was solved, so that the same can be solved at another budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from remat.solver import TABLE, solver_class
 from remat.solver.result import Result
 
 PINS = ("keep", "recompute")
+"""Options that every solver takes."""
 
 
 def solved_by(schedule: Schedule) -> str:
-    """The solver of the table that made it; ``auto`` where that is none of them."""
+    """The solver of the table that made it; ``auto`` where none of the table did."""
     return schedule.solver if schedule.solver in TABLE else "auto"
 
 

@@ -1,4 +1,4 @@
-"""Beyond one budget, for people: sweeps over budgets as they are written, prices as text."""
+"""Sweeps over budgets as people write them, and the price of memory in words and figures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def sweep(
         out), or a list of budgets as `remat.solve` takes them.
     solver : a name of `remat.solver`'s table. solvers : several, for a front each, at the
         same budgets.
-    time_limit_s : wall clock for all budgets together, in seconds; for each solver anew.
+    time_limit_s : in seconds, for all budgets together; each solver has it anew.
     jobs : how many solves run at once; -1 for as many as there are cores. Inside
         ``joblib.parallel_config(backend="dask")`` they run on that cluster.
     progress : called with how many budgets are done, and of how many.
@@ -101,7 +101,7 @@ def sweep(
 def in_bytes(
     graph: TrainingGraph, budgets: Budgets, time_limit_s: float, pins: dict[str, Any]
 ) -> tuple[list[int], list[Result]]:
-    """The budgets in bytes, and what is at hand before they are solved."""
+    """The budgets in bytes, and results that were found on the way to them."""
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
         return spread(graph, count, time_limit_s=time_limit_s, **pins)
@@ -109,7 +109,7 @@ def in_bytes(
 
 
 def price_text(price: GibPrice) -> str:
-    """One sentence: what so much more would save, and what as much less would cost."""
+    """One sentence: what one step more of memory would save, and one step less would cost."""
     step = bytes_text(price.step_bytes)
     saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
     if price.cost_us is None or price.cost is None:

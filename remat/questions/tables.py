@@ -17,8 +17,9 @@ from remat.schedules.verdicts.index_ranges import DASH
 from remat.schedules.verdicts.peak_holders import PeakHolders
 
 LONGEST = 36
-"""Letters of a folded path before its ranges are cut short."""
+"""Letters that a folded path may have before its ranges are cut short."""
 HOLDERS = 8
+"""Values that are named as holders of the peak; the rest is one row."""
 
 
 def rendered(screen: RenderableType, width: int = 100) -> str:
@@ -103,7 +104,7 @@ def plain_table(*headers: str) -> Table:
 
 
 def prices_text(graph: TrainingGraph) -> str:
-    """Which prices are modelled, and how far off the model has been seen to be."""
+    """Which prices are modelled, and how far off the model was seen to be."""
     said = list(graph.notes)
     if is_in_table(graph.device):
         title = modelled_device(graph.device).title

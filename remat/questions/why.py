@@ -1,7 +1,8 @@
-"""Why a plan keeps a value or computes it again: by a solve in which that is turned round.
+"""Why a plan keeps a value or computes it again.
 
-What keeping would take if nothing else changed is said by the simulator. What is best instead is
-said by a real solve with the op pinned; nothing else is claimed.
+No reason is made up. Only two things are said, and both can be checked: the peak that the
+simulator gives the same schedule with the value left in place, and what a real solve finds with
+the op pinned the other way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from remat.solver.pins.pinned import solve_for_pins
 from remat.solver.result import Result
 
 MOST = 3
-"""Ops that are asked about for one question, those of the largest values first."""
+"""Most ops that are asked about, those of the largest values first. Each takes a solve."""
 
 
 class Turned(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ def why(
 
     Parameters
     ----------
-    each_s : seconds that a solve may take; one an op.
+    each_s : seconds for each solve, of which there is one for each op.
 
     Raises
     ------
@@ -87,6 +88,7 @@ def why(
 
 
 def _most_telling(row: ValueRow) -> tuple[bool, int]:
+    """Sorts values that backward reads before the others, and large ones before small ones."""
     return row.verdict == "free", -row.size_bytes
 
 
