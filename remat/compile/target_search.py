@@ -68,7 +68,8 @@ def fastest_within(
         if found is None:
             break
         if found.code_peak_bytes <= limit_bytes:
-            best = found if best is None else min(best, found, key=lambda one: one.time_us)
+            if best is None or found.time_us < best.time_us:
+                best = found
             fitting = max(fitting, target)
             if is_enough(found):
                 break
