@@ -1,4 +1,8 @@
-"""Plan a model block by block, so that what wraps blocks, such as sharding, still can."""
+"""Rewrites a model block by block, so that blocks can still be wrapped, as by `fully_shard`.
+
+Ranks agree on a plan only where `group` is given: ranks of a pipeline have different models and
+must not wait for one another.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def rematerialize_blocks(
     """A model that trains as `model` does, with each matching block rewritten by itself.
 
     The budget bounds the peak of the whole step. Each distinct block is captured and solved
-    once, and the budget is shared out over all by a knapsack over what each may keep. What
+    once, and a knapsack over what each block may keep shares out the budget. What
     lies outside the blocks runs as it does in `model`. Parameters, buffers and names are those of
     `model`, which stays as it is; a loss is applied outside, as in eager.
 
@@ -74,7 +78,7 @@ def rematerialize_blocks(
     ------
     CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
         the same computation by itself as inside the model.
-    BudgetError : nothing fits; the message names the least budget known to.
+    BudgetError : nothing fits; the message names the least budget that is known to.
     AgreementError : ranks have different models or batches.
     RewriteError : the check found a difference, or a measured peak above the budget.
     """
@@ -87,7 +91,7 @@ def rematerialize_blocks(
 
     def make() -> BlocksPlan:
         planner = BlockPlanner(traced, price(traced.whole, profile=known), sharding, time_limit_s)
-        return _within(planner, budget)
+        return _plan_within(planner, budget)
 
     plan = agreed(make, BlocksPlan, traced.hash, group)
     made = _rewritten(model, traced, plan)
@@ -134,7 +138,7 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
+def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
     if parse_budget(budget).kind == "min":
         return planner.plan(planner.least_bytes())
     plan = planner.plan(parse_budget(budget).bytes_for(planner.eager))

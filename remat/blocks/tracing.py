@@ -1,4 +1,9 @@
-"""The trace of a model, those of its distinct blocks, and where each block is in the model's."""
+"""Traces a model and its distinct blocks, and finds each block in the model's graph.
+
+A block is rewritten only where the model's own graph contains it, node by node. So a sum of
+gradients that would change its order is found before anything runs. Two blocks share one compiled
+step only if they are the same computation of their own parameters.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ class DistinctBlock:
 
 @dataclass
 class TracedBlocks:
-    """A model's trace, and its blocks'."""
+    """The trace of a model, and those of its blocks."""
 
     pattern: str
     blocks: dict[str, nn.Module]
@@ -73,7 +78,7 @@ def trace_blocks(
 def _add_block(
     distinct: list[DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
 ) -> None:
-    """Count a block to one that is equal to it, or trace it."""
+    """Add a block to one that is equal to it, or trace it."""
     block = model.get_submodule(path)
     for one in distinct:
         if _looks_like(block, recipe, one):

@@ -45,7 +45,7 @@ def compare_verb(
     with session.stopwatch.stage("compare", "solving at several budgets") as progress:
         found = compare(
             opened.graph, wanted, solver, plan=opened.result, time_limit_s=request.time_limit_s,
-            tell=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
+            progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
             keep=request.keep, recompute=request.recompute, order=request.order,
         )  # fmt: skip
     if session.as_json:

@@ -45,7 +45,7 @@ def explain_verb(
             opened.solved,
             why_of=why,
             each_s=each_limit,
-            tell=lambda part: progress(text=DOING[part]),
+            progress=lambda part: progress(text=DOING[part]),
         )
     if session.as_json:
         session.emit(found.as_json())

@@ -61,7 +61,7 @@ def report_verb(
     measure: Measure = False,
 ) -> None:
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
-    from remat.questions.report import facts_of, fronts_in
+    from remat.questions.report import fronts_in, page_facts
     from remat.schedules.report.data import page_data
     from remat.schedules.report.page import render
 
@@ -72,7 +72,7 @@ def report_verb(
     solved = opened.solved
     step = _measured(session, source, solved, request) if measure else None
     with session.stopwatch.stage("report", "writing the report"):
-        facts = facts_of(opened.graph, solved, known, step)
+        facts = page_facts(opened.graph, solved, known, step)
         page = page_data(facts)
         _write(session, output, render(facts, page).encode(), "report")
     if session.as_json:

@@ -57,7 +57,7 @@ def sweep_verb(
     with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
         fronts = sweep(
             graph, wanted, solvers=solver, time_limit_s=request.time_limit_s, jobs=jobs,
-            tell=_telling(progress), keep=request.keep, recompute=request.recompute,
+            progress=_telling(progress), keep=request.keep, recompute=request.recompute,
             order=request.order,
         )  # fmt: skip
     session.save(output, _kept(fronts), "front")

@@ -1,4 +1,4 @@
-"""What `remat compare` and `remat.compare` return: solvers and simple rules at some budgets."""
+"""Makes the answer of `compare`: solves at each budget with each solver and simple rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compare(
     *,
     plan: Result | None = None,
     time_limit_s: float = 60.0,
-    tell: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Comparison:
     """Solve at each budget with each solver.
@@ -40,7 +40,7 @@ def compare(
     budgets : how many, or each as `remat.solve` takes it. solvers : names of the table.
     plan : a result to set beside them; its budget is one of those compared.
     time_limit_s : for all budgets of one solver together, in seconds.
-    tell : called with a solver's name, how many are done, and of how many.
+    progress : called with a solver's name, how many are done, and of how many.
     **options : `keep`, `recompute` and `order`, as of `remat.solve`.
 
     Raises
@@ -54,8 +54,8 @@ def compare(
     asked = _budgets(graph, budgets, plan, time_limit_s)
     fronts: dict[str, Front | SolverError] = {}
     for i, name in enumerate(names):
-        if tell is not None:
-            tell(name, i, len(names))
+        if progress is not None:
+            progress(name, i, len(names))
         fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     bounding = plan if options.get("order", "fixed") == "fixed" else None
@@ -108,9 +108,9 @@ def _bound(
     fronts: dict[str, Front | SolverError],
     plan: Result | None,
 ) -> Bound:
-    """The highest bound that any solver proved; every op once where none did.
+    """The highest bound that any solver proved; the time of every op once where none did.
 
-    The plan's bound holds at its budget and at every smaller one.
+    The plan's bound holds at its budget and at every smaller one: less memory permits no more.
     """
     best = Bound(budget_bytes, 0.0, graph.time_us, "")
     if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
@@ -127,7 +127,7 @@ def _bound(
 
 
 def _is_below(budget_bytes: int, plan: Result) -> bool:
-    """Whether the bound of a plan in captured order holds at a budget."""
+    """Whether the plan's bound holds at a budget, for captured order as those of the other rows."""
     is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
     return is_fixed and budget_bytes <= plan.budget_bytes
 
@@ -142,14 +142,14 @@ def _compared(name: str, front: Front | SolverError, bounds: tuple[Bound, ...]) 
     if isinstance(front, SolverError):
         return Compared(name, (), 0.0, str(front))
     results = {point.budget_bytes: point.result for point in front.points}
-    cells = tuple(_cell(results[bound.budget_bytes], bound) for bound in bounds)
+    cells = tuple(_solved_cell(results[bound.budget_bytes], bound) for bound in bounds)
     return Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
 def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
-    """A schedule at hand, which fits the budgets that its peak is within."""
+    """The row of a schedule at hand: it fits each budget that its peak is within."""
     cells = [
-        _cell(result, bound)
+        _solved_cell(result, bound)
         if result.peak_bytes <= bound.budget_bytes
         else Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
         for bound in bounds
@@ -157,7 +157,7 @@ def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
     return Compared(name, tuple(cells), 0.0)
 
 
-def _cell(result: Result, bound: Bound) -> Cell:
+def _solved_cell(result: Result, bound: Bound) -> Cell:
     fits = result.schedule is not None
     over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
     return Cell(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.report import facts_of
+from remat.questions.report import page_facts
 from remat.schedules.report.facts import Facts
 from remat.schedules.schedule import Schedule
 from remat.solver import solve
@@ -35,7 +35,7 @@ class Planned(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        return facts_of(self.graph, self.result)
+        return page_facts(self.graph, self.result)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.report import facts_of, report
+from remat.questions.report import page_facts, report
 from remat.questions.sweep import sweep
 from remat.schedules.report.data import page_data
 from remat.schedules.report.page import script_safe
@@ -100,7 +100,7 @@ def test_a_person_reads_the_same_figures(planned: Planned, page: str) -> None:
 
 def test_rules_and_fronts_are_judged(planned: Planned) -> None:
     front = sweep(planned.graph, 3, "cut", time_limit_s=4)
-    facts = facts_of(planned.graph, planned.result, front)
+    facts = page_facts(planned.graph, planned.result, front)
     ((name, points),) = facts.fronts
     assert name == "cut"
     for point in points:
@@ -154,7 +154,7 @@ def test_names_cannot_end_the_script(planned: Planned) -> None:
     text = report(graph, planned.result)
     assert "<script>alert" not in text
     assert "&lt;/script&gt;" in text
-    data = page_data(facts_of(graph, planned.result))
+    data = page_data(page_facts(graph, planned.result))
     assert json.loads(script_safe(data))["model"] == bad
 
 

@@ -205,7 +205,7 @@ def test_code_allocates_what_the_schedule_says(monkeypatch: pytest.MonkeyPatch) 
     def spied(self: PlanSearch, target_bytes: int) -> Any:
         candidate = solved(self, target_bytes)
         if candidate is not None:
-            found.append((candidate.model_peak_bytes, candidate.replay.peak_bytes))
+            found.append((candidate.schedule_peak_bytes, candidate.code_peak_bytes))
         return candidate
 
     monkeypatch.setattr(PlanSearch, "solved", spied)
