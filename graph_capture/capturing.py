@@ -10,9 +10,8 @@ from torch import nn
 
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
-from remat.graph_capture.tracing.resident import Optimizer
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, Trace, trace
 

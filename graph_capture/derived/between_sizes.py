@@ -34,8 +34,8 @@ def graph_at(
     def at(x: float, y: float) -> float:
         return max(x + (y - x) * (size - size_1) / (size_2 - size_1), 0.0)
 
-    values = tuple(_value(at, v, w) for v, w in zip(first.values, second.values, strict=True))
-    ops = tuple(_op(at, a, b) for a, b in zip(first.ops, second.ops, strict=True))
+    values = tuple(_value_at(at, v, w) for v, w in zip(first.values, second.values, strict=True))
+    ops = tuple(_op_at(at, a, b) for a, b in zip(first.ops, second.ops, strict=True))
     resident = Resident(
         **{
             name: round(at(size_bytes, getattr(second.resident, name)))
@@ -49,11 +49,11 @@ def _facts(op: Op) -> tuple[object, ...]:
     return op.name, op.target, op.phase, op.inputs, op.outputs, op.pinned
 
 
-def _value(at: Line, first: Value, second: Value) -> Value:
+def _value_at(at: Line, first: Value, second: Value) -> Value:
     return msgspec.structs.replace(first, size_bytes=round(at(first.size_bytes, second.size_bytes)))
 
 
-def _op(at: Line, first: Op, second: Op) -> Op:
+def _op_at(at: Line, first: Op, second: Op) -> Op:
     return msgspec.structs.replace(
         first,
         cost_us=at(first.cost_us, second.cost_us),

@@ -82,7 +82,7 @@ class _Matcher:
         if a in self.of_node:
             return self.of_node[a] is b
         if a.op == "placeholder":
-            return _fits(a, b) and self._bind(a, b)
+            return _looks_alike(a, b) and self._bind(a, b)
         if a.op == "get_attr":
             return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
         if a.name in self.block.node_of_op:
@@ -108,7 +108,7 @@ def _behind_aliases(node: fx.Node) -> fx.Node:
     return node
 
 
-def _fits(a: fx.Node, b: fx.Node) -> bool:
+def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether an input of the block and what the model gives it look alike.
 
     A gradient may have other strides: it is made contiguous before the block's backward.
@@ -166,8 +166,8 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
     for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=True):
         if not matcher.is_same_op(mine, theirs):
             raise CaptureError(
-                f"block {path} by itself runs {_shown(mine)} in forward where the model runs "
-                f"{_shown(theirs)}, though on the same inputs: its forward depends on something "
+                f"block {path} by itself runs {_op_text(mine)} in forward where the model runs "
+                f"{_op_text(theirs)}, though on the same inputs: its forward depends on something "
                 "that is no argument. Pass that as an argument, or plan the whole model with "
                 "remat.rematerialize"
             )
@@ -187,13 +187,13 @@ def _match_backward(matcher: _Matcher, path: str) -> None:
                 break
         else:
             raise CaptureError(
-                f"block {path} by itself runs {_shown(mine)} in backward, and the model does not "
+                f"block {path} by itself runs {_op_text(mine)} in backward, and the model does not "
                 "have it there: gradients would be summed in another order, and their last bits "
                 "differ. That is so where an input of the block is used beside the block too. "
                 "Narrow the pattern, or plan the whole model with remat.rematerialize"
             )
 
 
-def _shown(op: Op) -> str:
+def _op_text(op: Op) -> str:
     place = ", ".join(part for part in (op.target, op.module, op.source) if part)
     return f"op {op.name} ({place})"

@@ -30,7 +30,7 @@ from remat.graph_capture.joint.nodes import (
     is_getitem,
     is_tangent,
     node_inputs,
-    storage_bytes,
+    result_bytes,
     storage_key,
     target_name,
     tensors_of,
@@ -221,7 +221,7 @@ class _Builder:
         self.by_storage[storage_key(tensor)] = name
         self.values[name] = Value(
             name=name,
-            size_bytes=storage_bytes(node, tensor),
+            size_bytes=result_bytes(node, tensor),
             producer=producer,
             kind=kind,
             dtype=str(tensor.dtype).removeprefix("torch."),

@@ -40,17 +40,17 @@ def lay_out_gradients(gm: fx.GraphModule, num_forward_outputs: int) -> None:
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
-        if not isinstance(node, fx.Node) or like is None or _fits(node.meta["val"], like):
+        if not isinstance(node, fx.Node) or like is None or _autograd_keeps(node.meta["val"], like):
             continue
         if node not in copies:
-            copies[node] = _copied(gm, node, like)
+            copies[node] = _laid_out_copy(gm, node, like)
         results[i] = copies[node]
     if copies:
         end.args = (tuple(results),)
         gm.recompile()
 
 
-def _fits(gradient: Tensor, parameter: Tensor) -> bool:
+def _autograd_keeps(gradient: Tensor, parameter: Tensor) -> bool:
     """Whether autograd keeps a gradient of such strides; a sparse one is refused elsewhere."""
     if gradient.layout != torch.strided:
         return True
@@ -65,7 +65,7 @@ def _strides_for(parameter: Tensor) -> Sequence[int]:
     return torch.empty(parameter.shape, device="meta").stride()
 
 
-def _copied(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
+def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
     value, strides = node.meta["val"], _strides_for(like)
     with gm.graph.inserting_after(node):
         copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))

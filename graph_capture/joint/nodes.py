@@ -38,7 +38,7 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def storage_bytes(node: fx.Node, tensor: Tensor) -> int:
+def result_bytes(node: fx.Node, tensor: Tensor) -> int:
     """Bytes of the storage that running `node` gives to its result `tensor`.
 
     Some ops clone all of their argument's storage even where the argument is a small
@@ -57,7 +57,7 @@ def fresh_storages(node: fx.Node) -> Iterator[int]:
     for tensor in tensors_of(node):
         if tensor is not None and storage_key(tensor) not in seen:
             seen.add(storage_key(tensor))
-            yield storage_bytes(node, tensor)
+            yield result_bytes(node, tensor)
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -94,7 +94,7 @@ def source_of(frame: FrameType | None) -> str:
         if filename.startswith(_OWN):
             return ""
         if not filename.startswith((_TORCH, "<")):
-            return f"{_shown(filename)}:{frame.f_lineno}"
+            return f"{_short_path(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -105,11 +105,11 @@ def source_of_error(traceback: TracebackType | None) -> str:
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if not filename.startswith((_TORCH, *_OWN, "<")):
-            found = f"{_shown(filename)}:{traceback.tb_lineno}"
+            found = f"{_short_path(filename)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found
 
 
-def _shown(filename: str) -> str:
+def _short_path(filename: str) -> str:
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative

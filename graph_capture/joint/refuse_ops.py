@@ -23,29 +23,29 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
     name = target_name(node)
     if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
         raise CaptureError(
-            f"{node.name} {_shown(*place_of(node))} makes a sparse tensor, which has no storage "
+            f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
             "to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
         )
     if name.startswith(FUSED_LSTM):
         raise CaptureError(fused_lstm_message(", ".join(filter(None, place_of(node)))))
     if name.startswith(CUDNN_RNN):
-        raise CaptureError(cudnn_rnn_message(f"{name} {_shown(*place_of(node))}"))
+        raise CaptureError(cudnn_rnn_message(f"{name} {_where(*place_of(node))}"))
     if name.startswith(EFFECTS):
         effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
         raise CaptureError(
-            f"{effect} {_shown(*place_of(node))} acts on more than its results, such as by "
+            f"{effect} {_where(*place_of(node))} acts on more than its results, such as by "
             "raising an error for some values, and a step that is replayed cannot order it. Use a "
             "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
             "solve_ex of solve"
         )
     if mutates(node):
         raise CaptureError(
-            f"{name} {_shown(*place_of(node))} writes to its input inside the graph, which cannot "
+            f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
             "be replayed. Use its out-of-place form"
         )
 
 
-def _shown(module: str, source: str) -> str:
+def _where(module: str, source: str) -> str:
     return f"of module {module or '(root)'} ({source or 'unknown line'})"
 
 

@@ -59,7 +59,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     return msgspec.structs.replace(
         graph,
         ops=ops,
-        values=tuple(_sized(value) for value in graph.values),
+        values=tuple(_rounded_value(value) for value in graph.values),
         resident=_resident(graph),
         device=name,
         prices="mixed" if is_mixed else MODELLED,
@@ -132,7 +132,7 @@ def _attention_sums_bytes(node: fx.Node) -> int:
     return rounded(4 * batch * heads * rows * (columns * has_own_sums + 1))
 
 
-def _sized(value: Value) -> Value:
+def _rounded_value(value: Value) -> Value:
     size_bytes = RNG_STATE_BYTES if value.kind == "rng_state" else value.size_bytes
     return msgspec.structs.replace(value, size_bytes=rounded(size_bytes))
 

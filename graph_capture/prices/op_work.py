@@ -67,7 +67,7 @@ def moved_bytes(node: fx.Node) -> int:
 
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of one run; 0 where torch does not count them."""
-    args: list[Any] = [_value(arg) for arg in node.args]
+    args: list[Any] = [_traced_value(arg) for arg in node.args]
     name = target_name(node)
     if name == ATTENTION:
         return _COUNTS.sdpa_flop_count(*(t.shape for t in args[:3]))
@@ -76,13 +76,13 @@ def flops_of(node: fx.Node) -> int:
     formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
-    kwargs = {key: _value(arg) for key, arg in node.kwargs.items()}
-    return int(formula(*args, **kwargs, out_val=_value(node)))
+    kwargs = {key: _traced_value(arg) for key, arg in node.kwargs.items()}
+    return int(formula(*args, **kwargs, out_val=_traced_value(node)))
 
 
-def _value(argument: Any) -> Any:
+def _traced_value(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         return argument.meta.get("val")
     if isinstance(argument, (list, tuple)):
-        return [_value(item) for item in cast("list[Any]", argument)]
+        return [_traced_value(item) for item in cast("list[Any]", argument)]
     return argument

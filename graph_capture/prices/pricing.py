@@ -77,7 +77,7 @@ def price_with(
     priced = msgspec.structs.replace(
         graph,
         ops=tuple(_priced(op, of_op.get(op.name)) for op in graph.ops),
-        values=_sized(joint, of_op),
+        values=_values_as_allocated(joint, of_op),
         resident=msgspec.structs.replace(graph.resident, libraries_bytes=meter.library_bytes()),
         prices="measured",
         versions={
@@ -126,7 +126,7 @@ def known_or_measured(
     return cache.prices
 
 
-def _sized(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
+def _values_as_allocated(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
     """The values as the device's allocator rounds them.
 
     The first result of each op is enlarged by what the op was seen to keep. What a step on a CUDA

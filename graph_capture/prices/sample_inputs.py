@@ -57,7 +57,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         value = leaf.meta.get("val")
         if isinstance(value, Tensor) and _is_trusted(leaf, value):
             return _from_its_op(leaf, constants)
-        return _made(value, bound) if isinstance(value, Tensor) else value
+        return _sample_tensor(value, bound) if isinstance(value, Tensor) else value
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
@@ -93,7 +93,7 @@ def _index_bound(node: fx.Node) -> int:
     return max(1, min(sizes, default=1))
 
 
-def _made(like: Tensor, bound: int) -> Tensor:
+def _sample_tensor(like: Tensor, bound: int) -> Tensor:
     n_elements = like.untyped_storage().nbytes() // like.element_size()
     flat = torch.empty(n_elements, dtype=like.dtype, device=like.device)
     _fill(flat, bound)

@@ -187,7 +187,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
     if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
         return None
-    inputs = [_made(node) for node in placeholders]
+    inputs = [_step_input(node) for node in placeholders]
     twice = recomputing(joint)
     made = copy_of(joint.module), twice.module, *forwards(joint)
     runs = [partial(module, *inputs) for module in made]
@@ -224,7 +224,7 @@ def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
 
 
-def _made(node: fx.Node) -> Any:
+def _step_input(node: fx.Node) -> Any:
     """Small numbers around zero, so that depth neither swells nor starves them; valid indices."""
     like: Any = node.meta.get("val")
     if not isinstance(like, Tensor):

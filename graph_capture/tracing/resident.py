@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import Allocated
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Resident
-
-Optimizer = Literal["none", "sgd", "momentum", "adamw"]
+from remat.graph_capture.graph import Optimizer, Resident
 
 STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 ADAMW_STEP_BYTES = 4

@@ -38,7 +38,7 @@ class Signature:
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
         return tuple(
-            f"{name}: {_shown(facts) if facts else repr(other)}"
+            f"{name}: {_facts_text(facts) if facts else repr(other)}"
             for name, facts, other in zip(self.names, self.tensors, self.others, strict=True)
         )
 
@@ -64,9 +64,11 @@ class Signature:
                 if isinstance(leaf, Tensor) or leaf != self.others[i]:
                     raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
             elif not isinstance(leaf, Tensor):
-                raise self._mismatch(i, _shown(planned), repr(leaf), model)
+                raise self._mismatch(i, _facts_text(planned), repr(leaf), model)
             elif tensor_facts(leaf) != planned:
-                raise self._mismatch(i, _shown(planned), _shown(tensor_facts(leaf)), model)
+                raise self._mismatch(
+                    i, _facts_text(planned), _facts_text(tensor_facts(leaf)), model
+                )
 
     def _mismatch(self, i: int, planned: str, found: str, model: str) -> SignatureError:
         return SignatureError(
@@ -84,7 +86,7 @@ def tensor_facts(tensor: Tensor) -> Facts:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _shown(facts: Facts) -> str:
+def _facts_text(facts: Facts) -> str:
     shape, stride, dtype, device, requires_grad = facts
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
     if stride != torch.empty(shape, device="meta").stride():

@@ -26,13 +26,13 @@ from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import CPU, allocated_on, is_in_table
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.graph import Optimizer, Resident, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
-from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import LossFunction, StepModule
 from remat.graph_capture.tracing.ties import tied_as_one

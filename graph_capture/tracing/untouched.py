@@ -39,10 +39,10 @@ def untouched(model: nn.Module, *, warn: bool = True) -> Generator[None]:
 
 def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute, with a shallow copy of it where it is a plain container."""
-    return {name: (value, _copied(value)) for name, value in vars(module).items()}
+    return {name: (value, _copy_of_container(value)) for name, value in vars(module).items()}
 
 
-def _copied(value: Any) -> Any:
+def _copy_of_container(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set)) else None  # pyright: ignore
 
 
