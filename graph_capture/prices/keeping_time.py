@@ -7,13 +7,16 @@ computing again would seem to cost more than it does, by a quarter on a mixture 
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Mapping
+
 from torch import fx
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of, is_getitem
 
+Costs = Mapping[str, float]
+"""The time of one run of each op, in us, by its name."""
 LEAST = 0.5
 """Part of its price that every op keeps."""
 
@@ -31,17 +34,17 @@ def forwards(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
     return keeping, plain
 
 
-def less_for_kept(graph: TrainingGraph, saved_us: float) -> TrainingGraph:
-    """`graph` with what backward reads of forward cheaper by `saved_us` in all, by its bytes."""
+def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
+    """`costs` with `saved_us` taken off those of values kept for backward, in proportion to bytes.
+
+    Every op keeps `LEAST` of its cost, so that less than `saved_us` may be taken off.
+    """
     of_op = kept_bytes(graph)
     us_per_byte = saved_us / max(1, sum(of_op.values()))
-    ops = tuple(
-        msgspec.structs.replace(
-            op, cost_us=max(LEAST * op.cost_us, op.cost_us - us_per_byte * of_op.get(op.name, 0))
-        )
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=ops)
+    return {
+        name: max(LEAST * cost_us, cost_us - us_per_byte * of_op.get(name, 0))
+        for name, cost_us in costs.items()
+    }
 
 
 def kept_bytes(graph: TrainingGraph) -> dict[str, int]:

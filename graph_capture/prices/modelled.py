@@ -9,6 +9,7 @@ fitted to that profile, and the graph's notes say how far off it is on what was 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -27,7 +28,8 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.prices.op_work import ATTENTION_BACKWARD, work_of
-from remat.graph_capture.prices.profile import Measured, Profile
+from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.prices.roofline import Roofline
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.tracing.trace import Trace
@@ -47,7 +49,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     DeviceError : there is no such device. ProfileError : `profile` is of another.
     """
     roofline = assumed = Roofline.assumed(modelled_device(name))
-    known: dict[str, Measured] = {}
+    known: Mapping[str, Price] = {}
     if profile is not None:
         if name not in (profile.device, _name_of(profile)):
             raise ProfileError(f"the profile is of {profile.device}, not of {name}")
@@ -77,7 +79,7 @@ class _Pricing:
     """Prices op by op: from what is known, else from the model."""
 
     roofline: Roofline
-    known: dict[str, Measured]
+    known: Mapping[str, Price]
 
     def priced(self, op: Op, node: fx.Node | None) -> Op:
         if op.target == TANGENTS:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,31 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
+from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
-from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
-from remat.graph_capture.prices.step_time import step_rounds, with_time_beyond_ops
+from remat.graph_capture.prices.step_time import step_rounds, whole_step
 from remat.graph_capture.tracing.trace import Counted, Trace
 from remat.graph_capture.tracing.true_strides import require_layout
 
 ESTIMATED_BYTES_PER_US = 5_000
 SAVE_RNG_KEY = "remat.save_rng_state()"
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a graph was priced with.
+
+    Attributes
+    ----------
+    of_key : price of each distinct op, by `price_key`. step : None where nobody ran it.
+    """
+
+    of_key: Mapping[str, Price]
+    step: WholeStep | None
 
 
 def price(
@@ -53,7 +68,8 @@ def price(
     ProfileError : `profile` is of another machine and lacks ops of the step.
     """
     meter = meter_of(trace.recipe.device)
-    return price_with(trace, meter, PriceCache(meter.title, meter.settings), progress, profile)
+    cache = PriceCache(meter.title, meter.settings)
+    return price_with(trace, meter, cache, progress, profile)[0]
 
 
 def price_with(
@@ -62,16 +78,16 @@ def price_with(
     cache: PriceCache,
     progress: Counted | None = None,
     profile: Profile | None = None,
-) -> TrainingGraph:
-    """`price` by this `meter`, with what it measures added to `cache`."""
+) -> tuple[TrainingGraph, Prices]:
+    """`price` by this `meter`, and its prices; what it measures is added to `cache`."""
     joint, graph = trace.joint, trace.graph
     keys = _keys(joint)
     nodes = _first_nodes(joint, keys)
-    known = {} if profile is None else taken(nodes, profile, meter)
+    known: Mapping[str, Price] = {} if profile is None else taken(nodes, profile, meter)
     rounds = step_rounds(joint, graph, meter, cache, profile)
     between = rounds.some if rounds else None
     told = progress or _silent
-    prices = known_or_measured(joint, nodes, meter, cache, frozenset(known), told, between) | known
+    prices = known_or_measured(joint, nodes, meter, cache, known, told, between)
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: prices[key] for name, key in keys.items()}
     priced = msgspec.structs.replace(
@@ -87,7 +103,8 @@ def price_with(
         },
         notes=() if profile is None else (note_of(profile),),
     )
-    return with_time_beyond_ops(priced, cache, rounds, profile)
+    step = whole_step(priced, cache, rounds, profile)
+    return priced if step is None else booked(priced, step), Prices(prices, step)
 
 
 def _keys(joint: Joint) -> dict[str, str]:
@@ -109,21 +126,22 @@ def known_or_measured(
     nodes: dict[str, fx.Node],
     meter: Meter,
     cache: PriceCache,
-    known: frozenset[str],
+    known: Mapping[str, Price],
     progress: Counted,
     between: Callable[[], None] | None,
 ) -> dict[str, Price]:
-    """Prices of `nodes` whose keys are not `known`, those that are new measured and kept.
+    """Prices of `nodes` and of saving a random state: those `known`, else kept, else measured.
 
-    `between` is called after each pass over those.
+    `between` is called after each pass over the ops that are measured.
     """
-    held = known.union(cache.prices)
-    missing = {key: node for key, node in nodes.items() if key not in held}
-    if missing or SAVE_RNG_KEY not in held:
+    wanted = (*nodes, SAVE_RNG_KEY)
+    missing = {key for key in wanted if key not in known and key not in cache.prices}
+    if missing:
+        new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
-            cache.prices.update(_measured(joint, missing, meter, progress, between))
+            cache.prices.update(_measured(joint, new, meter, progress, between))
         cache.save()
-    return cache.prices
+    return {key: known[key] if key in known else cache.prices[key] for key in wanted}
 
 
 def _values_as_allocated(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
@@ -180,7 +198,7 @@ def _measured(
 ) -> dict[str, Price]:
     meter.settle()
     meter.rng_state()
-    prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state), 0)}
+    prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state))}
 
     def failed(key: str, error: RuntimeError) -> None:
         _refuse_broken_device(missing[key], error)
@@ -226,9 +244,7 @@ def _estimated(node: fx.Node, error: RuntimeError) -> Price:
         "its price is an estimate from the bytes it moves, without workspace",
         stacklevel=2,
     )
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
-    moved_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    return Price(moved_bytes / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
+    return Price(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
 
 
 def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of
+from remat.graph_capture.prices.keeping_time import Costs
 
 LEAST, MOST = 0.5, 2.0
 """Bounds on the factor of prices: what is beyond says more of the clock than of the ops."""
@@ -65,8 +65,8 @@ def recomputing(joint: Joint) -> Recomputing:
     return Recomputing(module, tuple(name for name in again if name in joint.node_of_op))
 
 
-def as_recomputed(graph: TrainingGraph, again_us: float, priced_us: float) -> TrainingGraph:
-    """`graph` with forward at prices between those of its ops and what it took in segments.
+def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, priced_us: float) -> Costs:
+    """`costs` with forward between the prices of its ops and what they took in segments.
 
     Parameters
     ----------
@@ -74,11 +74,10 @@ def as_recomputed(graph: TrainingGraph, again_us: float, priced_us: float) -> Tr
         none ran.
     """
     factor = min(MOST, max(LEAST, again_us / priced_us)) ** SEGMENTED if priced_us else 1.0
-    ops = tuple(
-        msgspec.structs.replace(op, cost_us=factor * op.cost_us) if op.phase == "forward" else op
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=ops)
+    forward = {op.name for op in graph.ops if op.phase == "forward"}
+    return {
+        name: factor * cost_us if name in forward else cost_us for name, cost_us in costs.items()
+    }
 
 
 def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:

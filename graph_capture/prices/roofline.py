@@ -19,7 +19,7 @@ import torch
 
 from remat.graph_capture.devices.device_table import Device, Efficiency, device_table
 from remat.graph_capture.prices.op_work import Work
-from remat.graph_capture.prices.profile import Measured, Profile
+from remat.graph_capture.prices.profile import Profile, ProfiledOp
 
 LAUNCH_PART = 0.1
 """Ops whose work is a smaller part of a launch show how long a launch is."""
@@ -105,7 +105,7 @@ class _Fit:
                 for group in _groups(key, one):
                     self.factors[group][key] = (one.cost_us - self.launch_us) / work_us
 
-    def _seen(self) -> Iterator[tuple[str, Measured, float]]:
+    def _seen(self) -> Iterator[tuple[str, ProfiledOp, float]]:
         """Each op that was measured, with the time that its work is assumed to take."""
         for key, one in self.profile.ops.items():
             if one.cost_us > 0 and not one.is_estimate:
@@ -126,7 +126,7 @@ class _Fit:
             for key, one, work_us in self._seen()
         )
 
-    def _factor(self, key: str, one: Measured) -> float:
+    def _factor(self, key: str, one: ProfiledOp) -> float:
         """What the others of its target, else of its class, show; else what is assumed."""
         for group in _groups(key, one):
             found = self.factors.get(group, {})
@@ -136,5 +136,5 @@ class _Fit:
         return 1.0
 
 
-def _groups(key: str, one: Measured) -> Iterable[str]:
+def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
     return key.partition("(")[0], one.work.kind

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, fx
 
@@ -28,16 +27,14 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of
+from remat.graph_capture.prices.booking import costs_of
 from remat.graph_capture.prices.keeping_time import forwards, less_for_kept
-from remat.graph_capture.prices.price_cache import Price, PriceCache
-from remat.graph_capture.prices.profile import Profile, WholeStep
-from remat.graph_capture.prices.recompute_time import as_recomputed, recomputing
+from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
+from remat.graph_capture.prices.profile import Profile
+from remat.graph_capture.prices.recompute_time import recomputing
 
-STEP_KEY = "remat.step"
-KEYS = STEP_KEY, "remat.keeping", "remat.again", "remat.again_priced"
-"""Of the times of a whole step, in their order."""
 LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 24, 6e6
 """Rounds are fewer the longer they are; medians count, as other work may come between."""
 ROOM = 0.5
@@ -45,55 +42,32 @@ ROOM = 0.5
 SPREAD = 0.02
 
 
-def with_time_beyond_ops(
-    graph: TrainingGraph,
-    cache: PriceCache,
-    rounds: StepRounds | None,
-    profile: Profile | None = None,
-) -> TrainingGraph:
-    """`graph` with its arrival of tangents at the cost of all that its ops do not account for.
+def whole_step(
+    graph: TrainingGraph, cache: PriceCache, rounds: StepRounds | None, profile: Profile | None
+) -> WholeStep | None:
+    """The times of the whole step: those of `profile`, of `rounds`, or known; None if of none.
 
-    What `rounds` found is kept on disk. A `profile` that has the step's time says it. Where nobody
-    knows it, the graph is left as it is.
+    What `rounds` find is kept on disk.
+
+    Parameters
+    ----------
+    graph : with each op at the cost of a run on its own.
     """
-    step = profile.steps.get(graph.hash) if profile is not None else None
-    if step is None and rounds is not None:
-        step = rounds.whole(graph)
-    elif step is None and _is_of(profile, cache.device):
-        step = known(graph, cache)
-    if step is not None and rounds is not None:
-        for key, time_us in zip(KEYS, msgspec.structs.astuple(step), strict=True):
-            cache.prices[f"{key} {graph.hash}"] = Price(time_us, 0)
+    if graph.device != CPU:
+        return None
+    if profile is not None and graph.hash in profile.steps:
+        return profile.steps[graph.hash]
+    if rounds is None:
+        return cache.steps.get(graph.hash) if _is_of(profile, cache.device) else None
+    found = rounds.whole(graph)
+    if found is not None:
+        cache.steps[graph.hash] = found
         cache.save()
-    return graph if step is None or graph.device != CPU else booked(graph, step)
+    return found
 
 
 def _is_of(profile: Profile | None, title: str) -> bool:
     return profile is None or profile.title == title
-
-
-def known(graph: TrainingGraph, cache: PriceCache) -> WholeStep | None:
-    """The times of the whole step, if `cache` has them."""
-    keys = [f"{key} {graph.hash}" for key in KEYS]
-    found = [cache.prices[key].cost_us for key in keys if key in cache.prices]
-    return WholeStep(*found) if len(found) == len(keys) else None
-
-
-def booked(graph: TrainingGraph, step: WholeStep) -> TrainingGraph:
-    """`graph` taking the step's time in all, unless its ops alone take longer."""
-    cheaper = less_for_kept(graph, step.keeping_us)
-    recomputed = as_recomputed(cheaper, step.again_us, step.priced_us)
-    return taking(recomputed, max(step.step_us, graph.time_us, recomputed.time_us))
-
-
-def taking(graph: TrainingGraph, time_us: float) -> TrainingGraph:
-    """`graph` with its arrival of tangents at the cost of what its ops take less than `time_us`."""
-    beyond_us = time_us - graph.time_us
-    ops = tuple(
-        msgspec.structs.replace(op, cost_us=op.cost_us + beyond_us) if op.target == TANGENTS else op
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=ops)
 
 
 @dataclass(frozen=True)
@@ -152,10 +126,9 @@ class StepRounds:
         longer = statistics.median(again / step for step, again, *_ in self._rounds) - 1
         kept_us = statistics.median(keeping - plain for *_, keeping, plain in self._rounds)
         keeping_us, again_us = max(0.0, kept_us), max(0.0, longer * step_us)
-        prices = {op.name: op.cost_us for op in less_for_kept(graph, keeping_us).ops}
-        return WholeStep(
-            step_us, keeping_us, again_us, sum(prices[name] for name in self._runs.again)
-        )
+        costs = less_for_kept(graph, costs_of(graph), keeping_us)
+        priced_us = sum(costs[name] for name in self._runs.again)
+        return WholeStep(step_us, keeping_us, again_us, priced_us)
 
     def _round(self, runs: WholeRuns) -> list[float]:
         each = runs.step, runs.recomputing, runs.keeping, runs.plain
@@ -171,8 +144,8 @@ def step_rounds(
 
     None where it is known, and where a `profile` of another machine stands in for this one.
     """
-    is_told = profile is not None and graph.hash in profile.steps
-    if graph.device != CPU or is_told or not _is_of(profile, meter.title) or known(graph, cache):
+    is_known = graph.hash in cache.steps or (profile is not None and graph.hash in profile.steps)
+    if graph.device != CPU or is_known or not _is_of(profile, meter.title):
         return None
     return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
 
