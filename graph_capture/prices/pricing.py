@@ -1,35 +1,29 @@
-"""Prices: time and workspace of every op, measured once per distinct op and layout."""
+"""From a trace to a graph with the prices of a device that is here.
+
+Prices come from a profile, from the cache on disk, or are measured now, in this order.
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import msgspec
 from torch import fx
 
 from remat.graph_capture.devices.device_table import CPU, allocated_on, is_cuda
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.meter import Meter, Run
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
-from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
+from remat.graph_capture.joint.nodes import tensors_of
 from remat.graph_capture.prices.booking import booked
-from remat.graph_capture.prices.op_times import times_us
-from remat.graph_capture.prices.op_work import moved_bytes
+from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
-from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
+from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.prices.step_time import step_rounds, whole_step
 from remat.graph_capture.tracing.trace import Counted, Trace
-from remat.graph_capture.tracing.true_strides import require_layout
-
-ESTIMATED_BYTES_PER_US = 5_000
-SAVE_RNG_KEY = "remat.save_rng_state()"
 
 
 @dataclass(frozen=True)
@@ -50,18 +44,15 @@ def price(
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
-    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data: once to warm
-    up, then 3 to 25 times, on a CPU in three passes over all of them, of whose medians the middle
-    one counts; and once under the profiler, whose
-    allocation events give the workspace; on a CUDA device, events of its stream and the
-    counters of its allocator do (`cuda_meter.py`). Prices are kept on disk. On a CPU the step is
-    run as a whole as well, for what it takes beyond its ops (`step_time.py`).
+    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data (`op_prices.py`).
+    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`).
+    Both are kept on disk (`price_cache.py`).
 
     Parameters
     ----------
     progress : called with (distinct ops priced, distinct ops to price).
-    profile : prices that are taken instead, wherever they were measured. Ops that it lacks
-        are measured if it is of this machine.
+    profile : its prices are taken, whatever machine measured them. Ops that it lacks are
+        measured if it is of this machine.
 
     Raises
     ------
@@ -108,7 +99,7 @@ def price_with(
 
 
 def _keys(joint: Joint) -> dict[str, str]:
-    """What determines the price of each op that has a node."""
+    """The `price_key` of each op that has a node."""
     return {name: price_key(node) for name, node in joint.node_of_op.items()}
 
 
@@ -139,20 +130,22 @@ def known_or_measured(
     if missing:
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
-            cache.prices.update(_measured(joint, new, meter, progress, between))
+            cache.prices.update(measured_prices(joint, new, meter, progress, between))
         cache.save()
     return {key: known[key] if key in known else cache.prices[key] for key in wanted}
 
 
 def _values_as_allocated(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
-    """The values as the device's allocator rounds them.
+    """The values with the bytes that the device's allocator gives them.
 
-    The first result of each op is enlarged by what the op was seen to keep. What a step on a CUDA
-    device has on the host takes nothing there.
+    What a step on a CUDA device has on the host takes nothing on the device.
     """
     graph = joint.graph
     allocated = allocated_on(graph.device)
     host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
+    # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all
+    # its terms. So the first result of an op grows by what the op was seen to keep. A graph's hash
+    # covers shapes and not sizes for this reason.
     kept = {
         op.outputs[0]: prices[op.name].kept_bytes
         for op in graph.ops
@@ -179,7 +172,7 @@ def _silent(done: int, total: int) -> None:
 
 
 def _priced(op: Op, price: Price | None) -> Op:
-    if price is None:
+    if price is None:  # the arrival of tangents and new statistics are no ops of torch
         return op
     return msgspec.structs.replace(
         op,
@@ -187,79 +180,3 @@ def _priced(op: Op, price: Price | None) -> Op:
         price="estimated" if price.is_estimate else "measured",
         workspace_bytes=op.workspace_bytes + price.workspace_bytes,
     )
-
-
-def _measured(
-    joint: Joint,
-    missing: dict[str, fx.Node],
-    meter: Meter,
-    progress: Counted,
-    between: Callable[[], None] | None,
-) -> dict[str, Price]:
-    meter.settle()
-    meter.rng_state()
-    prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state))}
-
-    def failed(key: str, error: RuntimeError) -> None:
-        _refuse_broken_device(missing[key], error)
-        prices[key] = _estimated(missing[key], error)
-
-    def first(key: str, run: Run) -> None:
-        node = missing[key]
-        require_layout(node, run(), lambda: _place(joint, node))
-
-    def after(done: int) -> None:
-        if done % meter.passes == 0:
-            progress(done // meter.passes, len(missing))
-
-    costs = times_us(
-        {key: partial(_runner, joint, node) for key, node in missing.items()},
-        {key: moved_bytes(node) for key, node in missing.items()},
-        meter, failed, first=first, after=after, between=between,
-    )  # fmt: skip
-    memory = meter.regions(_runner(joint, missing[key]) for key in costs)
-    for (key, cost_us), found in zip(costs.items(), memory, strict=True):
-        traced_bytes = sum(fresh_storages(missing[key]))
-        kept_bytes = max(0, found.final_bytes - traced_bytes)
-        workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
-        workspace_bytes = allocated_on(meter.device)(workspace_bytes)
-        prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
-    return prices
-
-
-def _refuse_broken_device(node: fx.Node, error: RuntimeError) -> None:
-    """A CUDA device that an op has failed on runs no other op in this process."""
-    if "device-side assert" in str(error) or "illegal memory access" in str(error):
-        raise CaptureError(
-            f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
-            f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
-            "the device by name, such as device='h100'"
-        ) from error
-
-
-def _estimated(node: fx.Node, error: RuntimeError) -> Price:
-    """A stated guess for an op that does not run on made data: the time to move its bytes."""
-    warnings.warn(
-        f"{target_name(node)} cannot be timed on made data ({str(error).splitlines()[0]}); "
-        "its price is an estimate from the bytes it moves, without workspace",
-        stacklevel=2,
-    )
-    return Price(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
-
-
-def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:
-    args, kwargs = sample_arguments(node, joint.module)
-    target = node.target
-    assert callable(target)
-
-    def run() -> Any:
-        return target(*args, **kwargs)
-
-    return run
-
-
-def _place(joint: Joint, node: fx.Node) -> str:
-    """Where the op stands in the user's code."""
-    name = next(name for name, other in joint.node_of_op.items() if other is node)
-    op = joint.graph.ops[joint.graph.op_index[name]]
-    return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)

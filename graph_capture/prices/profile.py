@@ -1,8 +1,11 @@
-"""Profiles: measured prices of ops as a file, to be kept, sent elsewhere and used again.
+"""Profiles: measured prices as a file, and their use in place of measuring.
 
-A profile names each op by its target, shapes, strides, dtypes and scalars, so it serves every
-model in which the same op occurs. Beside each price stands the op's work, so that a model of the
-device can be fitted to it. The format is JSON, stated in `docs/files.md`.
+A profile names each op by its `price_key`, so it serves every model in which the same op occurs.
+Beside each price stands the op's work, so that a model of the device can be fitted to it
+(`roofline.py`). The format is JSON, stated in `docs/files.md`.
+
+One that was measured on CUDA is of device ``cuda``, with the driver's title of it. It also serves
+the device of the table that the title names (`modelled.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ class Profile(msgspec.Struct, frozen=True):
     Attributes
     ----------
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
-    torch : the version that ran the ops. ops : by what determines their price.
+    torch : the version that ran the ops. ops : by `price_key`.
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
-    steps : on a CPU the times of whole steps, by the hash of their graph.
+    steps : on a CPU, the times of whole steps, by the hash of their graph.
     """
 
     device: str
@@ -89,7 +92,7 @@ def _is_sound(one: ProfiledOp) -> bool:
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
-    """`profile` itself, or what the file of that name holds.
+    """`profile` itself, or the one in the file of that name.
 
     Raises
     ------
@@ -101,7 +104,12 @@ def as_profile(profile: Profile | str | Path | None) -> Profile | None:
 
 
 def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> Mapping[str, Price]:
-    """The prices of `profile`, if they will do on the meter's device for the `needed` ops."""
+    """The prices of `profile`, by `price_key`.
+
+    Raises
+    ------
+    ProfileError : it is of another kind of device; or of another machine, and lacks `needed` ops.
+    """
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(
@@ -119,7 +127,7 @@ def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> Mapping
 
 
 def note_of(profile: Profile) -> str:
-    """Where the prices come from, as a graph notes it; warns where torch's version differs."""
+    """What a graph notes on the origin of its prices; warns where torch's version differs."""
     note = f"measured on {profile.title} with torch {profile.torch}"
     if profile.torch == str(torch.__version__):
         return note

@@ -1,4 +1,4 @@
-"""Measured profiles of models: each distinct op's price and work, to keep and to send."""
+"""Measuring a `Profile` of a model: the price and the work of each distinct op of its step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def profile(
 ) -> Profile:
     """Measure each distinct op of one training step on this machine.
 
-    Arguments are those of `remat.capture`, which takes the outcome as its `profile`, on this
-    machine or another; ``Profile.to_json`` is what a file of it holds.
+    The arguments are those of `remat.capture`, which takes the result as its `profile`, on this
+    machine or another. ``Profile.to_json`` makes a file of it.
 
     Raises
     ------

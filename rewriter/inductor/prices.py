@@ -21,10 +21,10 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.keeping_time import kept_bytes
+from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
-from remat.graph_capture.prices.pricing import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
 from remat.rewriter.inductor.element_prices import slow_part, us_per_element
 from remat.rewriter.inductor.graph import FusedJoint

@@ -11,7 +11,7 @@ from torch import fx
 
 from remat.graph_capture import trace
 from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
-from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices import op_prices, pricing
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import PriceCache
 from tests.models import make
@@ -37,7 +37,7 @@ def test_every_real_op_has_a_cost_and_equal_ops_have_equal_prices(folder: Path) 
 def test_a_second_pricing_measures_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, *_ = make("plain")
     first = pricing.price(trace(model, args))
-    monkeypatch.setattr(pricing, "_measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(pricing, "measured_prices", lambda *_: pytest.fail("measured again"))
     assert pricing.price(trace(model, args)) == first
     assert len(list(folder.glob("prices-*.json"))) == 1
 
@@ -70,9 +70,9 @@ def test_an_estimate_is_the_time_to_move_the_bytes_that_work_counts() -> None:
     node = graph.call_function(torch.ops.aten.exp.default, (x,))
     node.meta["val"] = torch.empty(1000, 4, device="meta")
     with pytest.warns(UserWarning, match="its price is an estimate from the bytes it moves"):
-        estimate = pricing._estimated(node, RuntimeError("no"))
+        estimate = op_prices._estimated(node, RuntimeError("no"))
     assert moved_bytes(node) == 4 * 4 + 4 * 4000
-    assert estimate.cost_us == moved_bytes(node) / pricing.ESTIMATED_BYTES_PER_US
+    assert estimate.cost_us == moved_bytes(node) / op_prices.ESTIMATED_BYTES_PER_US
     assert estimate.is_estimate
 
 
