@@ -46,7 +46,6 @@ class CpuMeter:
         self.passes = PASSES
         self.device, self.title = CPU, device_name()
         self.cache_bytes = _cache_bytes()
-        # Twice the cache, as a cache does not drop its oldest lines strictly.
         self._others = torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
 
     @property
