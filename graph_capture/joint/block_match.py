@@ -1,8 +1,9 @@
-"""A block's own training graph, found again inside that of the whole model, node by node.
+"""A block's own training graph, found inside that of the whole model, node by node.
 
-A block that is compiled by itself sums gradients inside itself first. Where the whole step has
-the very ops of the block, wired alike, in the block's order, the bits are the same; elsewhere
-the block is refused.
+A block that is compiled by itself sums gradients inside itself first. If the whole step has the
+very ops of the block, wired alike and in the block's order, the bits are the same. Else the block
+is refused, before anything runs. Scalars, constants and views are compared too, so two blocks share
+one compiled step only if they compute the same of their own parameters.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ class BlockMatch:
 
     Attributes
     ----------
-    op_of : op of the whole graph for each op of the block's own, tangents left out.
-    value_of : value of the whole graph for each value of the block's own.
-    state_of : name in the model of each parameter and buffer that the block's graph takes, by
-        its name in the block.
+    op_of : op of the whole graph, by op of the block; without tangents.
+    value_of : value of the whole graph, by value of the block.
+    state_of : name of a parameter or buffer in the model, by its name in the block.
     """
 
     op_of: dict[str, str]
@@ -40,6 +40,11 @@ class BlockMatch:
 
 @dataclass
 class _Matcher:
+    """Nodes of the block with those of the whole graph that they were found to be.
+
+    `trail` holds what the comparison at hand has bound, to take back if it fails.
+    """
+
     block: Joint
     whole: Joint
     of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
@@ -77,7 +82,7 @@ class _Matcher:
         return type(a) is type(b) and a == b
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two nodes stand for the same tensor; views are followed to what they view."""
+        """Whether two nodes stand for the same tensor. Views are followed to what they view."""
         a, b = _behind_aliases(a), _behind_aliases(b)
         if a in self.of_node:
             return self.of_node[a] is b
@@ -174,7 +179,7 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
 
 
 def _match_backward(matcher: _Matcher, path: str) -> None:
-    """Ops of others may stand between those of the block, as long as none of its own is missing."""
+    """Find the block's ops in the model's backward, where ops of others may stand between them."""
     own, graph = matcher.block.graph, matcher.whole.graph
     backward = iter(graph.ops[graph.n_forward :])
     begun = False

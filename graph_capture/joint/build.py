@@ -52,9 +52,8 @@ class Joint:
     ----------
     module : the joint GraphModule. num_forward_outputs : of its outputs, the forward's.
     graph : torch-free facts, unpriced.
-    node_of_op : fx node behind each op; absent for ops we add (tangents, RNG states,
-        batch-norm statistics).
-    value_of_node : name of the value a tensor node belongs to.
+    node_of_op : fx node behind each op, but for the ops that are ours.
+    value_of_node : name of the value that a tensor node belongs to.
     base_of_value : the node that first returns a value; absent if nothing reads it.
     """
 
@@ -176,7 +175,7 @@ class _Builder:
         if phase == "forward" and draws_randomness(node):
             state = self._add_rng_state(node, module, source)
             inputs = (*inputs, state)
-            # A run sets the generator to the saved state, and needs room for the one before.
+            # A run that draws again holds the generator's present state, to put it back.
             workspace_bytes = self.values.by_name[state].size_bytes
         statistics: Op | None = None
         if makes_statistics(node):
@@ -207,7 +206,10 @@ class _Builder:
     def _split_batch_norm(
         self, node: fx.Node, outputs: tuple[str, ...], module: str, source: str
     ) -> tuple[tuple[str, ...], tuple[str, ...], Op]:
-        """The normalisation, which may run again, apart from the update of its statistics."""
+        """What the normalisation reads and returns, and the update of the statistics as its own op.
+
+        The normalisation may then run again.
+        """
         read = [a for a in node.args[:3] if isinstance(a, fx.Node)]
         running = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
         name = f"{node.name}_statistics"
@@ -223,9 +225,9 @@ class _Builder:
 
 
 def rng_state_bytes(device: torch.device) -> int:
-    """Bytes that a saved state of the device's default generator takes there.
+    """Bytes that a saved state of the default generator takes on its device.
 
-    That of a CUDA device is kept on the host.
+    The state of a CUDA generator is kept on the host: 16 bytes, which count for nothing.
     """
     return 0 if device.type == CUDA else torch.get_rng_state().nbytes
 
@@ -238,7 +240,9 @@ def _with_constants(resident: Resident, constants_bytes: int) -> Resident:
 def build_joint(
     gm: fx.GraphModule, num_forward_outputs: int, name: str, resident: Resident, **facts: Any
 ) -> Joint:
-    """Analyse a joint graph: storages to values, nodes to ops, views to nothing.
+    """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
+
+    The nodes of `gm` that run other ops than eager are changed first.
 
     Raises
     ------

@@ -1,4 +1,8 @@
-"""Traced ops that no plan can replay: each is refused with its module, its line and a way out."""
+"""Ops that no plan can replay, and the messages that refuse them.
+
+Each message names module, line and a way out. Two of them are also used before a trace, where the
+module alone tells that such an op would come (`refuse.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,9 @@ EFFECTS = "with_effects"
 def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
     """Raise `CaptureError` if the op of `node` cannot be part of a plan.
 
-    `place_of` gives its module and its line, which are asked for only where it is refused.
+    Parameters
+    ----------
+    place_of : gives module and line of a node; called only for one that is refused.
     """
     name = target_name(node)
     if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
@@ -50,7 +56,7 @@ def _where(module: str, source: str) -> str:
 
 
 def fused_lstm_message(place: str) -> str:
-    """What to tell about oneDNN's LSTM, whose backward needs what no graph can hold."""
+    """The refusal of oneDNN's LSTM, whose backward needs what no graph can hold."""
     return (
         "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
         f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
@@ -59,7 +65,7 @@ def fused_lstm_message(place: str) -> str:
 
 
 def cudnn_rnn_message(place: str) -> str:
-    """What to tell about cuDNN's recurrent layers, whose backward cannot run twice."""
+    """The refusal of cuDNN's recurrent layers, whose backward cannot run twice."""
     return (
         f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
         "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "

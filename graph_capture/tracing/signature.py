@@ -1,4 +1,7 @@
-"""What a batch looked like at capture, and whether another one still fits it."""
+"""What a batch looked like at capture, and whether another one is like it.
+
+A plan is exact for one signature.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from remat.graph_capture.errors import CaptureError, SignatureError
 
 
 class Signature:
-    """Shapes, strides, dtypes and devices of the tensors of a batch; its other leaves by value.
+    """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
 
-    Holds no tensor of the batch.
+    It holds no tensor of the batch.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -79,6 +82,7 @@ class Signature:
 
 
 Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+"""Shape, strides, dtype, device, and whether it requires a gradient."""
 
 
 def tensor_facts(tensor: Tensor) -> Facts:
@@ -108,9 +112,12 @@ def _argument_name(path: Any) -> str:
 
 
 def check_batch(batch: Any, device: str) -> None:
-    """Raise `CaptureError` for leaves that no static graph can hold.
+    """Refuse a batch that no static graph can hold.
 
-    And `DeviceError` for those that are not where the step for `device` is captured.
+    Raises
+    ------
+    CaptureError : a leaf is sparse or has no storage.
+    DeviceError : a leaf is not where the step for `device` is captured.
     """
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         name = _argument_name(path)

@@ -25,7 +25,7 @@ from remat.schedules.simulate import simulate
 from remat.solver.result import Result, judged
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Recipe
+    from remat.graph_capture.tracing.recipe import Recipe
 
 NO_BUDGET = ""
 """The budget of a request that asks for no solve."""

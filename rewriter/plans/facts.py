@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensorMode
 from remat.graph_capture.devices.cpu_meter import device_name
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.ties import tied_places
-from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, StateFact, TensorLeaf
 
