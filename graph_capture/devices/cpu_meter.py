@@ -28,8 +28,8 @@ USUAL_CACHE_BYTES = 1 << 20
 _SHIFTS = {"K": 10, "M": 20}
 
 
-def device_name() -> str:
-    """Processor model and thread count, by which prices differ."""
+def cpu_title() -> str:
+    """The title of this machine's CPU: its model and its thread count, by which prices differ."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -44,7 +44,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self.passes = PASSES
-        self.device, self.title = CPU, device_name()
+        self.device, self.title = CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
         self._others = torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
 

@@ -49,7 +49,7 @@ def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
 
     Every op keeps `LEAST` of its cost, so that less than `saved_us` may be taken off.
     """
-    of_op = kept_bytes(graph)
+    of_op = bytes_for_backward(graph)
     us_per_byte = saved_us / max(1, sum(of_op.values()))
     return {
         name: max(LEAST * cost_us, cost_us - us_per_byte * of_op.get(name, 0))
@@ -57,7 +57,7 @@ def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
     }
 
 
-def kept_bytes(graph: TrainingGraph) -> dict[str, int]:
+def bytes_for_backward(graph: TrainingGraph) -> dict[str, int]:
     """Bytes that backward reads of the results of each forward op."""
     read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
     sizes = {value.name: value.size_bytes for value in graph.values if value.name in read}

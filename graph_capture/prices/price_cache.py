@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from remat.graph_capture.devices.cpu_meter import device_name
+from remat.graph_capture.devices.cpu_meter import cpu_title
 
 SCHEMA_VERSION = 6
 """Of the file. One of another version is not read, and is written anew."""
@@ -54,7 +54,7 @@ class WholeStep(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct):
     schema_version: int
-    device: str
+    title: str = ""
     prices: dict[str, Price] = {}
     steps: dict[str, WholeStep] = {}
 
@@ -73,7 +73,7 @@ class PriceCache:
 
     Parameters
     ----------
-    device : the very machine; left at None, this one's CPU.
+    title : of the device, as its meter has it; left at None, this machine's CPU.
     settings : of the device, by which prices differ.
 
     Attributes
@@ -81,16 +81,16 @@ class PriceCache:
     prices : by `price_key`. steps : by the hash of the step's graph.
     """
 
-    def __init__(self, device: str | None = None, settings: str = "") -> None:
-        self.device = device or device_name()
-        which = " ".join(filter(None, (self.device, settings)))
+    def __init__(self, title: str | None = None, settings: str = "") -> None:
+        self.title = title or cpu_title()
+        which = " ".join(filter(None, (self.title, settings)))
         slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
         self.path = cache_folder() / f"prices-{slug}.json"
         file = self._read()
         self.prices, self.steps = file.prices, file.steps
 
     def _read(self) -> _File:
-        nothing = _File(SCHEMA_VERSION, self.device)
+        nothing = _File(SCHEMA_VERSION, self.title)
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -111,7 +111,7 @@ class PriceCache:
         known = self._read()
         file = _File(
             SCHEMA_VERSION,
-            self.device,
+            self.title,
             {**known.prices, **self.prices},
             {**known.steps, **self.steps},
         )

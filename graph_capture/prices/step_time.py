@@ -63,7 +63,7 @@ def whole_step(
     if profile is not None and graph.hash in profile.steps:
         return profile.steps[graph.hash]
     if rounds is None:
-        return cache.steps.get(graph.hash) if _is_of(profile, cache.device) else None
+        return cache.steps.get(graph.hash) if _is_of(profile, cache.title) else None
     found = rounds.whole(graph)
     if found is not None:
         cache.steps[graph.hash] = found

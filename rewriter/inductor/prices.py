@@ -20,7 +20,7 @@ from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
 from remat.graph_capture.prices.booking import booked
-from remat.graph_capture.prices.keeping_time import kept_bytes
+from remat.graph_capture.prices.keeping_time import bytes_for_backward
 from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
@@ -133,7 +133,7 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
             op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
         ops.append(op)
     priced = msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
-    read_us = sum(kept_bytes(priced).values()) / bytes_per_us
+    read_us = sum(bytes_for_backward(priced).values()) / bytes_per_us
     return booked(priced, WholeStep(step_us=0.0, keeping_us=NEAR * read_us))
 
 
