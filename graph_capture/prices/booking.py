@@ -24,9 +24,11 @@ def booked(graph: TrainingGraph, step: WholeStep) -> TrainingGraph:
     graph : with each op at the cost of a run on its own.
     """
     alone = costs_of(graph)
+    # Keeping comes first: the step in segments was held against prices that are cheaper by it.
     cheaper = less_for_kept(graph, alone, step.keeping_us)
     costs = dict(as_recomputed(graph, cheaper, step.again_us, step.priced_us))
     ops_us = sum(costs.values())
+    # A step in a fast spell may take less than its ops. No op then costs less than nothing.
     beyond_us = max(step.step_us, sum(alone.values()), ops_us) - ops_us
     for op in graph.ops:
         if op.target == TANGENTS:

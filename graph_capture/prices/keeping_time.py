@@ -76,6 +76,7 @@ def _forward(joint: Joint) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
     nodes = list(gm.graph.nodes)
     end = next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
     forward, later = nodes[:end], nodes[end:-1]
+    # A node with several results is no tensor to return: its parts are.
     made = [node for node in forward if node.op == "call_function" and not _has_parts(node)]
     after = {*later, nodes[-1]}
     returned = [node for node in made if any(user in after for user in node.users)]

@@ -109,6 +109,7 @@ def examples(joint: Joint) -> dict[str, fx.Node]:
 
 
 def _first_nodes(joint: Joint, keys: dict[str, str]) -> dict[str, fx.Node]:
+    # Reversed, so that of equal keys the first node is the one that stays.
     return {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
 
 

@@ -51,7 +51,8 @@ def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
     graph, prices = price_with(traced, meter, cache, progress)
     ops = {
         key: ProfiledOp(
-            *msgspec.structs.astuple(price), work_of(node_of[key]) if key in node_of else Work()
+            **msgspec.structs.asdict(price),
+            work=work_of(node_of[key]) if key in node_of else Work(),
         )
         for key, price in prices.of_key.items()
     }

@@ -76,6 +76,7 @@ def recomputing(joint: Joint) -> Recomputing:
     again: list[str] = []
     for segment in segments:
         inside = set(segment)
+        # What another segment reads is kept, or making one again would make those before it again.
         dropped = [
             node
             for node in segment
@@ -124,6 +125,7 @@ def _make_again(
     needed = {node for node in dropped if readers[node]}
     if not needed:
         return []
+    # Backwards, as what a needed node reads inside the segment is needed too.
     for node in reversed(dropped):
         if any(user in needed for user in node.users):
             needed.add(node)

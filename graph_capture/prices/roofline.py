@@ -101,6 +101,7 @@ class _Fit:
         tiny_us = LAUNCH_PART * assumed.launch_us
         launches = [one.cost_us for _, one, work_us in self._seen() if work_us < tiny_us]
         least_us = min((one.cost_us for _, one, _ in self._seen()), default=assumed.launch_us)
+        # Without an op of hardly any work, a launch is no longer than the quickest op.
         self.launch_us = statistics.median(launches or [min(assumed.launch_us, least_us)])
         for key, one, work_us in self._seen():
             if work_us and one.cost_us - self.launch_us >= LEAST_WORK * self.launch_us:

@@ -133,6 +133,7 @@ class StepRounds:
                 self.some()
         if self._runs is None:
             return None
+        # Ratios and differences are taken within a round, whose runs meet the same slow spell.
         step_us = statistics.median(step for step, *_ in self._rounds)
         longer = statistics.median(again / step for step, again, *_ in self._rounds) - 1
         kept_us = statistics.median(keeping - plain for *_, keeping, plain in self._rounds)

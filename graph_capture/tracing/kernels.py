@@ -74,6 +74,7 @@ class FusedAttention(TorchFunctionMode):
         """Call `func`, changed where it is attention."""
         given = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
-            args = (*args[:DROPOUT_POSITION], *(0.0 for _ in args[4:5]), *args[5:])
+            at = DROPOUT_POSITION
+            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)
         return func(*args, **given)

@@ -2,6 +2,10 @@
 
 A trace can be compiled once, since AOTAutograd spends its metadata. So what is kept between capture
 and rewriting is a `Recipe`, and rewriting traces again.
+
+A recipe remembers the device, and rewriting traces the ops that run here. If these are not those of
+the plan, the plan is refused. So a plan with attention dropout that was made for a GPU of the table
+cannot be trained with on a CPU by mistake.
 """
 
 from __future__ import annotations

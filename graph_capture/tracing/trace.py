@@ -5,8 +5,11 @@ keyword arguments, tied weights, mutated inputs and nested outputs, and keeps ea
 that gradients stay bit-equal. No other way that we know does. `torch.export` as a first step gave
 wrong gradients for custom autograd functions, and `make_fx` fails on tied weights.
 
-`torch.utils.checkpoint` of the user's is transparent to the trace: a plan covers what it covers,
+`torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers,
 and replaces it.
+
+Not in the graph: gradients of outputs that are views of other outputs. Autograd forms them outside
+the captured step, and their memory is not predicted.
 """
 
 from __future__ import annotations
