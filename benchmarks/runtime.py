@@ -30,7 +30,7 @@ from torch import nn
 import remat
 from benchmarks.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
-from remat.graph_capture.devices.cpu_meter import device_name
+from remat.graph_capture.devices.cpu_meter import cpu_title
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)
@@ -156,7 +156,7 @@ def main() -> int:
             f"measured {100 * one['measured_overhead']:.1f} %"
         )
     if asked.out:
-        on = torch.cuda.get_device_name() if asked.device != "cpu" else device_name()
+        on = torch.cuda.get_device_name() if asked.device != "cpu" else cpu_title()
         facts = {"device": on, "torch": str(torch.__version__), "python": platform.python_version()}
         asked.out.write_text(json.dumps({**facts, "per_op": small, "plans": rows}, indent=1) + "\n")
     return 0

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from remat.budgets import parse_budget
 from remat.graph_capture.errors import PlanError, RewriteError, SolverError
+from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import autocast_state
 from remat.one_call import rematerialize
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.own_forward import class_of_user

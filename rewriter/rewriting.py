@@ -13,8 +13,9 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing import trace as tracing
+from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Recipe, Trace, recipe_for, trace_recipe
+from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.user_module.module import RematModule, make_module

@@ -1,4 +1,4 @@
-"""Tracing runs the user's forward; this leaves the module and the RNG as they were."""
+"""Tracing runs the user's forward. This restores the module and the random streams after it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 def untouched(model: nn.Module, *, warn: bool = True) -> Generator[None]:
     """Restore every submodule's attributes and all RNG streams on leaving.
 
-    Attributes that forward itself changes are restored too, with a warning that names
-    them: the rewritten module will not carry out such side effects.
+    Attributes that forward itself changes are restored too. A warning names them, since the
+    rewritten module has no such side effects.
     """
     before = [(name, module, _snapshot(module)) for name, module in model.named_modules()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -39,10 +39,10 @@ def untouched(model: nn.Module, *, warn: bool = True) -> Generator[None]:
 
 def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute, with a shallow copy of it where it is a plain container."""
-    return {name: (value, _copied(value)) for name, value in vars(module).items()}
+    return {name: (value, _copy_of_container(value)) for name, value in vars(module).items()}
 
 
-def _copied(value: Any) -> Any:
+def _copy_of_container(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set)) else None  # pyright: ignore
 
 

@@ -13,7 +13,7 @@ from remat.solved import graph_behind, predicted
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Recipe
+    from remat.graph_capture.tracing.recipe import Recipe
 
 PLAN_FILES = ".json", ".pt2"
 

@@ -26,7 +26,7 @@ from remat.schedules.simulate import simulate
 from remat.solver.result import Result, judged
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Recipe
+    from remat.graph_capture.tracing.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
-    from remat.graph_capture.tracing.trace import Recipe, Trace
+    from remat.graph_capture.tracing.recipe import Recipe
+    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
 
 

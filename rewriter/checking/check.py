@@ -18,7 +18,8 @@ from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.meter import Meter, Run, StepMemory
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly

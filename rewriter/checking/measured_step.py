@@ -14,7 +14,8 @@ from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.check import plan_run

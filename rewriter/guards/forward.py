@@ -15,8 +15,8 @@ from remat.graph_capture.refuse import (
     is_distributed,
     unheard_hook,
 )
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.ties import tied_places
-from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.settings import first_difference, settings
 

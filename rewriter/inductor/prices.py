@@ -19,13 +19,13 @@ from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
-from remat.graph_capture.prices.keeping_time import kept_bytes, less_for_kept
+from remat.graph_capture.prices.booking import booked
+from remat.graph_capture.prices.keeping_time import bytes_for_backward
+from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
-from remat.graph_capture.prices.price_cache import Price, PriceCache
-from remat.graph_capture.prices.pricing import ESTIMATED_BYTES_PER_US
+from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
-from remat.graph_capture.prices.step_time import taking
 from remat.rewriter.inductor.element_prices import slow_part, us_per_element
 from remat.rewriter.inductor.graph import FusedJoint
 from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_reduction, is_view
@@ -133,9 +133,8 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
             op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
         ops.append(op)
     priced = msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")
-    read_us = sum(kept_bytes(priced).values()) / bytes_per_us
-    cheaper = less_for_kept(priced, NEAR * read_us)
-    return taking(cheaper, priced.time_us)
+    read_us = sum(bytes_for_backward(priced).values()) / bytes_per_us
+    return booked(priced, WholeStep(step_us=0.0, keeping_us=NEAR * read_us))
 
 
 def _called(op: Op, price: Price) -> Op:

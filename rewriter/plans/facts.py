@@ -13,13 +13,13 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.devices.cpu_meter import device_name
+from remat.graph_capture.devices.cpu_meter import cpu_title
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.ties import tied_places
-from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, StateFact, TensorLeaf
 
@@ -60,7 +60,7 @@ def title_of(device: str) -> str:
     """The very machine behind a device's name."""
     if is_in_table(device):
         return modelled_device(device).title
-    return device_name() if device == CPU else torch.cuda.get_device_name(device)
+    return cpu_title() if device == CPU else torch.cuda.get_device_name(device)
 
 
 def batch_signature(signature: Signature) -> BatchSignature:

@@ -14,8 +14,9 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Recipe, trace_recipe
+from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.plans.archive import read_plan
 from remat.rewriter.plans.facts import (
     autocast_of,

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.tracing.trace import Recipe, trace_recipe
+from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
