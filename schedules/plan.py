@@ -1,7 +1,7 @@
 """Plans: a schedule with all that another process needs to rewrite the model to it, as JSON.
 
 A plan holds no tensor, no weight and no code. `docs/files.md` states the format, and
-`docs/plan.schema.json` is its JSON schema.
+`docs/plan.schema.json` is its JSON schema, which `tests/rewriter/test_plans.py` writes and checks.
 """
 
 from __future__ import annotations
@@ -190,8 +190,3 @@ def _check_header(data: bytes | str, name: str) -> None:
             f"{name} has schema version {header.get('schema_version')}, this release reads "
             f"{SCHEMA_VERSION}. {AGAIN}"
         )
-
-
-def json_schema() -> bytes:
-    """The JSON schema of plan files, as `docs/plan.schema.json` holds it."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2) + b"\n"
