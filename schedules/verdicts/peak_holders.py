@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
@@ -42,14 +40,6 @@ class PeakHolders(msgspec.Struct, frozen=True):
     def place(self) -> str:
         """Module path and source line of the op at the peak."""
         return " ".join(part for part in (self.module, self.source) if part) or self.op
-
-    def by_kind(self) -> dict[str, int]:
-        """Bytes of the live values by kind, largest first."""
-        return _summed((one.first.kind, one.size_bytes) for one in self.values)
-
-    def by_module(self) -> dict[str, int]:
-        """Bytes of the live values by folded module path, largest first."""
-        return _summed((one.module, one.size_bytes) for one in self.values)
 
 
 def peak_holders(
@@ -99,10 +89,3 @@ def _runs_until(schedule: Schedule, op: Op | None, step: int) -> int:
 
 def _smaller(one: FoldedRow) -> int:
     return -one.size_bytes
-
-
-def _summed(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, size_bytes in parts:
-        sums[name] = sums.get(name, 0) + size_bytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
