@@ -127,7 +127,7 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
         if op.name in found:
             op = _called(op, found[op.name])
         elif node is not None:
-            cost_us = _moved_bytes(op, node, values) / bytes_per_us
+            cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             slow = _slow_elements(node, stored)
             cost_us += sum(n * prices.us_per_element(part) for part, n in slow.items())
             op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
@@ -147,7 +147,7 @@ def _called(op: Op, price: Price) -> Op:
     )
 
 
-def _moved_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
+def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
     """What a kernel reads and writes; a pointwise one reads no more elements than it writes.
 
     A sum with a product is written by the call that multiplies, which reads the other term.

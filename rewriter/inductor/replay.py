@@ -65,8 +65,8 @@ def replay(
     forward_peak = run.peak_bytes
     kept = [_held_by(run, name) for name in lowered.outputs]
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
-    theirs = _bytes_of(run, outputs)
-    both = _bytes_of(run, kept)
+    theirs = run.bytes_of(outputs)
+    both = run.bytes_of(kept)
     then = _backward_run(
         run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:]
     )
@@ -109,6 +109,10 @@ class LiveStorages:
             if not self.holders[number]:
                 self.live_bytes -= self.size_bytes[number]
 
+    def bytes_of(self, held: Sequence[list[int]]) -> int:
+        """Bytes of some storages, each counted once."""
+        return sum(self.size_bytes[number] for number in {n for one in held for n in one})
+
     def carry_out(self, lowered: Lowered) -> None:
         """All events of a graph, in order."""
         calls = [event.node for event in lowered.events if event.node is not None]
@@ -137,10 +141,6 @@ class LiveStorages:
 
 def _held_by(run: LiveStorages, name: str | None) -> list[int]:
     return [] if name is None else run.names.get(name, [])
-
-
-def _bytes_of(run: LiveStorages, storages: Sequence[list[int]]) -> int:
-    return sum(run.size_bytes[number] for number in {n for held in storages for n in held})
 
 
 def _backward_run(

@@ -39,7 +39,7 @@ class Outcome(Protocol):
         ...
 
 
-class Curve(Protocol):
+class DrawnFront(Protocol):
     """What a picture needs of `remat.solver.budgets.front.Front`."""
 
     @property
@@ -65,7 +65,7 @@ class Curve(Protocol):
 
 def draw_front(
     ax: Axes,
-    fronts: Curve | Mapping[str, Curve],
+    fronts: DrawnFront | Mapping[str, DrawnFront],
     *,
     budget_bytes: int = 0,
     plan: Outcome | None = None,
@@ -104,15 +104,15 @@ def draw_front(
     return ax
 
 
-def _solver(curve: Curve) -> str:
+def _solver(curve: DrawnFront) -> str:
     return str(getattr(curve, "solver", "plans"))
 
 
-def _percent(time_us: float, curve: Curve) -> float:
+def _percent(time_us: float, curve: DrawnFront) -> float:
     return 100 * (time_us / curve.base_us - 1) if curve.base_us else 0.0
 
 
-def _bounds(curves: Iterable[Curve]) -> tuple[list[int], list[float]]:
+def _bounds(curves: Iterable[DrawnFront]) -> tuple[list[int], list[float]]:
     """The highest bound known at each budget that was solved."""
     best: dict[int, float] = {}
     for curve in curves:

@@ -90,7 +90,7 @@ class Curve(msgspec.Struct, frozen=True):
     live_bytes: list[int]
 
 
-class Ribbon(msgspec.Struct, frozen=True):
+class RibbonRows(msgspec.Struct, frozen=True):
     """Rows, and spans in them as row, begin, end, row, begin, end, ..."""
 
     titles: list[str]
@@ -112,7 +112,7 @@ class Page(msgspec.Struct, frozen=True):
     bands: dict[str, list[Band]]
     unmodified: Curve
     measured: Curve | None
-    ribbon: Ribbon
+    ribbon: RibbonRows
     rules: list[Alternative]
     fronts: dict[str, list[Alternative]]
     colours: dict[str, str]

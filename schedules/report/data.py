@@ -11,7 +11,7 @@ from remat.schedules.report.columns import (
     Curve,
     Ops,
     Page,
-    Ribbon,
+    RibbonRows,
     Runs,
     Stays,
     Summary,
@@ -154,10 +154,10 @@ def _measured(facts: Facts, line: Timeline) -> Curve | None:
     return Curve(_rounded(moments), step.live_bytes.tolist())
 
 
-def _ribbon(line: Timeline) -> Ribbon:
+def _ribbon(line: Timeline) -> RibbonRows:
     picture = ribbon(line)
     kinds = ("holds", "holds_most", "forward", "backward", "recompute")
-    return Ribbon(list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds})
+    return RibbonRows(list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds})
 
 
 def _flat(spans: tuple[Span, ...]) -> list[int]:

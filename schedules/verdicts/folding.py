@@ -40,7 +40,7 @@ def folded(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):
         pattern, indices = split_indices(row.module)
         alike.setdefault((pattern, ordinal, *_facts(row)), {})[indices] = row
-    found = [one for by_index in alike.values() for one in _fold(by_index)]
+    found = [one for by_index in alike.values() for one in _folded_rows(by_index)]
     place = {row.value: i for i, row in enumerate(rows)}
     return tuple(sorted(found, key=lambda one: place[one.first.value]))
 
@@ -63,7 +63,7 @@ def _facts(row: ValueRow) -> tuple[Hashable, ...]:
     )  # fmt: skip
 
 
-def _fold(by_index: dict[Indices, ValueRow]) -> list[FoldedRow]:
+def _folded_rows(by_index: dict[Indices, ValueRow]) -> list[FoldedRow]:
     pattern, _ = split_indices(next(iter(by_index.values())).module)
     return [_folded_row(written(pattern, box), inside(by_index, box)) for box in boxes(by_index)]
 

@@ -82,7 +82,7 @@ def grouped(
         one.cost_us += op.cost_us
         one.recomputed_us += again * op.cost_us
         one.figures["runs_again"] += again
-    return tuple(sorted(_fold(sums), key=_rank))
+    return tuple(sorted(_folded_groups(sums), key=_rank))
 
 
 def _rank(group: Group) -> tuple[int, int, float]:
@@ -106,7 +106,7 @@ def _add(sums: _Sums, row: ValueRow) -> None:
         sums.figures["at_peak_bytes"] += row.size_bytes
 
 
-def _fold(sums: dict[str, _Sums]) -> list[Group]:
+def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
     alike: dict[tuple[str, tuple[int, ...]], dict[Indices, _Sums]] = {}
     for name, one in sums.items():
         pattern, indices = split_indices(name)

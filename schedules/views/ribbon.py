@@ -55,11 +55,11 @@ def ribbon(line: Timeline) -> Ribbon:
     most = held.max(axis=1, keepdims=True, initial=0)
     return Ribbon(
         titles=titles,
-        forward=_runs(rows, is_forward & ~line.again),
-        backward=_runs(rows, ~is_forward & ~line.again),
-        recompute=_runs(rows, line.again),
-        holds=_spans(held > 0),
-        holds_most=_spans((held > 0) & (2 * held >= most)),
+        forward=_spans_of_runs(rows, is_forward & ~line.again),
+        backward=_spans_of_runs(rows, ~is_forward & ~line.again),
+        recompute=_spans_of_runs(rows, line.again),
+        holds=_spans_of_mask(held > 0),
+        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
     )
 
 
@@ -76,7 +76,9 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
     return np.cumsum(change, axis=1)[:, :-1]
 
 
-def _runs(rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+def _spans_of_runs(
+    rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> tuple[Span, ...]:
     """Spans of neighbouring runs in one row."""
     spans: list[Span] = []
     for run in np.flatnonzero(chosen).tolist():
@@ -88,7 +90,7 @@ def _runs(rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tup
     return tuple(spans)
 
 
-def _spans(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
     """Where each row of a mask is true."""
     padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
     edges = np.diff(padded, axis=1)
