@@ -49,16 +49,6 @@ class FusedJoint:
     base_of_value: dict[str, fx.Node]
     values_read: dict[fx.Node, tuple[str, ...]]
 
-    @property
-    def results(self) -> list[Any]:
-        """What both graphs return: forward's own outputs, then the gradients."""
-        return list(self.module.graph.find_nodes(op="output")[0].args[0])  # pyright: ignore
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """Inputs of the joint graph."""
-        return list(self.module.graph.find_nodes(op="placeholder"))
-
 
 @dataclass
 class _Builder:
