@@ -20,9 +20,9 @@ PROCESS = 1
 
 
 def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The trace of a step: a lane each for forward, backward and what runs again.
+    """The trace of a step, with a lane each for forward, backward and what runs again.
 
-    ``otherData`` has the figures of `simulate`. Without prices each run takes one µs.
+    ``otherData`` holds the figures of `simulate`. If the graph has no prices, each run takes 1 µs.
 
     Raises
     ------

@@ -20,7 +20,7 @@ class Outcome(Protocol):
 
     @property
     def schedule(self) -> Schedule | None:
-        """None where nothing was found."""
+        """None if nothing was found."""
         ...
 
     @property
@@ -70,11 +70,11 @@ def draw_front(
     budget_bytes: int = 0,
     plan: Outcome | None = None,
 ) -> Axes:
-    """Draw overhead against peak, one line a solver, with the best bound at each budget.
+    """Draw overhead against peak, one line a solver, and the best bound at each budget.
 
     Parameters
     ----------
-    fronts : as `remat.sweep` returns them, one or several by the solver's name.
+    fronts : what `remat.sweep` returns; or several of these by the solver's name.
     budget_bytes : where to draw your budget, if it is not 0. plan : a result to mark.
     """
     curves = dict(fronts) if isinstance(fronts, Mapping) else {_solver(fronts): fronts}

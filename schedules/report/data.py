@@ -1,4 +1,4 @@
-"""The data of the page, from what is known of a plan; its form is in `columns`."""
+"""The data of the page, made of what is known of a plan. Its form is in `columns`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from remat.schedules.views.ribbon import Span, ribbon
 from remat.schedules.views.timeline import Floats, Timeline, timeline
 
 DIGITS = 6
-"""Of times in ms: a thousandth of a nanosecond is more than any clock tells."""
+"""Digits of times in ms after the point, which is to the nanosecond."""
 
 
 def page_data(facts: Facts) -> Page:

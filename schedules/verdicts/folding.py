@@ -12,13 +12,13 @@ from remat.schedules.verdicts.rows import ValueRow
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
-    """Rows that differ in the indices of their module path alone, and in the names.
+    """Rows that differ only in their names and in the indices of their module path.
 
     Attributes
     ----------
-    module : with ranges for indices. count : of rows. first : the first of them.
-    size_bytes, cost_us : all together, one copy and one run each.
-    recomputed_us : of all runs beyond the first. values : their names.
+    module : with ranges for indices. count : how many rows. first : the first of them.
+    size_bytes, cost_us : summed over the rows, one copy and one run each.
+    recomputed_us : of all runs after the first. values : their names.
     """
 
     module: str
@@ -31,10 +31,10 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 
 def folded(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
-    """Fold rows whose layers are the same in op, phase, verdict, size, shape and source line.
+    """Fold rows of equal layers: the same op, phase, verdict, size, shape and source line.
 
-    The n-th value of an op in one layer folds with the n-th in the others. Prices may differ, as
-    the figures are sums. In the order in which rows first stand.
+    The n-th value of an op in one layer folds with the n-th in the others. Prices may differ,
+    since a folded row holds their sum. Folded rows come in the order of their first rows.
     """
     alike: dict[Hashable, dict[Indices, ValueRow]] = {}
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):
@@ -46,7 +46,7 @@ def folded(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
 
 
 def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
-    """Which value it is of its target and place in its module."""
+    """For each row: how many rows before it have the same op and place in the same module."""
     seen: Counter[tuple[str, ...]] = Counter()
     ordinals: list[int] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Who holds the memory at the peak of a schedule; what is said sums to the peak."""
+"""What holds the memory at the peak of a schedule; its parts sum to the peak."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class PeakHolders(msgspec.Struct, frozen=True):
     Attributes
     ----------
     peak_bytes, step : from `simulate`; `step` is the index of the step that reaches the peak.
-    op, target, phase, module, source : of the op that runs then. run : the n-th run of it.
-    resident : by category, those that are not 0. workspace_bytes : of that op.
-    copies_bytes : second copies that it makes of values which are live already.
-    values : the values that are live, identical layers folded, largest first.
+    op, target, phase, module, source : of the op that runs then. run : which run of it, from 1.
+    resident : bytes by category, without those of 0. workspace_bytes : of that op.
+    copies_bytes : second copies that it makes of values that are live already.
+    values : the values that are live, equal layers folded, largest first.
     """
 
     peak_bytes: int
@@ -45,7 +45,7 @@ class PeakHolders(msgspec.Struct, frozen=True):
 def peak_holders(
     graph: TrainingGraph, schedule: Schedule, simulation: Simulation | None = None
 ) -> PeakHolders:
-    """Who holds the memory at the peak.
+    """What holds the memory at the peak.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The colours of every picture: one role, one colour, in plots, report and exports.
 
-The palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008), whose colours are
-told apart with the common kinds of colour blindness too.
+The palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008). People with the
+common kinds of colour blindness can tell its colours apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The schedule as Checkmate draws it, folded by layer: what runs when (R), what is kept when (S).
 
-Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column a run, so that
-a step of thousands of ops still shows as a picture.
+Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column is a run, so
+that a step of thousands of ops still fits into a picture. A row is not a mean of its ops: what
+runs in the layer is drawn run by run.
 
 P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
 MLSys 2020.
@@ -32,10 +33,10 @@ class Ribbon:
 
     Attributes
     ----------
-    titles : of the rows, in captured order. forward, backward, recompute : spans of runs that are
-        the first of an op of that phase, or another one.
+    titles : of the rows, in captured order.
+    forward, backward : spans of first runs of ops of that phase. recompute : of all later runs.
     holds : spans in which a forward value of the row is live.
-    holds_most : of these, where it is at least half of the most bytes that the row ever holds.
+    holds_most : where these hold at least half of the most bytes that the row ever holds.
     """
 
     titles: tuple[str, ...]
