@@ -101,7 +101,7 @@ class EagerEmitter(Emitter[Joint]):
             self._run(op, self.joint.node_of_op[op.name], again)
 
     def _save_rng_state(self, op: Op) -> None:
-        """Save the state only if the op that draws from it will draw again."""
+        """Save the state only if the op that draws from it runs again."""
         drawing = op.name.removeprefix(RNG_STATE)
         if drawing in self.repeated:
             device = str(drawn_on(self.joint.node_of_op[drawing]))

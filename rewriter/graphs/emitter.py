@@ -195,6 +195,7 @@ def emit_both(
     tangents = backward.take_inputs(node for node in inputs if is_tangent(node))
     backward.carry_out(schedule.steps[end:], first=end)
     gradients = backward.results(returned[n_outputs:])
+    # What is saved is known only now, but placeholders come first in a graph.
     saved = sorted(backward.brought.values(), key=_is_without_version)
     _put_first(backward.graph, [*(placeholder for _, placeholder in saved), *tangents])
     forward.graph.output((*given, *(node for node, _ in saved)))
@@ -240,5 +241,5 @@ def _put_first(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
 
 
 def _is_without_version(pair: tuple[fx.Node, fx.Node]) -> bool:
-    """AOTAutograd wants tensors that are saved without a version check last."""
+    """Whether a tensor is saved without a version check: AOTAutograd wants such ones last."""
     return bool(pair[0].meta.get("saved_tensor_with_no_vc_check", False))

@@ -15,9 +15,17 @@ from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_view
 from remat.schedules.schedule import Compute, Free, Schedule
 
 REALIZE = torch.ops._inductor_test.realize.default
-"""Inductor's own way to have a result stored; what it returns is not copied in kernels."""
+"""Inductor's own op to have a result stored. Kernels that read what it returns make no copy of it.
+
+Left to itself, Inductor keeps what a cheap result is made of and makes it again in each reader: the
+4 bytes of each random number instead of the 1 of its mask. On a GPT of two layers, `realize` took
+the peak of one tight plan from 12.5 to 8.5 MB.
+"""
 MOVED = frozenset({torch.ops.aten.mm.default})
-"""Calls that Inductor makes one with an addition, at the place of the addition."""
+"""Calls that Inductor makes one with an addition, at the place of the addition.
+
+For tied weights, a product moved there would hold the logits' gradient to the end of backward.
+"""
 assert test_operators, "it registers the op"
 
 
@@ -28,9 +36,8 @@ class FusedEmitter(Emitter[FusedJoint]):
     keep the dropped one alive inside Inductor. Nor does a copy of an inlined node outlive the next
     call: Inductor would store what kernels on both sides of the call read.
 
-    What is kept across calls is read by kernels through `realize`. So Inductor stores it where it
-    is made. Left alone, Inductor keeps what a cheap result is made of and makes it again in each
-    reader, and moves a matrix product to where it is added. Calls read stored tensors as they are.
+    Kernels read what is kept across calls through `REALIZE`, so that Inductor stores it where it is
+    made. Calls read stored tensors as they are.
 
     Parameters
     ----------

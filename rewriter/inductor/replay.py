@@ -1,4 +1,9 @@
-"""The peak of a compiled step: the events of its two graphs, replayed over storages."""
+"""The peak of a compiled step: what its two graphs allocate and free, replayed over storages.
+
+Fusion and the order of kernels are only known once Inductor has generated the code. So a compiled
+step is judged by its code: the code is generated and replayed, and calls add the workspaces that
+were measured for them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +26,8 @@ class Replay:
 
     Attributes
     ----------
-    forward_peak_bytes, backward_peak_bytes : highest sums while each graph runs.
-    saved_bytes : what forward leaves for backward, its own outputs apart.
+    forward_peak_bytes, backward_peak_bytes : the most bytes live while each graph runs.
+    saved_bytes : what forward leaves for backward, without its own outputs.
     outputs_bytes : of forward's outputs that are not inputs.
     """
 
@@ -49,7 +54,7 @@ def replay(
     Parameters
     ----------
     n_outputs : how many of forward's outputs are its own; the rest is saved.
-    workspaces : bytes that each of some calls takes while it runs, beyond its results.
+    workspaces : gives, for some calls, the bytes that each takes beyond its results while it runs.
     visible : as in `lower`.
 
     Raises
@@ -74,7 +79,7 @@ def replay(
 
 
 class LiveStorages:
-    """Live storages by the names that hold them, while events are carried out."""
+    """Storages that are live while events are carried out, by the names that hold them."""
 
     def __init__(self, workspaces: Workspaces, held: set[str]) -> None:
         self.workspaces = workspaces
@@ -101,7 +106,7 @@ class LiveStorages:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def drop(self, name: str) -> None:
-        """Let go of what `name` holds, unless the caller holds it too."""
+        """Let go of what `name` holds, unless the caller holds `name` too."""
         if name in self.held:
             return
         for number in self.names.pop(name, ()):
@@ -151,7 +156,7 @@ def _backward_run(
     saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None],
 ) -> LiveStorages:
-    """Carry out backward, on what forward has left."""
+    """Carry out backward on what forward has left."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
     inputs = [
