@@ -28,13 +28,11 @@ class Replay:
     ----------
     forward_peak_bytes, backward_peak_bytes : the most bytes live while each graph runs.
     saved_bytes : what forward leaves for backward, without its own outputs.
-    outputs_bytes : of forward's outputs that are not inputs.
     """
 
     forward_peak_bytes: int
     backward_peak_bytes: int
     saved_bytes: int
-    outputs_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -70,12 +68,11 @@ def replay(
     forward_peak = run.peak_bytes
     kept = [_held_by(run, name) for name in lowered.outputs]
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
-    theirs = run.bytes_of(outputs)
-    both = run.bytes_of(kept)
+    saved_bytes = run.bytes_of(kept) - run.bytes_of(outputs)
     then = _backward_run(
         run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:]
     )
-    return Replay(forward_peak, then.peak_bytes, both - theirs, theirs)
+    return Replay(forward_peak, then.peak_bytes, saved_bytes)
 
 
 class LiveStorages:

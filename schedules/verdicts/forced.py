@@ -14,7 +14,6 @@ from remat.schedules.verdicts.rows import value_rows
 
 HANDED_OVER = "the step hands it over"
 DRAWS = "it draws random numbers, and runs again from a saved state of the stream"
-RECOMPUTED = "recomputed by --recompute"
 
 
 class Forced(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ common kinds of colour blindness can tell its colours apart.
 
 from __future__ import annotations
 
-BLACK = "#000000"
 GREY = "#999999"
 DARK_GREY = "#666666"
 ORANGE = "#E69F00"
