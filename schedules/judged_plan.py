@@ -26,8 +26,8 @@ def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simul
     """
     if plan.graph is None:
         raise PlanError(
-            f"{name} keeps no graph with prices, as a plan that was rewritten by hand or made by "
-            f"an older release: name its model too (MODEL --plan {name}), or make it again with "
+            f"{name} keeps no graph with prices: it was rewritten by hand, or made by an older "
+            f"release. Name its model too (MODEL --plan {name}), or make it again with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
     try:

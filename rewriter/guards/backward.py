@@ -127,6 +127,7 @@ def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
     if hooks and hooks[0].__module__ == "torch.utils.checkpoint":
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
-            "torch.utils.checkpoint, whose second forward ends before it does so again, as eager "
-            "would. Call it without the checkpoint: the plan decides what is computed again"
+            "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "
+            "written them again, which eager does. Call it without the checkpoint: the plan "
+            "decides what is computed again"
         )

@@ -135,7 +135,7 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
     known = [node.target for node in phase.graph.graph.find_nodes(op="placeholder")]
     if given != known[: len(known) - len(phase.constants) - len(phase.devices)]:
         raise RewriteError(
-            "AOTAutograd has changed the inputs of the step, which cannot be compiled then: "
+            "AOTAutograd has changed the inputs of the step, so it cannot be compiled: "
             "rewrite without compile=True. Please report this model"
         )
 

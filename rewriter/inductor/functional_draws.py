@@ -63,8 +63,8 @@ def _refuse_own_generator(node: fx.Node) -> None:
     if argument(node, "generator") is not None:
         trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
         raise RewriteError(
-            f"{node.name} ({node.target}) draws from a generator of its own, which compiled code "
-            f"cannot: let it draw from the default one, or rewrite without compile=True. "
+            f"{node.name} ({node.target}) draws from a generator of its own. Compiled code "
+            f"cannot do that: let it draw from the default one, or rewrite without compile=True. "
             f"{trace[-2].strip() if len(trace) > 1 else ''}"
         )
 
