@@ -66,5 +66,5 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _held(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters and buffers of the module's own."""
+    """Names of the module's own parameters and buffers."""
     return (*module._parameters, *module._buffers)

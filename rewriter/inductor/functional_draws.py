@@ -27,7 +27,7 @@ _wrapped: dict[Any, Any] = {}
 
 
 def make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Change what draws, and what saves or puts back the stream, in place.
+    """Make functional, in place, what draws and what saves or puts back the stream.
 
     Returns
     -------

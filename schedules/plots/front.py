@@ -25,12 +25,12 @@ class Outcome(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Of the schedule."""
+        """Peak of the schedule."""
         ...
 
     @property
     def time_us(self) -> float:
-        """Of the schedule."""
+        """Time of the schedule."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class DrawnFront(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The name of the model."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""The schedule ribbon: what runs when and what is kept when, a row a layer."""
+"""The schedule ribbon: what runs when and what is kept when, with one row a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of identical layers folded to one: ``layers.0-11, x12``."""
+"""Rows of equal layers folded to one: ``layers.0-11, x12``."""
 
 from __future__ import annotations
 

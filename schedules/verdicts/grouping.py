@@ -1,4 +1,4 @@
-"""Values and runs summed by module, by op or by source line, identical layers folded."""
+"""Values and runs summed by module, by op or by source line, equal layers folded."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Residence:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The runs of a schedule, one entry of each array a run, in order.
+    """The runs of a schedule in order. Each array has one entry a run.
 
     Attributes
     ----------
