@@ -22,6 +22,7 @@ from remat.rewriter.checking.step_state import StepState
 from remat.schedules.report.facts import MeasuredStep
 
 STEPS = 3
+"""How many steps the median time is taken of."""
 
 
 def measured_step(

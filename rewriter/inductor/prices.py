@@ -33,6 +33,7 @@ from remat.rewriter.inductor.stored import is_added_product
 
 BANDWIDTH_KEY = "remat.copy_bandwidth"
 BANDWIDTH_BYTES = 1 << 25
+"""Bytes of the copy whose rate is measured: so many that most go to memory, not to caches."""
 LEAST_ELEMENTS = 1 << 12
 """With fewer elements, no slow part is worth the seconds that it takes to measure one."""
 NEAR = 0.8
