@@ -1,7 +1,8 @@
 """The only judge: what a schedule needs, step by step, in bytes and in time.
 
-Short, solver-free and slow enough to be obviously right. Every peak, time and
-overhead that the product prints comes from `simulate`.
+This file is short, knows no solver, and is slow enough to be obviously right. Every peak, time,
+overhead and gap that `remat` prints comes from `simulate`. Solvers keep faster books of their own;
+each of their schedules is judged here once before it leaves `solver/`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class Simulation(msgspec.Struct, frozen=True):
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     """Replay `schedule` over `graph` and check every rule.
 
-    While an op runs its inputs, its outputs, its workspace, everything retained and all
-    that is resident are live. Outputs that were live already keep their copy; the copy
-    that a recomputation makes of them counts only while it runs.
+    While an op runs, all of these are live: what is resident, every value that has not been
+    freed, the op's inputs, outputs and workspace. An output that was live already keeps its copy;
+    the second copy that the run makes of it counts only while the op runs.
 
     Raises
     ------
-    ScheduleError : made for another graph, or a step that breaks a rule (an input that
-        is not live, a pinned op computed twice, an output of the step lost, ...); the
+    ScheduleError : the schedule was made for another graph, or a step breaks a rule (an input
+        is not live, a pinned op is computed twice, an output of the step is lost, ...). The
         message names the step and the op.
     """
     schedule.check_made_for(graph)
@@ -70,6 +71,8 @@ class _Replay:
         self.bytes = graph.resident.total_bytes
         self.time_us = 0.0
         self.forward_left = graph.n_forward
+        # The caller holds outputs of forward until the step ends. New values of buffers are outputs
+        # of forward alone: AOTAutograd copies them into the buffers as forward ends.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
@@ -137,7 +140,12 @@ class _Replay:
         return running
 
     def _check_order(self, i: int, op: Op) -> None:
-        """First runs may be in any order, but for draws, effects and what opens backward."""
+        """First runs may come in any order that gives the same bits.
+
+        Ops that draw share one random stream, and ops with effects share the buffers: these keep
+        their captured order. `remat.tangents` opens backward.
+        `tests/rewriter/test_reordered.py` trains random orders against eager.
+        """
         if op.name in self.rank:
             due = self.graph.ordered_ops[self.ordered_done]
             self._require(

@@ -150,7 +150,7 @@ class PlanSearch:
                 f"{bytes_text(peak_bytes)} here, and can be a third too low: leave room",
                 stacklevel=2,
             )
-            return Replay(peak_bytes, peak_bytes, peak_bytes, 0)
+            return Replay(peak_bytes, peak_bytes, peak_bytes)
 
     def _store_all_bytes(self) -> int:
         return solvers.solve(self.step.graph, UNBOUNDED_BYTES, "store_all").peak_bytes

@@ -23,6 +23,7 @@ from remat.rewriter.checking.step_state import StepState
 from remat.schedules.report.facts import MeasuredStep
 
 STEPS = 3
+"""How many steps the median time is taken of."""
 
 
 def measured_step(
@@ -36,10 +37,10 @@ def measured_step(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
 ) -> MeasuredStep:
-    """Run steps of `module` and see what they have live, by the profiler, and how long they take.
+    """Run steps of `module`: what they have live, by the profiler, and how long they take.
 
-    The first step is not measured, one is for memory, then `STEPS` for the median time. Gradients,
-    buffers, the batch and the random streams are put back as they were.
+    The first step is not measured, the second is for memory, and `STEPS` more are for the median
+    time. Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ def measured_step(
 
     Raises
     ------
-    DeviceError : the model is not on the CPU, whose allocations alone can be seen one by one.
+    DeviceError : the model is not on the CPU. Only there can allocations be seen one by one.
     """
     device = resolved_device(None, model)
     if device != CPU:

@@ -1,4 +1,4 @@
-"""All that a training step changes, put back so that each run starts from the same place."""
+"""All that a training step changes, put back so that each run starts from the same state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepState:
 
     Parameters
     ----------
-    device : that the step runs on; its stream is kept beside the CPU's.
+    device : where the step runs. Its random stream is kept beside the CPU's.
     """
 
     def __init__(self, model: nn.Module, batch: Any, device: str) -> None:
@@ -62,7 +62,7 @@ class StepState:
             leaf.grad = None
 
     def prepared(self, run: Callable[[], Measure], accumulate: bool) -> Measure:
-        """What `run` returns from the start of a step, which may have gradients of zeros."""
+        """What `run` returns from the start of a step; with zeros as gradients if `accumulate`."""
         self.reset()
         if accumulate:
             for leaf in self.leaves.values():

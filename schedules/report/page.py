@@ -1,4 +1,10 @@
-"""One page that holds all it needs: style, script, plotting library, data. No network."""
+"""One page that holds all it needs: style, script, plotting library, data. No network.
+
+The page needs hovering and zooming, so it embeds a JavaScript library; `plots/` draws with
+matplotlib on an ``ax`` that the user arranges and prints. Both take their colours from
+`views/palette.py`. Tables are HTML and need no script. A content policy in the page forbids it
+every request.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from remat.schedules.report.tables import steps, tables
 
 LIBRARY = "vendor/echarts.common.min.js"
 SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
-"""In an order in which each finds what it uses."""
+"""Each script uses only those before it."""
 
 
 class Figure(NamedTuple):
@@ -49,7 +55,7 @@ def _file(name: str) -> str:
 
 
 def script_safe(page: Page) -> str:
-    """JSON that ends no script element and begins no comment in it."""
+    """JSON in which nothing can end the script element or begin a comment."""
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 

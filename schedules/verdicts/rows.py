@@ -1,4 +1,8 @@
-"""What a schedule does with each value: one row a value, with its size, its place and its price."""
+"""What a schedule does with each value: one row a value, with its size, its place and its price.
+
+Verdicts are of values, not of ops: an op that runs again for one of its results makes the others
+again only if they are not live.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,11 @@ class ValueRow(msgspec.Struct, frozen=True):
     Attributes
     ----------
     value : its name. op, target, phase : of the op that makes it.
-    verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (not live
-        when forward ends, and made once) or, of backward, ``run``; empty without a schedule.
-    again : how often it is made beyond the first time.
-    size_bytes : of one copy. cost_us : of one run of its op. price : where that comes from.
+    verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once,
+        and not live when forward ends), or ``run`` for a value of backward. Empty without a
+        schedule.
+    again : how often it is made after the first time.
+    size_bytes : of one copy. cost_us : of one run of its op. price : where that cost comes from.
     at_peak : whether it is live at the schedule's peak.
     """
 
@@ -48,7 +53,7 @@ class ValueRow(msgspec.Struct, frozen=True):
 
     @property
     def verdict_text(self) -> str:
-        """The verdict, and how often where it is made again: ``recompute x2``."""
+        """The verdict, and how often the value is made again: ``recompute x2``."""
         return f"{self.verdict} x{self.again}" if self.again else self.verdict
 
 
@@ -73,7 +78,7 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
 
 
 def times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """How often each value comes to be: runs of its op at which it is not live already."""
+    """How often each value is made: the runs of its op at which it is not live already."""
     made = {value.name: 0 for value in graph.values if value.producer}
     live: set[str] = set()
     for step in schedule.steps:
@@ -89,9 +94,9 @@ def times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
 
 
 def matching(rows: Sequence[ValueRow], globs: Iterable[str]) -> tuple[ValueRow, ...]:
-    """The rows whose module, a module above it, value, op or source line a glob names.
+    """The rows that a glob names by value, op, source line, module or a module above that.
 
-    All rows where there is no glob.
+    Without a glob, all rows.
 
     Raises
     ------
