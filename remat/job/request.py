@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from remat.budgets import parse_budget
-from remat.graph_capture.derived.sharding import NO_SHARDING, Kind, Sharding
+from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.devices.device_table import CPU, check_device, device_table, is_in_table
 from remat.graph_capture.graph import Optimizer
 from remat.solver import TABLE, make_solver
@@ -75,7 +75,7 @@ class Request:
             "help": f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}"
         },
     )
-    shard: Kind = field(
+    shard: ShardingKind = field(
         default="none",
         metadata={"help": "plan one rank of this data parallelism, without running it"},
     )
