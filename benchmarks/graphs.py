@@ -37,7 +37,10 @@ LAYERED = {
     for seed in range(3)
 }
 CHAIN = "chain64"
-SOURCES = ("networks.py", "network_modules.py", "roofline.py")
+SOURCES = (
+    "benchmarks/networks.py", "benchmarks/network_modules.py", "benchmarks/roofline.py",
+    "examples/unet.py",
+)  # fmt: skip
 MIB = 1 << 20
 
 
@@ -122,9 +125,9 @@ def captured(name: str) -> TrainingGraph:
 
 def _sources() -> str:
     """SHA-256 of what a captured graph depends on."""
-    own = [ROOT / "benchmarks" / name for name in SOURCES]
+    own = [ROOT / name for name in SOURCES]
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
-    for path in (*own, *sorted((ROOT / "graph_capture").glob("*.py"))):
+    for path in (*own, *sorted((ROOT / "graph_capture").rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -20,10 +20,10 @@ from benchmarks.network_modules import (
     LanguageModel,
     Perceptron,
     Residual,
-    UNet,
     UnrolledLSTM,
     normed_conv,
 )
+from examples.unet import UNet
 
 CLASSES = 1000
 

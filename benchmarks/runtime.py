@@ -35,7 +35,6 @@ from remat.graph_capture.devices.cpu_meter import device_name
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)
 PERCENTS = (80, 60, 40)
-BATCHES = 5
 
 
 def model_and_batch(sizes: Sizes, device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

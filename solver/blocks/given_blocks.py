@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute
-from remat.solver.blocks.knapsack import Choice, choices_in_place, compose
+from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
 from remat.solver.blocks.options import TURN, BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.problem import Problem
@@ -41,7 +41,7 @@ class GivenBlocks:
     graphs: list[TrainingGraph]
     tables: list[Options]
     is_given: list[bool]
-    choices: list[list[Choice]]
+    choices: list[list[BlockChoice]]
     distinct: int
 
     @classmethod

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of
+from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of_block
 from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
@@ -165,7 +165,7 @@ def _expanded(problem: Problem, layers: Sequence[Layer], picked: Sequence[BlockO
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
         n_forward = block.stop - block.start
-        for stage, again in zip(stages_of(block), option.recomputed, strict=True):
+        for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):
             for op in again:
                 place = block.start + op
                 if op > n_forward:

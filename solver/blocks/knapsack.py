@@ -24,7 +24,7 @@ Layer = tuple[Block, Options]
 """A block in its place, and the options that it shares with its equals."""
 
 
-class Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """An option of one block in its place.
 
     `need_bytes` is the most that is live while the block runs, without what the blocks
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 def choices_in_place(
     problem: Problem, layers: Sequence[Layer], beside_bytes: Sequence[int] = ()
-) -> list[list[Choice]]:
+) -> list[list[BlockChoice]]:
     """The options of each block, with what they need where the block is.
 
     `beside_bytes` are what the graph does not know of, live while each op first runs.
@@ -64,16 +64,16 @@ def _fixed_bytes(problem: Problem, layers: Sequence[Layer]) -> npt.NDArray[np.in
     return np.array(list(accumulate(change)), np.int64)
 
 
-def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[Choice]:
-    beside = fixed[stages_of(block)]
+def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[BlockChoice]:
+    beside = fixed[stages_of_block(block)]
     beside[-1] = beside[-2]
     return [
-        Choice(option.saved_bytes, int((option.live_bytes + beside).max()), option.extra_us)
+        BlockChoice(option.saved_bytes, int((option.live_bytes + beside).max()), option.extra_us)
         for option in table
     ]
 
 
-def stages_of(block: Block) -> list[int]:
+def stages_of_block(block: Block) -> list[int]:
     """The graph's stage for each stage of the block's graph, its turn and end included."""
     return [
         *range(block.start, block.stop),
@@ -83,7 +83,9 @@ def stages_of(block: Block) -> list[int]:
     ]
 
 
-def compose(choices: Sequence[Sequence[Choice]], room_bytes: int, slots: int) -> list[int] | None:
+def compose(
+    choices: Sequence[Sequence[BlockChoice]], room_bytes: int, slots: int
+) -> list[int] | None:
     """One choice a block, of least extra time; None if nothing fits.
 
     For each block, what the blocks before it save, rounded up to a grid of `slots` steps,
@@ -114,7 +116,7 @@ def compose(choices: Sequence[Sequence[Choice]], room_bytes: int, slots: int) ->
 
 
 def _traced(
-    choices: Sequence[Sequence[Choice]],
+    choices: Sequence[Sequence[BlockChoice]],
     steps: Sequence[npt.NDArray[np.int16]],
     best_us: npt.NDArray[np.float64],
     unit: int,

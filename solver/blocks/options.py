@@ -100,7 +100,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
         if state is not None:
             _add(found, state)
     for option in tuple(found):
-        lower = _lower_peak(problem, option, left_s())
+        lower = _with_lower_peak(problem, option, left_s())
         if lower is not None:
             _add(found, lower)
     return tuple(sorted(found, key=lambda option: (option.extra_us, option.saved_bytes)))
@@ -150,7 +150,7 @@ def _keep_least(problem: Problem) -> State:
     return State.from_recomputed(problem, recomputed)
 
 
-def _lower_peak(problem: Problem, option: BlockOption, left_s: float) -> State | None:
+def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> State | None:
     """The option repaired to a lower peak, with no more kept; None if that fails."""
     floor = largest_working_set_bytes(problem)
     peak_bytes = int(option.live_bytes.max())

@@ -134,7 +134,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     number: dict[Shape, int] = {}
     keys = (_class_key(problem, op) for op in range(problem.n_forward))
     classes = np.array([number.setdefault(key, len(number)) for key in keys], np.int64)
-    crossing = _crossing_bytes(problem, reads.last_forward, range(problem.n_forward))
+    crossing = _bytes_across(problem, reads.last_forward, range(problem.n_forward))
     found: list[list[int]] = []
     waiting = [(0, problem.n_forward)]
     while waiting:
@@ -146,7 +146,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     return found
 
 
-def _crossing_bytes(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
+def _bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
     """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
     change = [0] * (problem.n_ops + 2)
     for op in ops:
@@ -164,7 +164,7 @@ def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[
     they can be: an op that ends or begins the backward of one block does so for most.
     """
     backward = range(problem.n_forward, problem.n_ops)
-    crossing = _crossing_bytes(problem, reads.last_backward, backward)
+    crossing = _bytes_across(problem, reads.last_backward, backward)
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]

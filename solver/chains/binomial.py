@@ -31,18 +31,6 @@ def repetitions(stages: int, slots: int) -> int:
     return times
 
 
-def optimal_steps(stages: int, slots: int) -> int:
-    """Fewest forward runs with `slots` states stored: n + t·n - C(s + t, t - 1).
-
-    Raises
-    ------
-    SolverError : no stage, or no slot for the first state.
-    """
-    _check(stages, slots, least_slots=1)
-    times = repetitions(stages, slots)
-    return stages + times * stages - (comb(slots + times, times - 1) if times else 0)
-
-
 def _check(stages: int, slots: int, least_slots: int) -> None:
     if stages < 1 or slots < least_slots:
         raise SolverError(
@@ -64,7 +52,14 @@ def _right_start(stages: int, slots: int) -> int:
 
 
 def binomial_actions(stages: int, slots: int) -> list[Action]:
-    """A schedule of `optimal_steps(stages, slots)` forward runs that holds `slots` states."""
+    """A schedule of the fewest forward runs with `slots` states stored.
+
+    Their number is n + t·n - C(s + t, t - 1), with t from `repetitions`.
+
+    Raises
+    ------
+    SolverError : no stage, or no slot for the first state.
+    """
     _check(stages, slots, least_slots=1)
     found, stored = [Action("store", 0)], {0}
     waiting = [(0, stages, slots)]
@@ -105,20 +100,13 @@ def mixed_table(stages: int, slots: int) -> tuple[Counts, Counts]:
     return np.minimum(steps, NEVER), choice
 
 
-def optimal_steps_mixed(stages: int, slots: int) -> int:
-    """Fewest forward runs where a slot holds a state, or what backward reads of one stage.
+def mixed_actions(stages: int, slots: int) -> list[Action]:
+    """A schedule of the fewest forward runs where a slot holds a state, or what backward reads.
 
     Raises
     ------
     SolverError : no stage, or more than one and no slot.
     """
-    _check(stages, slots, least_slots=1 if stages > 1 else 0)
-    slots = min(slots, stages)
-    return int(mixed_table(stages, slots)[0][slots, stages])
-
-
-def mixed_actions(stages: int, slots: int) -> list[Action]:
-    """A schedule of `optimal_steps_mixed(stages, slots)` forward runs."""
     _check(stages, slots, least_slots=1 if stages > 1 else 0)
     slots = min(slots, stages)
     choice = mixed_table(stages, slots)[1]

@@ -232,7 +232,7 @@ class Action(NamedTuple):
     stage: int
 
 
-def runs_of(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
+def ops_of_actions(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
     """For each of `actions` the ops that it runs.
 
     First runs are whole stages; later ones are those ops that make what is asked for.

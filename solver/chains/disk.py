@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.solver.chains.chain import Action, Chain, runs_of
+from remat.solver.chains.chain import Action, Chain, ops_of_actions
 from remat.solver.problem import Problem
 
 
@@ -73,7 +73,7 @@ def with_disk(
 ) -> Schedule:
     """`made` from `actions`, with the states of `count` slots offloaded while they wait."""
     chosen = least_read(stored_states(actions), count)
-    runs = runs_of(chain, actions)
+    runs = ops_of_actions(chain, actions)
     making: dict[str, list[int]] = {}
     for state in chosen:
         entry = chain.stages[state.stage].entry

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.chains.chain import Action, Chain, find_chain, runs_of
+from remat.solver.chains.chain import Action, Chain, find_chain, ops_of_actions
 from remat.solver.local_search.repair import fill
 from remat.solver.search import Search
 from remat.solver.sequence import recomputed_by_stage, schedule_of
@@ -56,7 +56,7 @@ class ChainSearch:
     def fits(self, actions: Sequence[Action]) -> bool:
         """Judge the schedule of `actions`, take it if it is the best yet; does it fit?"""
         search = self.search
-        sequence = tuple(op for run in runs_of(self.chain, actions) for op in run)
+        sequence = tuple(op for run in ops_of_actions(self.chain, actions) for op in run)
         made = schedule_of(search.problem, sequence)
         if self.change is not None:
             made = self.change(made, actions)

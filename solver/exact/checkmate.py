@@ -25,7 +25,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.mip import BACKENDS, Answer, Backend, Limits, satisfies, solve_program
 from remat.solver.cuts.cut import Cut
-from remat.solver.exact.staged_program import StagedProgram, point_of, steps_of
+from remat.solver.exact.staged_program import StagedProgram, point_of, steps_of_point
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
@@ -108,7 +108,7 @@ class Checkmate:
 
     def _take(self, search: Search, made: StagedProgram, answer: Answer) -> None:
         if answer.values is not None:
-            steps = steps_of(made, answer.values)
+            steps = steps_of_point(made, answer.values)
             search.offer_schedule(Schedule.for_graph(search.graph, steps))
         search.cut_short = not answer.finished
         if answer.finished:

@@ -93,7 +93,7 @@ class Exhaustive:
             assert fits, "a sequence needs more than the states it came from"
         elif not search.cut_short:
             search.proved_infeasible = True
-            _take_least_peak(search, space)
+            _find_least_budget(search, space)
 
 
 class Walk(NamedTuple):
@@ -148,7 +148,7 @@ def _path(parents: list[tuple[int, int]], node: int) -> list[int]:
     return ops[::-1]
 
 
-def _take_least_peak(search: Search, space: StateSpace) -> None:
+def _find_least_budget(search: Search, space: StateSpace) -> None:
     """Find the least feasible budget by bisection."""
     search.say("looking for the least peak")
     plain = store_all_state(search.problem)

@@ -22,8 +22,8 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.cuts.cut import Cut
-from remat.solver.exact.retention_events import Stages, sequence_of, stages_of
-from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
+from remat.solver.exact.retention_events import Stages, sequence_of_stages, stages_of_runs
+from remat.solver.exact.retention_model import RetentionEffort, RetentionModel, RetentionOutcome
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.sequence import ops_of
@@ -117,13 +117,15 @@ class Retention:
             is_wide=not self.computations,
         )
         try:
-            outcome = model.solve(Effort(max(search.left_s, 0.01), self.workers, self.seed))
+            outcome = model.solve(
+                RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)
+            )
         finally:
             if model.best is not None:
-                search.offer_sequence(sequence_of(search.problem, model.best))
+                search.offer_sequence(sequence_of_stages(search.problem, model.best))
         self._note(search, computations, outcome)
 
-    def _note(self, search: Search, computations: int, outcome: Outcome) -> None:
+    def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:
         """Say what the end of the program proves."""
         search.cut_short = not outcome.finished
         if not outcome.finished or search.gap <= CLOSED:
@@ -144,4 +146,4 @@ def start_of(search: Search) -> Stages:
     problem = search.problem
     known = search.best or search.lowest
     made: Schedule = known or store_all_state(problem).schedule()
-    return stages_of(problem, ops_of(problem, made))
+    return stages_of_runs(problem, ops_of(problem, made))

@@ -39,13 +39,13 @@ def stage_of(event: int, op: int) -> int:
     return (math.isqrt(8 * (event - op) + 1) - 1) // 2
 
 
-def sequence_of(problem: Problem, stages: Stages) -> list[int]:
+def sequence_of_stages(problem: Problem, stages: Stages) -> list[int]:
     """The ops in the order in which they run."""
     runs = [(event_of(stage, op), op) for op, times in enumerate(stages) for stage in times]
     return [op for _, op in sorted(runs)]
 
 
-def stages_of(problem: Problem, sequence: Sequence[int]) -> Stages:
+def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
     """Where each op runs in `sequence`, whose first runs are in captured order."""
     stages: Stages = [[op] for op in range(problem.n_ops)]
     for stage, again in enumerate(recomputed_by_stage(problem, sequence)):

@@ -36,7 +36,7 @@ COST_UNITS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class RetentionEffort:
     """How CP-SAT is run; the seed counts only where time does not end the search."""
 
     seconds: float
@@ -45,7 +45,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RetentionOutcome:
     """What CP-SAT found: `finished` says that the program was solved to its end."""
 
     stages: Stages | None
@@ -222,7 +222,7 @@ class RetentionModel:
             for op in range(self.problem.n_ops)
         ]
 
-    def solve(self, effort: Effort) -> Outcome:
+    def solve(self, effort: RetentionEffort) -> RetentionOutcome:
         """Run CP-SAT; what it has found so far survives an interrupt in `best`.
 
         One worker takes turns at all of CP-SAT's strategies: 4 to 6 times as fast on FCN8 as the
@@ -239,7 +239,7 @@ class RetentionModel:
         solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
         watch = _watcher(self)
         status = Task(lambda: solver.solve(self.model, watch), solver.stop_search).wait()
-        return Outcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
+        return RetentionOutcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
 
 
 def _watcher(made: RetentionModel) -> Any:

@@ -268,24 +268,24 @@ def _is_blocked(made: StagedProgram, row: Row, op: int, v: int, point: list[floa
     return any(point[i] for i in later) or (following is not None and point[following] > 0)
 
 
-def steps_of(made: StagedProgram, values: list[float]) -> list[Step]:
+def steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
     """The schedule that runs and carried stand for."""
     problem, steps, live = made.problem, list[Step](), dict[int, None]()
     for row in made.rows:
         ran = [op for op in made.slots(row) if values[made.runs[row.index, op]] > 0.5]
-        spare = [v for v in live if not _wanted(made, row, -1, v, ran, values)]
+        spare = [v for v in live if not _is_needed_after(made, row, -1, v, ran, values)]
         _free(problem, spare, live, steps)
         for op in ran:
             if all(v in live for v in problem.outputs[op]) and op != row.stage:
                 continue
             steps.append(Compute(problem.graph.ops[op].name))
             live.update(dict.fromkeys(problem.outputs[op]))
-            spare = [v for v in live if not _wanted(made, row, op, v, ran, values)]
+            spare = [v for v in live if not _is_needed_after(made, row, op, v, ran, values)]
             _free(problem, spare, live, steps)
     return steps
 
 
-def _wanted(
+def _is_needed_after(
     made: StagedProgram, row: Row, op: int, v: int, ran: list[int], values: list[float]
 ) -> bool:
     """Whether v is carried past `row` or read in it after `op`."""

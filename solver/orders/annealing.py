@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.solver.orders.live_curve import LiveCurve, Move
+from remat.solver.orders.live_curve import LiveCurve, OrderMove
 
 CHECKS_EVERY = 1000
 """Moves between two looks at the clock."""
@@ -63,7 +63,7 @@ def anneal(
         temperature *= factor
         if tried % FULL_EVERY == 0:
             full = np.flatnonzero(curve.over_bytes).tolist()
-        op = _pick(curve, full, source)
+        op = _op_to_move(curve, full, source)
         move = None if op == n_ops else _draw(curve, op, source)
         if move is None:
             continue
@@ -77,14 +77,14 @@ def anneal(
     return best
 
 
-def _pick(curve: LiveCurve, full: list[int], source: random.Random) -> int:
+def _op_to_move(curve: LiveCurve, full: list[int], source: random.Random) -> int:
     """An op at a place over the limit, or, not as often, any op."""
     if full and source.random() < FULL_SHARE:
         return curve.order[full[int(source.random() * len(full))]]
     return int(source.random() * (len(curve.order) - 1))
 
 
-def _draw(curve: LiveCurve, op: int, source: random.Random) -> Move | None:
+def _draw(curve: LiveCurve, op: int, source: random.Random) -> OrderMove | None:
     """`op` to a random place of its span, near ones as often as far ones; None if it is stuck."""
     first, last = curve.span(op)
     place = curve.place[op]

@@ -27,7 +27,7 @@ def _onward(facts: OpFacts) -> tuple[int, ...]:
         spent = (s for s, others in facts.spendable[op] if all(has_run[o] for o in others))
         return facts.lasting_bytes[op] - sum(spent)
 
-    picked = _pick(facts.before, facts.after, has_run, growth_bytes, 1)
+    picked = _ops_by_growth(facts.before, facts.after, has_run, growth_bytes, 1)
     return tuple(op for op in picked if op != len(facts.before) - 1)
 
 
@@ -39,11 +39,11 @@ def _backward(facts: OpFacts) -> tuple[int, ...]:
         begun = (s for s, others in facts.spendable[op] if not any(is_placed[o] for o in others))
         return sum(begun) - facts.lasting_bytes[op]
 
-    picked = _pick(facts.after, facts.before, is_placed, growth_bytes, -1)
+    picked = _ops_by_growth(facts.after, facts.before, is_placed, growth_bytes, -1)
     return tuple(op for op in picked[::-1] if op != len(facts.before) - 1)
 
 
-def _pick(
+def _ops_by_growth(
     needed: list[list[int]],
     enabled: list[list[int]],
     is_done: bytearray,

@@ -104,7 +104,7 @@ def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[in
     return joined
 
 
-class Move(NamedTuple):
+class OrderMove(NamedTuple):
     """One op taken to another place, and what that makes of the places in between.
 
     The op at place `start` goes to place `stop`; `first` is the lower of the two.
@@ -176,7 +176,7 @@ class LiveCurve:
         last = min((place[a] for a in self.facts.after[op]), default=len(place)) - 1
         return first, last
 
-    def moved(self, op: int, stop: int) -> Move:
+    def moved(self, op: int, stop: int) -> OrderMove:
         """What taking `op` to place `stop` would do; nothing is changed yet."""
         start = self.place[op]
         if start < stop:
@@ -195,7 +195,7 @@ class LiveCurve:
         worst_bytes = int(over.max())
         if worst_bytes < self.worst_bytes:
             worst_bytes = max(worst_bytes, self._worst_outside(first, last, old))
-        return Move(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
+        return OrderMove(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
 
     def _worst_outside(self, first: int, last: int, old: Bytes) -> int:
         if int(old.max()) < self.worst_bytes:
@@ -223,7 +223,7 @@ class LiveCurve:
                 entry[max(spent + 1 - stop, 0) :] -= size_bytes
         return entry
 
-    def apply(self, move: Move) -> None:
+    def apply(self, move: OrderMove) -> None:
         """Make `move`."""
         op = self.order.pop(move.start)
         self.order.insert(move.stop, op)

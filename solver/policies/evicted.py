@@ -75,10 +75,6 @@ class EvictedClasses:
         self._touched: list[dict[int, int]] = []
         """For the root of a class: its members' neighbours and how many links lead there."""
 
-    def class_of(self, v: int) -> int:
-        """A number of v's class, -1 where v is not evicted."""
-        return -1 if self._node[v] < 0 else self._find(self._node[v])
-
     def refresh(self, v: int) -> bool:
         """Always up to date."""
         return True

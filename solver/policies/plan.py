@@ -76,7 +76,7 @@ def _plan(search: Search, make: MakePolicy, prune: bool, plain_bytes: int) -> No
         if sequence is not None:
             _offer(search, sequence, prune)
     if search.best is None:
-        _take_least_peak(search, make, prune, (least_bytes, plain_bytes))
+        _bisect_least_peak(search, make, prune, (least_bytes, plain_bytes))
 
 
 def run_at(search: Search, make: MakePolicy, budget_bytes: int) -> list[int] | None:
@@ -103,7 +103,7 @@ def _state_of(problem: Problem, sequence: Sequence[int]) -> State:
     return State.from_recomputed(problem, recomputed_by_stage(problem, sequence))
 
 
-def _take_least_peak(
+def _bisect_least_peak(
     search: Search, make: MakePolicy, prune: bool, range_bytes: tuple[int, int]
 ) -> None:
     """Bisect for the least budget at which the policy succeeds, and name that peak.

@@ -21,7 +21,7 @@ SCALE = 10_000
 RELATIVE_GAP = 1e-4
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """Total runtime of the saved items, and the indices of saved and of other items."""
 
     saved_runtime: float
@@ -47,7 +47,7 @@ class KnapsackTable:
             self.taken.append(with_item > best)
             best = np.maximum(best, with_item)
 
-    def choose(self, max_memory: float) -> Choice:
+    def choose(self, max_memory: float) -> Selection:
         """The items to save within `max_memory`; of equal choices, the one of earlier items."""
         left = round(max_memory * SCALE)
         saved: list[int] = []
@@ -59,15 +59,12 @@ class KnapsackTable:
             else:
                 other.append(item)
         saved.reverse()
-        return Choice(sum(self.runtime[item] for item in saved), saved, other)
+        return Selection(sum(self.runtime[item] for item in saved), saved, other)
 
 
-def dp_knapsack(memory: Sequence[float], runtime: Sequence[float], max_memory: float) -> Choice:
-    """The best items on quantised memory. Cost: items times 10,000 times `max_memory`."""
-    return KnapsackTable(memory, runtime, max_memory).choose(max_memory)
-
-
-def greedy_knapsack(memory: Sequence[float], runtime: Sequence[float], max_memory: float) -> Choice:
+def greedy_knapsack(
+    memory: Sequence[float], runtime: Sequence[float], max_memory: float
+) -> Selection:
     """Items by runtime for their memory, highest first, each saved if it still fits."""
     ratio = [time / size if size else math.inf for size, time in zip(memory, runtime, strict=True)]
     saved: list[int] = []
@@ -79,7 +76,7 @@ def greedy_knapsack(memory: Sequence[float], runtime: Sequence[float], max_memor
             saved.append(item)
         else:
             other.append(item)
-    return Choice(sum(runtime[item] for item in saved), saved, other)
+    return Selection(sum(runtime[item] for item in saved), saved, other)
 
 
 def ilp_knapsack(
@@ -87,7 +84,7 @@ def ilp_knapsack(
     runtime: Sequence[float],
     max_memory: float,
     time_limit_s: float = 60.0,
-) -> Choice:
+) -> Selection:
     """The best items to one part in 10,000, by integer programming; none if time runs out."""
     program = MixedProgram()
     items = [program.variable(-time, integer=True) for time in runtime]
@@ -96,4 +93,4 @@ def ilp_knapsack(
     values = solve_program(program, limits).values if items else []
     saved = [i for i in items if values is not None and values[i] > 0.5]
     other = [i for i in items if values is None or values[i] <= 0.5]
-    return Choice(sum(runtime[i] for i in saved), saved, other)
+    return Selection(sum(runtime[i] for i in saved), saved, other)

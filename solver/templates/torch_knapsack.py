@@ -29,7 +29,7 @@ from remat.solver.attention_core import DROPOUT, is_fused_attention, op_kind
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.templates.knapsack import Choice, KnapsackTable, greedy_knapsack, ilp_knapsack
+from remat.solver.templates.knapsack import KnapsackTable, Selection, greedy_knapsack, ilp_knapsack
 from remat.solver.templates.min_cut import cheapest_saved, template_kept
 from remat.solver.templates.template import (
     Template,
@@ -111,7 +111,7 @@ class Partition:
         banned = frozenset(self.items[i] for i in self.choose(fraction).saved)
         return template_kept(self.problem, cheapest_saved(self.problem, banned))
 
-    def choose(self, fraction: float) -> Choice:
+    def choose(self, fraction: float) -> Selection:
         """The knapsack's choice among `items`."""
         if self.table is not None:
             return self.table.choose(fraction)
