@@ -25,7 +25,7 @@ import torch
 
 import remat
 from benchmarks.cell import cpu_name
-from benchmarks.networks import gpt
+from benchmarks.networks.catalogue import gpt
 from remat.graph_capture import price, trace
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.comparison.modules import LSTM, Classifier, DiffusionUNet, ViT
-from benchmarks.network_modules import (
+from benchmarks.networks.modules import (
     Attention,
     Block,
     Experts,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.network_modules import (
+from benchmarks.networks.modules import (
     Attention,
     Block,
     Experts,
