@@ -1,9 +1,10 @@
 """One option for each block: a multiple-choice knapsack whose room shrinks from block to block.
 
 Also called: prefix-constrained multiple-choice knapsack, solved by dynamic programming.
-What a block keeps is live while every later block runs, forward and backward; what lies
-behind it in forward is done when its backward runs, but for gradients and outputs. So one
-row for each block bounds what the blocks before it keep plus what it needs itself.
+What a block keeps is live while every later block runs, forward and backward. When its own
+backward runs, later blocks are done: only gradients and outputs of theirs are left. So there is
+one row for each block: what the blocks before it keep plus what it needs itself is within the
+room.
 Optimal on the grid. Cost: blocks x options x slots, in vector operations.
 """
 
@@ -27,7 +28,7 @@ Layer = tuple[Block, Options]
 class BlockChoice(NamedTuple):
     """An option of one block in its place.
 
-    `need_bytes` is the most that is live while the block runs, without what the blocks
+    `need_bytes` is the most that is live while the block runs. It leaves out what the blocks
     before it keep.
     """
 
@@ -41,7 +42,7 @@ def choices_in_place(
 ) -> list[list[BlockChoice]]:
     """The options of each block, with what they need where the block is.
 
-    `beside_bytes` are what the graph does not know of, live while each op first runs.
+    `beside_bytes` are live while each op first runs, and unknown to the blocks' own graphs.
     """
     fixed = _fixed_bytes(problem, layers)
     fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)

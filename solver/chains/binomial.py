@@ -4,8 +4,8 @@ Sources: A. Griewank, A. Walther, "Algorithm 799: Revolve", 2000,
 https://doi.org/10.1145/347837.347846, for slots that hold the state before a stage;
 J. R. Maddison, "Step-based checkpointing with high-level algorithmic differentiation", 2024,
 https://arxiv.org/abs/2305.09568, for slots that may hold what backward reads of a stage
-instead. Counts are runs of a stage forward over the whole adjoint; the state before the
-first stage takes a slot where it is read again.
+instead. Counts are forward runs of stages in the whole step. The state before the first stage
+takes a slot if it is read again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _check(stages: int, slots: int, least_slots: int) -> None:
 def _right_start(stages: int, slots: int) -> int:
     """How many stages to advance before the next state is stored.
 
-    The part on the left is to need one repetition less with the same slots, the part on the
-    right the same repetitions with a slot less: any split that allows both is optimal.
+    The left part must do with one repetition less and the same slots. The right part must do
+    with the same repetitions and one slot less. Any split that allows both is optimal.
     """
     times = repetitions(stages, slots)
     left_most = comb(slots + times - 1, slots)

@@ -4,9 +4,9 @@ Source: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optima
 checkpointing for heterogeneous chains: how to train deep neural networks with limited
 memory", 2019, https://arxiv.org/abs/1911.13214, recurrence for persistent schedules.
 
-Sub-chain (i, j) with memory m: the value that enters stage i is stored outside m, and
-stages i..j are to be run forward and backward. Either stage i saves what its backward
-reads, or the stages up to some k drop it and the value that enters k is stored. Sizes are
+Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
+stage i is stored outside m. There are two ways on. Either stage i saves what its backward
+reads; or the stages before some k drop it, and the value that enters k is stored. Sizes are
 rounded up to whole slots, so a schedule never takes more than the table says.
 """
 
@@ -28,9 +28,9 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChainRuns:
-    """Forward runs of each stage: times and the most bytes in them, by what they keep.
+    """Times and peaks of the forward runs of each stage, by what a run keeps.
 
-    A leaf is a save that backward of the same stage follows at once.
+    A leaf is a save right before the backward of the same stage.
     """
 
     drop_us: tuple[float, ...]
@@ -183,7 +183,7 @@ class _Column:
         self.runs = table.model.first if j == table.time_us.shape[0] - 1 else table.model.again
         self.slots: Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
         self.stored = np.full((j + 1, self.slots.size), np.inf)
-        """Row k: time of (k, j) where the value that enters k takes of the same memory."""
+        """Row k: time of (k, j) if the value that enters k is stored in the same memory."""
 
     def fill(self) -> None:
         time_us, choice = self.table.time_us, self.table.choice

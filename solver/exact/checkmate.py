@@ -3,13 +3,13 @@
 Also called: optimal tensor rematerialisation, the R-S-U-FREE program.
 Paper: P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", 2020, https://arxiv.org/abs/1910.02653.
-Solves: least time under a budget on the true peak. Stage t ends with the first run of op t;
-before it any op run earlier may run again, in captured order, at most once in a sweep;
-`passes` sets how many sweeps a stage has. With one sweep, as in the paper, schedules that
-run an op twice within a stage, or in another order, are out of reach. On random graphs of
-up to 8 ops at their tightest budgets 1 sweep missed the optimum in about 2.5 % of cases,
-2 sweeps in 0.2 %, 3 in none seen. So a bound is claimed from 3 sweeps on; with fewer the
-result's message says what the schedule is the best of, and the bound is that of `cut`.
+Solves: least time under a budget on the true peak. Stage t ends with the first run of op t.
+Before it any earlier op may run again, in captured order, at most once in a sweep. `passes` sets
+how many sweeps a stage has. The paper has one. One sweep does not reach schedules that run an
+op twice within a stage, or in another order. On random graphs of up to 8 ops at their tightest
+budgets, 1 sweep missed the optimum in about 2.5 % of cases, 2 sweeps in 0.2 %, 3 in none seen.
+So a bound is claimed from 3 sweeps on. With fewer, the result's message says among which
+schedules it is the best, and the bound is that of `cut`.
 Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
 Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
 (ops + reads)) variables. Shortcomings: beyond some 60 ops open solvers rarely finish.
@@ -32,7 +32,7 @@ from remat.solver.search import Listener, Search
 PASSES = ((8, 4), (12, 3), (24, 2))
 """Sweeps a stage has by default, by the most ops of the graph."""
 EXACT_PASSES = 3
-"""Sweeps from which no schedule was seen to be missed: fewer prove nothing about all schedules."""
+"""With so many sweeps no optimum was seen to be missed. Fewer prove nothing of all schedules."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Checkmate:
     passes : sweeps a stage has; 0 takes 4 up to 8 ops, 3 up to 12, 2 up to 24, else 1 as
         the paper.
     start : begin from the schedule of `cut`, and use its bound.
-    most_ops : graphs of more ops are left to that start: their program takes gigabytes.
+    most_ops : larger graphs keep the schedule of `cut`, as their program takes gigabytes.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 

@@ -2,8 +2,8 @@
 
 Also called: greedy topological ordering for memory, register-pressure list scheduling.
 Paper: J. R. Goodman, W.-C. Hsu, "Code scheduling and register allocation in large basic
-blocks", 1988, https://doi.org/10.1145/55364.55407, schedules by the registers an op frees; here
-by bytes, both from the first op on and from the last one back. Ties: the captured order.
+blocks", 1988, https://doi.org/10.1145/55364.55407, schedules by the registers an op frees; here by
+bytes, from the first op on, and once more from the last one back. Ties: the captured order.
 Optimal: never surely. Cost: O(ops · ops that are ready). Shortcomings: looks one op ahead.
 """
 

@@ -1,9 +1,9 @@
 """Live bytes of the step that runs every op once, op by op, as its order changes.
 
-What is live after some ops have run depends on the set of them alone. So when one op moves
-from one place to another, the bytes after the ops in between change only by its results, which
-come later or earlier, and by its operands of which it is the last reader, or no longer is.
-Between forward and backward stands a place of no op, which reads what forward hands over.
+What is live after some ops have run depends on the set of them alone, not on their order. So
+when one op moves, only the places in between change: by its results, which come later or
+earlier, and by operands of which it becomes the last reader, or no longer is. That makes a try
+cheap. Between forward and backward stands a place of no op, which reads what forward hands over.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class OpFacts:
     Attributes
     ----------
     before, after : ops that must first run before and after an op.
-    own_bytes : outputs and workspace. lasting_bytes : outputs that something reads, or that
-        are live at the end. spendable : of each op, the bytes of each value that dies with its
-        last reader, and its other readers. n_forward : ops before the end of forward.
+    own_bytes : outputs and workspace.
+    lasting_bytes : outputs that something reads, or that are live at the end.
+    spendable : for each op, of each value that it reads and that dies with its last reader,
+        the bytes and the other readers.
+    n_forward : ops before the end of forward.
     """
 
     before: list[list[int]]
@@ -95,7 +97,7 @@ class OpFacts:
 
 
 def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
-    """Put an op n between the phases: a few edges in place of quadratically many."""
+    """Put an op n between the phases, which takes a few edges in place of quadratically many."""
     end = len(before)
     joined = [list(dict.fromkeys(ops)) for ops in before]
     for op in range(n_forward, end):

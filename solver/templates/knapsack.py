@@ -1,8 +1,9 @@
 """The 0/1 knapsack: which items to save for the most runtime within a memory.
 
 Also called: the solvers ``dp``, ``greedy`` and ``ilp`` of PyTorch's activation memory budget
-(torch/_functorch/_activation_checkpointing/knapsack.py), whose results these are meant to equal.
-`dp` rounds each memory to a part in 10,000 of one unit, so it may pass the limit by as much.
+(torch/_functorch/_activation_checkpointing/knapsack.py). A `Selection` has their three results,
+so that tests can compare the two. ``dp`` rounds each memory to a ten-thousandth of a unit, so
+its choice may exceed the limit by that much for each item.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
 
 SCALE = 10_000
-"""Parts of a unit of memory that `dp` tells apart."""
+"""Steps into which ``dp`` divides a unit of memory; torch has as many."""
 RELATIVE_GAP = 1e-4
 
 
@@ -30,7 +31,10 @@ class Selection(NamedTuple):
 
 
 class KnapsackTable:
-    """Dynamic program over quantised memory, for any limit up to `max_memory`."""
+    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`.
+
+    Cost: items times 10,000 times `max_memory`.
+    """
 
     def __init__(
         self, memory: Sequence[float], runtime: Sequence[float], max_memory: float
@@ -48,7 +52,7 @@ class KnapsackTable:
             best = np.maximum(best, with_item)
 
     def choose(self, max_memory: float) -> Selection:
-        """The items to save within `max_memory`; of equal choices, the one of earlier items."""
+        """The items to save within `max_memory`; of equal choices, that of earlier items."""
         left = round(max_memory * SCALE)
         saved: list[int] = []
         other: list[int] = []
