@@ -1,10 +1,10 @@
 """Predicted beside measured on a CUDA device: `python -m benchmarks.gpu_zoo --out FILE.json`.
 
 Each example, and each model of `tests/zoo` that is installed, is captured, priced, planned,
-rewritten and run on the device. Kept are the device with its versions, and by model the
+rewritten and run on the device. The file keeps the device with its versions and, for each model,
 predicted and measured peaks and step times of the plan for `--budget` of the unmodified peak.
-Ends with status 1 if a plan differs from eager, a peak is off by more than 2 %, or the sum of
-prices by more than 10 % of the measured step.
+Ends with status 1 if a plan differs from eager, if a peak is off by more than 2 %, or if the sum
+of prices is off by more than 10 % of the measured step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _of_the_zoo(case: Any) -> Loaded:
 
 
 def measured(build: Build, device: str, budget: str) -> dict[str, Any]:
-    """What `remat run --json` says of a model, for the least budget where `budget` is below it."""
+    """What `remat run --json` says of a model, at the least budget if `budget` is too small."""
     stages = pipeline.Stages()
     report = None
     for asked in (budget, "min"):

@@ -1,9 +1,9 @@
 """The graphs that solvers are compared on, by name: `python -m benchmarks.graphs [NAME ...]`.
 
-Networks are captured on a CPU without being run and priced by `benchmarks/networks/roofline.py`, so
-that a graph is the same on any machine. They are kept as JSON in ``$REMAT_CACHE/benchmarks``
-or ``~/.cache/remat/benchmarks``, under a hash of all sources they depend on. Reading one
-from there imports no torch.
+Networks are captured on a CPU without being run, and priced by `benchmarks/networks/roofline.py`.
+So a graph is the same on any machine. Captured graphs are kept as JSON in
+``$REMAT_CACHE/benchmarks`` or ``~/.cache/remat/benchmarks``, under a hash of all sources they
+depend on. Reading one from there imports no torch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What the rewritten step costs beyond its recomputation: `python -m benchmarks.runtime`.
 
-Three measurements, each of both steps in turn in one process, so that drift hits both, with freed
-memory kept by the allocator, so that no step pays for what another gave back:
+There are three measurements. Each runs its steps in turn in one process, so that drift hits all,
+and the allocator keeps freed memory, so that no step pays for what another gave back:
 
-- overhead of the runtime an op: the step that keeps everything against eager's, on a GPT so
+- the runtime's overhead for each op: the step that keeps everything against eager's, on a GPT so
   small that its kernels take next to no time;
-- the step that keeps everything against eager's on a GPT of width 256 with 6 layers;
-- overheads of plans at falling budgets, against the step that keeps everything, beside those
-  planned.
+- the step that keeps everything against eager's, on a GPT of width 256 with 6 layers;
+- overheads of plans at falling budgets, against the step that keeps everything, beside the
+  planned ones.
 
 `--out FILE` keeps the figures as JSON, `--device cuda` measures there.
 """

@@ -1,8 +1,8 @@
 """Writes docs/solvers.md's tables: `python -m benchmarks.solver_table [RESULTS.json]`.
 
-What stands between `<!-- table -->` and `<!-- /table -->` is made from the file that
-`benchmarks.solvers` wrote; what stands between `<!-- solvers -->` and `<!-- /solvers -->` from
-the headers of the solvers' files. All else in the document is left alone.
+What is between `<!-- table -->` and `<!-- /table -->` is made from the file that
+`benchmarks.solvers` wrote. What is between `<!-- solvers -->` and `<!-- /solvers -->` is made from
+the headers of the solvers' files. The rest of the document stays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
 
 
 def made_on(cells: Cells) -> str:
-    """On what, with what and when the figures were made."""
+    """The processor, versions, dates and limits with which the figures were made."""
     facts = {
         what: _distinct(str(cell[what]) for cell in cells if what in cell)
         for what in ("cpu", "date", "time_limit_s")
@@ -113,7 +113,7 @@ def _best(cells: Cells) -> str:
 
 
 def _bound(cell: dict[str, Any]) -> float:
-    """The bound that a cell proves for the captured order; none where others are allowed."""
+    """The bound that a cell proves for the captured order; 0 if other orders were allowed."""
     has_other_order = "order=free" in cell["solver"]
     return 0.0 if has_other_order else cell.get("bound_overhead") or 0.0
 
@@ -167,7 +167,7 @@ def _entry(cell: dict[str, Any]) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as a percentage; a negative one, of rounding, as none."""
+    """A fraction as a percentage; one below zero comes from rounding, and shows as zero."""
     return f"{100 * max(fraction, 0.0):.2f} %"
 
 

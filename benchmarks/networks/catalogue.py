@@ -1,7 +1,7 @@
 """The networks that the benchmarks capture, with one batch each.
 
-Each function returns the arguments of `remat.graph_capture.trace`. Parameters have storage
-that nobody wrote to, so that large models cost no memory: only their shapes are used.
+Each function returns the arguments of `remat.graph_capture.trace`. Only shapes are used, so
+parameters have storage that nobody writes to, and large models cost no memory.
 """
 
 from __future__ import annotations
