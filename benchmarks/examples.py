@@ -34,7 +34,7 @@ def measure(example: str, percent: int) -> dict[str, Any]:
 
 
 def complaints(example: str, found: list[dict[str, Any]]) -> list[str]:
-    """What is not as it should be in the runs of one example, largest budget first."""
+    """The faults in the runs of one example, largest budget first."""
     said: list[str] = []
     for percent, run in zip(PERCENTS, found, strict=True):
         plan = run["plan"]

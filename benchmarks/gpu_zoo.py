@@ -74,7 +74,7 @@ def errors(said: dict[str, Any]) -> dict[str, float]:
 
 
 def complaints(said: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """The faults of a model's figures."""
     found, off = list(said["failures"]), said["errors"]
     if abs(off["plan_peak_bytes"]) > PEAK_ERROR:
         found.append(f"the peak is off by {100 * off['plan_peak_bytes']:.1f} %")

@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `graph` takes here; instance files only where they are present."""
+    """Every name that `graph` takes here; instance files only if they are present."""
     return (*NETWORK_NAMES, CHAIN, *LAYERED, *(BENCH_PREFIX + path.stem for path in _files()))
 
 

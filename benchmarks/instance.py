@@ -46,7 +46,7 @@ PROOF_SLACK = 1e-6
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG, f"{self.prog}: {message}\n")
@@ -103,7 +103,7 @@ def sequence_of(instance: Instance, schedule: Schedule) -> list[Id]:
 
 
 def options_for(solver: str, asked: argparse.Namespace, instance: Instance) -> dict[str, object]:
-    """What was asked for, as far as that solver has such an option.
+    """The options that were asked for and that the solver has.
 
     Raises
     ------

@@ -31,7 +31,7 @@ PROVED = ("moccasin_fcn8", "moccasin_vgg16")
 
 @dataclass(frozen=True)
 class Case:
-    """One solve: `cost` is to be reached, None if nothing may fit."""
+    """One solve that must reach `cost`; None if nothing may fit."""
 
     name: str
     instance: Instance
@@ -47,7 +47,7 @@ def instance_of(data: dict[str, Any]) -> Instance:
 
 
 def apart(path: Path) -> Instance:
-    """The instance of a file, its constants left out of the budget."""
+    """The instance of a file, without its constants."""
     return msgspec.structs.replace(read_instance(path), constant_bytes=0)
 
 

@@ -95,7 +95,7 @@ def rewritten(
 
 
 def per_op(device: str, rounds: int) -> dict[str, Any]:
-    """Microseconds an op that the runtime takes beyond eager's."""
+    """The microseconds that the runtime takes beyond eager, for each op."""
     graph, _, steps = rewritten(SMALL, device, {}, 0.0)
     found = times_us(steps, 20 * rounds)
     eager_us, plan_us = (statistics.median(found[name]) for name in ("eager", "keep all"))
@@ -109,7 +109,7 @@ def per_op(device: str, rounds: int) -> dict[str, Any]:
 
 
 def plans(device: str, rounds: int, time_limit_s: float) -> list[dict[str, Any]]:
-    """One row a plan of the wide GPT: planned and measured overhead."""
+    """One row for each plan of the wide GPT: planned and measured overhead."""
     budgets = {f"{percent} %": f"{percent}%" for percent in PERCENTS}
     _, results, steps = rewritten(WIDE, device, budgets, time_limit_s)
     found = times_us(steps, rounds)

@@ -32,7 +32,7 @@ DEFAULT_OUT = ROOT / "benchmarks" / "results" / "solvers.json"
 
 
 class Results:
-    """The results file: facts of each graph, and one cell a (graph, f, solver)."""
+    """The results file: facts of each graph, and one cell for each graph, fraction and solver."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class Results:
 
 
 def budget_bytes(facts: dict[str, Any], fraction: str) -> int:
-    """The budget of a graph at a fraction, or its least one; 0 where that is unknown."""
+    """The budget of a graph at a fraction, or its least one; 0 if that is unknown."""
     if fraction == "least":
         return int(facts["least_bytes"])
     if fraction.endswith("%"):

@@ -62,7 +62,7 @@ class Results:
 
     @classmethod
     def at(cls, path: Path, suite: str) -> Results:
-        """What the file holds, or a beginning."""
+        """The results in the file, or none yet."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -85,7 +85,7 @@ class Results:
         return [Row.read(key, kept) for key, kept in self.kept["rows"].get(model, {}).items()]
 
     def has(self, model: str, key: Key) -> bool:
-        """Whether the row was measured, or said not to apply."""
+        """Whether the row was measured, or does not apply to the model."""
         kept = self.kept["rows"].get(model, {}).get(name_of(key), {"error": "not yet"})
         return "error" not in kept or kept.get("does_not_apply", False)
 
@@ -176,7 +176,7 @@ class Suite:
         list(self.workers.map(one, missing))
 
     def largest(self, model: str) -> None:
-        """The largest batches of a model, within its unmodified peak, or the sizes of GPUs."""
+        """The largest batches of a model within its unmodified peak, or the memory of GPUs."""
         eager = next(row for row in self.results.rows(model) if row.method == "eager")
         budgets = [eager.peak_bytes] if self.name != "gpu" else [gib << 30 for gib in GPU_GIB]
         turns = WORK / self.name / "turns"
@@ -191,7 +191,7 @@ class Suite:
             list(self.cores.map(one, missing, repeat(budget)))
 
     def run(self, model: str) -> None:
-        """All rows of a model; ours come last, at the peaks that others reached."""
+        """Measure all rows of a model; ours come last, at the peaks that others reached."""
         if not self.results.rows(model):
             shutil.rmtree(WORK / self.name / model, ignore_errors=True)
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES

@@ -108,7 +108,7 @@ def by_plan(suite: str, model: str, overhead: float, budget: int) -> dict[str, A
 def found(
     suite: str, model: str, method: str, amount: float, budget: int, turns: Path
 ) -> dict[str, Any]:
-    """The largest batch of a method under a budget, in this process; timed when it has its turn."""
+    """The largest batch of a method within a budget, found in this process."""
     torch.set_num_threads(1)
     if suite == "gpu":
         share = budget / torch.cuda.get_device_properties(0).total_memory

@@ -200,7 +200,7 @@ def measured(
 def times(
     bench: Bench, eager: Variant, planned: ours.Planned, turns: Turns, fastest: Path
 ) -> dict[str, Any]:
-    """The unmodified step's seconds, and what the others take over it and over each other."""
+    """Seconds of the unmodified step, and what the variant takes over it and over keeping all."""
     keep_all = [planned.keep_all] if planned.keep_all else []
     rounds, compared = bench.rounds(eager, planned.variant, *keep_all), (1, 2)
     timed = timed_calmly(rounds, turns, fastest, compared if keep_all else None)

@@ -137,7 +137,7 @@ def _keep(problem: Problem, limit_bytes: int, left_s: float) -> State | None:
 
 
 def _keep_least(problem: Problem) -> State:
-    """Keep what others read and what cannot be made again; recompute the rest, once."""
+    """Keep only what others read and what cannot be made again; recompute the rest once."""
     available = bytearray(problem.n_values)
     for v, op in enumerate(problem.producer):
         available[v] = v in problem.held or problem.pinned[op]

@@ -161,7 +161,7 @@ def _bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> 
 
 
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
-    """For each forward boundary the first backward op that belongs to what is before it.
+    """For each forward boundary the first backward op of what is before it.
 
     It is in the boundary's gap, where the fewest bytes cross. But boundaries are made alike
     where that is possible, so that equal forward blocks have equal backward parts. So each

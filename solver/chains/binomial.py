@@ -24,7 +24,7 @@ NEVER = 1 << 60
 
 
 def repetitions(stages: int, slots: int) -> int:
-    """The least number of times t that no stage need run more often: C(s + t, s) ≥ n."""
+    """The least t with C(s + t, s) ≥ n: no stage need run more than t times again."""
     times = 0
     while comb(slots + times, slots) < stages:
         times += 1

@@ -52,11 +52,11 @@ class ChainRuns:
 
 @dataclass(frozen=True, slots=True)
 class ChainModel:
-    """A chain in numbers, one entry a stage, as `ChainStage` has them.
+    """A chain in numbers, one entry for each stage.
 
     Attributes
     ----------
-    entry_bytes, saved_bytes, pending_bytes, backward_us, backward_peak_bytes : as there.
+    entry_bytes, saved_bytes, pending_bytes, backward_us, backward_peak_bytes : as in `ChainStage`.
     first : forward runs of sub-chains that end with the last stage, which are first runs.
     again : of all others.
     """
@@ -155,7 +155,8 @@ def solve_rotor(
 ) -> RotorTable | None:
     """The table of all sub-chains for 0..`slots` slots, which make up `limit_bytes`.
 
-    Fewer slots do where all sizes have a common divisor. None if `stopped` says so.
+    Takes fewer slots if all sizes have a common divisor larger than a slot. None if `stopped`
+    says so.
     """
     slot_bytes = max(-(-limit_bytes // slots), 1)
     grain_bytes = model.grain_bytes()
@@ -200,7 +201,7 @@ class _Column:
             self.stored[i] = self._delayed(best, self.model.entry_bytes[i])
 
     def _saving(self, i: int) -> Floats:
-        """Time where stage i saves what its backward reads."""
+        """Time if stage i saves what its backward reads."""
         model, runs, j = self.model, self.runs, self.j
         is_leaf = i == j
         run_us = runs.leaf_us[i] if is_leaf else runs.save_us[i]
@@ -213,7 +214,7 @@ class _Column:
         return own + self._delayed(self.table.time_us[i + 1, j], model.saved_bytes[i])
 
     def _storing(self, i: int) -> Floats:
-        """Rows k = i + 1..j: time where stages i..k - 1 drop and k's entry is stored."""
+        """Rows k = i + 1..j: time if stages i..k - 1 drop and the value that enters k is stored."""
         model, j = self.model, self.j
         peaks = np.array(self.runs.drop_peak_bytes[i:j], np.int64)
         peaks[1:] += np.array(model.entry_bytes[i + 1 : j], np.int64)

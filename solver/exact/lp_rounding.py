@@ -130,7 +130,7 @@ class LpRounding:
         return list(dict.fromkeys((*first, *asked)))
 
     def _relaxed(self, search: Search, slack: float) -> Relaxed | None:
-        """The LP's point at that slack, None where there is none or time is up."""
+        """The LP's point at that slack; None if there is none, or time is up."""
         search.say(f"solving the relaxed program at slack {slack:g}")
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         tightened = search.problem.resident_bytes + max(int(room_bytes * (1 - slack)), 1)
@@ -187,9 +187,9 @@ def _carried(made: StagedProgram, values: Sequence[float]) -> Relaxed:
 
 
 def rounded_state(problem: Problem, point: Relaxed, is_carried: Callable[[float], bool]) -> State:
-    """Round what is carried into each stage and run again what that asks for, no more.
+    """Round what is carried into each stage, and run again what is then missing, no more.
 
-    What is carried to no use is dropped, from the last stage back.
+    Values carried without a use are dropped, from the last stage back.
     """
     bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
     for stage, parts in enumerate(point):

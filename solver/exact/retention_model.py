@@ -136,7 +136,7 @@ class RetentionModel:
             self.demands.append(own_bytes)
 
     def _retentions(self, v: int, shown: Shown) -> list[Any]:
-        """The last use of `v` from each run; what is idle ends where it starts."""
+        """The last use of `v` from each run of its op; an idle run ends where it starts."""
         op, model = self.problem.producer[v], self.model
         ends: list[Any] = []
         for i, (start, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):

@@ -79,7 +79,7 @@ class Attempts:
 
     @property
     def best(self) -> Attempt:
-        """The best yet, also where none has a schedule."""
+        """The best attempt yet, even if none has a schedule."""
         return min(self.made, key=lambda attempt: attempt.rank)
 
     @property

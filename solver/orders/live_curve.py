@@ -79,7 +79,7 @@ class OpFacts:
         n_forward: int,
         resident_bytes: int,
     ) -> OpFacts:
-        """From what comes before each op and the end of forward, and from values."""
+        """Made from the ops before each op and before the end of forward, and from values."""
         n = len(before)
         after: list[list[int]] = [[] for _ in range(n)]
         for op, earlier in enumerate(before):
@@ -107,7 +107,7 @@ def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[in
 
 
 class OrderMove(NamedTuple):
-    """One op taken to another place, and what that makes of the places in between.
+    """One op taken to another place, with the figures of the places in between.
 
     The op at place `start` goes to place `stop`; `first` is the lower of the two.
     """
@@ -179,7 +179,7 @@ class LiveCurve:
         return first, last
 
     def moved(self, op: int, stop: int) -> OrderMove:
-        """What taking `op` to place `stop` would do; nothing is changed yet."""
+        """The move of `op` to place `stop`; nothing is changed yet."""
         start = self.place[op]
         if start < stop:
             entry = self._entries_if_later(op, start, stop)

@@ -73,7 +73,7 @@ class Arena:
         return True
 
     def release(self, block: int) -> None:
-        """Make a hole of `block`, as one with the holes beside it."""
+        """Make a hole of `block`, joined with the holes beside it."""
         if block not in self.at:
             return
         start = self.at.pop(block)

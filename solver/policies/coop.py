@@ -44,7 +44,7 @@ class CoopPolicy(Policy):
         return self.with_neighbours_us(books, values) / books.staleness_us(values)
 
     def is_costly(self, op: int) -> bool:
-        """Whether `op` costs more for the bytes it makes than ops do on the whole."""
+        """Whether `op` costs more for each byte that it makes than the graph's ops on average."""
         return self.problem.cost_us[op] > self._mean_us * self.problem.output_bytes[op]
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:

@@ -99,7 +99,7 @@ class OnlineRun:
                 self._awaited[v] += 1
 
     def _run_with_inputs(self, t: int) -> None:
-        """Run op t, and before it, depth first, whatever makes its missing inputs again."""
+        """Run op t, after the ops that make its missing inputs again, depth first."""
         stack: list[tuple[int, tuple[int, ...]]] = []
         self._open(t, self.problem.needs[t], stack)
         while stack:

@@ -43,9 +43,9 @@ def solve_templates(search: Search, templates: Templates, absent: str) -> Result
     search : Search
         One solve, just begun.
     templates : callable
-        Gives the templates of a problem; none where the rule does not apply.
+        Gives the templates of a problem; none if the rule does not apply.
     absent : str
-        What to say where there is none.
+        The message if there is none.
     """
     with search.until_interrupted():
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
@@ -92,7 +92,7 @@ def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
 def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:
     """The template that runs forward ops `again`, each in the region of a checkpoint call.
 
-    Kept is what no such op makes, what a forward op of another region reads, what comes
+    Forward keeps what other ops make, what a forward op of another region reads, what comes
     from pinned ops, and what is in the caller's hands.
     """
     kept = unavoidable(problem)
