@@ -83,7 +83,7 @@ class GivenBlocks:
         """For each given block the ops that it runs, in order; None if nothing fits.
 
         The knapsack's memory is a model. The caller puts the blocks together to a schedule of
-        the whole step, simulates it, and asks again with less room if it is over the budget.
+        the whole step, simulates it, and asks again with more or less room.
 
         Parameters
         ----------
