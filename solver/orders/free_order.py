@@ -3,12 +3,18 @@
 Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
 Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
 the order; then a full solve in the best one; then, in turn, an order with more room for the
-runs of the best schedule (`order_refinement`) and a solve in it.
-Optimal: where the bound for every order (`free_cut`) is met, as on transformers, or where
-nothing is computed again. Never worse than the given order at what that is given of the time.
+runs of the best schedule (`refinement`) and a solve in it. An order is solved as a graph with
+its ops in that order (`ordering`), so any solver that keeps the order of its graph will do.
+A solve is needed because nothing else says how much an order must compute again.
+Optimal: where the bound for every order (`any_order_cut`) is met, as on transformers, or where
+nothing is computed again. Never worse than the given order in its share of the time, since that
+order is always tried.
 Cost: some seconds of annealing and a look for each order, then the time limit, unless the gap
 is closed. Shortcomings: order and recomputation are chosen in turn, not at once; the bound is
 weak on wide graphs.
+
+The parts of the time limit and of the budget below were chosen on layered graphs. Parts of the
+time end by the clock, so two runs may differ.
 """
 
 from __future__ import annotations
@@ -32,22 +38,25 @@ BOUND_PART, BOUND_S = 0.1, 10.0
 ORDER_PART = 0.3
 """Part of the time left for each other order: half to find it, half for a first look at it."""
 AIMS = (1.0, 0.9, 0.0)
-"""Parts of the budget that orders aim for, 0 for the lowest peak: less leaves room to recompute."""
+"""Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
 FEW_OPS = 300
-"""More ops get but one other order at first: the time is better spent on refining that."""
+"""Larger graphs get one other order at first. Refining that is a better use of the time."""
 FULL_PART, REST_PART = 0.2, 0.75
-"""Part of the time left for a full solve while there is more to do: with a schedule, without."""
+"""Part of the time left for a full solve before others: with a schedule, and without one."""
 REFINED_PART = 0.05
 """Part of the time limit for the solve in a refined order."""
 TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
 """Parts of the budget that refined orders aim for, in turn."""
 IN_VAIN = 12
-"""Refined orders in a row that do not help, after which there are no more."""
+"""Refining ends after so many refined orders in a row that do not help."""
 LEAST_S = 0.2
 """Seconds left below which no further solve is begun."""
 GIVEN, LOWEST = "the given order", "the order of lowest peak"
 REPEATABLE = (GIVEN, LOWEST)
-"""Orders that do not depend on the budget, so that a solve for another one tries them too."""
+"""Orders that do not depend on the budget. A least budget is named from these alone.
+
+A solve for the named budget tries them too, so it finds the schedule again.
+"""
 
 
 @dataclass(slots=True)
@@ -111,7 +120,10 @@ class FreeOrder:
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
-        """Orders beyond the first are for few ops; where none fits, the lowest peak is named."""
+        """Whether to look for that order: the first always, others on small graphs.
+
+        The order of lowest peak is only for naming a least budget, when nothing fits.
+        """
         if not aim:
             return not self.attempts.has_schedule
         return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= FEW_OPS)
@@ -163,9 +175,9 @@ class FreeOrder:
         )
 
     def _solve_in_full(self) -> None:
-        """The best look taken further, then refined; others that may be better; the best again.
+        """Take the best look further and refine it, then other looks, then the best again.
 
-        Where nothing is known to fit, those that never will are to name their least peak.
+        If nothing is known to fit, repeatable orders are solved too, to name their least peak.
         """
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
         for i, look in enumerate(looks):
@@ -182,7 +194,7 @@ class FreeOrder:
         self._attempt(attempt.name, attempt.order, share)
 
     def _may_be_better(self, look: Attempt) -> bool:
-        """Whether a look ended early in an order that is not proved to be worse than another."""
+        """Whether the look ended early, in an order that is not proved worse than the best."""
         if look.result.status != "time limit":
             return look.is_repeatable and not self.attempts.has_schedule
         return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
@@ -203,7 +215,7 @@ class FreeOrder:
             in_vain = 0 if is_better else in_vain + 1
 
     def _roomier(self, best: Result, tried: int, limit_s: float) -> Roomier | None:
-        """A start from `best` in another order, by one of two ways in turn."""
+        """A start from `best` in another order: in turn with more room, and with fewer runs."""
         seed = self.seed + tried
         if tried % 2:
             return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
@@ -211,7 +223,7 @@ class FreeOrder:
         return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
 
     def _listener(self, name: str) -> Listener | None:
-        """Passes on what a fixed-order solve says; its bound holds for its order alone."""
+        """Passes on what a fixed-order solve says, but not its bound: that is of one order."""
         if self.progress is None:
             return None
         return lambda state: self._tell(f"{name}: {state.doing}", state.best_overhead)

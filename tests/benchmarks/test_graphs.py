@@ -27,8 +27,8 @@ from benchmarks.graphs import (
 )
 from benchmarks.instance_format import Instance, checked, graph_of
 from benchmarks.layered import Shape, layered_graph, layered_instance, published_width
-from benchmarks.networks import NETWORKS, gpt, lstm, moe, resnet, unet
-from benchmarks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
+from benchmarks.networks.catalogue import NETWORKS, gpt, lstm, moe, resnet, unet
+from benchmarks.networks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
 from benchmarks.solver_table import detail_lines, header_lines, replaced, table_lines
 from benchmarks.solvers import Results, budget_bytes, run
 from remat.graph_capture.tracing.trace import trace

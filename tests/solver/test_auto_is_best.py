@@ -80,8 +80,8 @@ def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
 @functools.cache
 def traced(name: str) -> TrainingGraph:
     """A small network as captured, with the prices of a stated machine."""
-    from benchmarks.networks import gpt, resnet, unet
-    from benchmarks.roofline import roofline
+    from benchmarks.networks.catalogue import gpt, resnet, unet
+    from benchmarks.networks.roofline import roofline
     from remat.graph_capture.tracing.trace import trace
 
     networks = {

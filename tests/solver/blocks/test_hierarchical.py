@@ -16,7 +16,7 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.blocks import hierarchical
 from remat.solver.blocks.hierarchical import Hierarchical
-from remat.solver.blocks.knapsack import Choice, compose
+from remat.solver.blocks.knapsack import BlockChoice, compose
 from remat.solver.blocks.options import block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, find_blocks, shape_of
 from remat.solver.problem import Problem
@@ -142,7 +142,7 @@ def test_the_options_of_equal_blocks_are_found_once(monkeypatch: pytest.MonkeyPa
     assert solved == [3, 47, 7]
 
 
-def brute_force(choices: list[list[Choice]], room_bytes: int) -> float | None:
+def brute_force(choices: list[list[BlockChoice]], room_bytes: int) -> float | None:
     costs_us: list[float] = []
     for picked in itertools.product(*choices):
         before = itertools.accumulate((c.saved_bytes for c in picked), initial=0)
@@ -151,10 +151,10 @@ def brute_force(choices: list[list[Choice]], room_bytes: int) -> float | None:
     return min(costs_us, default=None)
 
 
-def random_choice(source: random.Random) -> Choice:
+def random_choice(source: random.Random) -> BlockChoice:
     saved_bytes = source.randint(0, 9)
     need_bytes = saved_bytes + source.randint(0, 9)
-    return Choice(saved_bytes, need_bytes, float(source.randint(0, 30)))
+    return BlockChoice(saved_bytes, need_bytes, float(source.randint(0, 30)))
 
 
 def test_composition_is_optimal_on_a_grid_of_single_bytes() -> None:
@@ -176,7 +176,7 @@ def test_composition_is_optimal_on_a_grid_of_single_bytes() -> None:
 
 
 def test_composition_on_a_coarse_grid_stays_within_the_room() -> None:
-    tables = [[Choice(1001, 1500, 0.0), Choice(10, 1500, 5.0)]] * 6
+    tables = [[BlockChoice(1001, 1500, 0.0), BlockChoice(10, 1500, 5.0)]] * 6
     chosen = compose(tables, 5000, 16)
     assert chosen is not None
     picked = [[table[i]] for table, i in zip(tables, chosen, strict=True)]

@@ -16,8 +16,14 @@ from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.cuts.cut import Cut
 from remat.solver.exact.retention import Retention, start_of
-from remat.solver.exact.retention_events import Stages, event_of, sequence_of, stage_of, stages_of
-from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
+from remat.solver.exact.retention_events import (
+    Stages,
+    event_of,
+    sequence_of_stages,
+    stage_of,
+    stages_of_runs,
+)
+from remat.solver.exact.retention_model import RetentionEffort, RetentionModel, RetentionOutcome
 from remat.solver.search import Search
 from tests.solver.exact.test_exact import BENCH, graph_from_nodes, tiny_cases
 from tests.solver.exhaustive import least_time_us
@@ -44,11 +50,11 @@ def cold(graph: TrainingGraph, budget_bytes: int, computations: int) -> float | 
     nothing: Stages = [[op] for op in range(len(graph.ops))]
     room_bytes = budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, computations, nothing, is_feasible=False)
-    outcome = model.solve(Effort(20.0))
+    outcome = model.solve(RetentionEffort(20.0))
     assert outcome.finished
     if outcome.stages is None:
         return None
-    assert search.offer_sequence(sequence_of(search.problem, outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(search.problem, outcome.stages))
     return search.best_key[0]
 
 
@@ -139,12 +145,12 @@ def test_a_schedule_as_a_hint_is_feasible_and_complete() -> None:
     Cut(gap=0.0).run(search)
     assert search.best is not None
     stages = start_of(search)
-    assert stages == stages_of(search.problem, sequence_of(search.problem, stages))
+    assert stages == stages_of_runs(search.problem, sequence_of_stages(search.problem, stages))
     room_bytes = search.budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, 2, stages, is_wide=True)
-    outcome = model.solve(Effort(1.5))
+    outcome = model.solve(RetentionEffort(1.5))
     assert outcome.stages is not None
-    assert search.offer_sequence(sequence_of(search.problem, outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(search.problem, outcome.stages))
 
 
 def test_the_message_says_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +194,7 @@ def test_an_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     budget_bytes = peak_bytes_of(graph) - 1
     whole = RetentionModel.solve
 
-    def solve_then_stop(self: RetentionModel, effort: Effort) -> Outcome:
+    def solve_then_stop(self: RetentionModel, effort: RetentionEffort) -> RetentionOutcome:
         whole(self, effort)
         raise KeyboardInterrupt
 
