@@ -13,7 +13,6 @@ the rule on transformers; else the time limit. Shortcomings: those of its parts.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import get_args
 
@@ -21,6 +20,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
+from remat.solver.clock import Clock
 from remat.solver.cuts.cut import begin, has_room, is_large, is_open
 from remat.solver.cuts.starts import take_policies
 from remat.solver.cuts.way_down import take_least_peak
@@ -150,7 +150,7 @@ class Auto:
 
     def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Solve in any order: by exhaustive search where that ends, else order by order."""
-        began_s = time.monotonic()
+        clock = Clock(self.time_limit_s)
         if len(graph.ops) <= TINY_OPS:
             share = Share(self.time_limit_s, self.progress)
             found = self._solve_tiny(graph, budget_bytes, share)
@@ -158,7 +158,7 @@ class Auto:
                 return found
         return FreeOrder(
             graph, budget_bytes, self._solve_fixed, self._gap_for(graph), self.seed,
-            time_limit_s=self.time_limit_s, progress=self.progress, began_s=began_s,
+            clock=clock, progress=self.progress,
         ).solve()  # fmt: skip
 
     def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
@@ -58,10 +58,10 @@ class Search:
     graph: TrainingGraph
     budget_bytes: int
     solver: str
-    time_limit_s: float = 60.0
+    time_limit_s: InitVar[float] = 60.0
     listener: Listener | None = None
     options: dict[str, Option] = field(default_factory=dict[str, Option])
-    began_s: float = field(default_factory=time.monotonic)
+    clock: Clock = field(init=False)
     problem: Problem = field(init=False)
     best: Schedule | None = field(default=None, init=False)
     best_state: State | None = field(default=None, init=False)
@@ -77,19 +77,15 @@ class Search:
     least_bound_bytes: int = field(default=0, init=False)
     work: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, time_limit_s: float) -> None:
+        self.clock = Clock(time_limit_s)
         self.problem = Problem.of(self.graph)
         self.bound_us = self.graph.time_us
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds since the solve began."""
-        return time.monotonic() - self.began_s
-
-    @property
     def left_s(self) -> float:
         """Seconds left of the time limit."""
-        return self.time_limit_s - self.elapsed_s
+        return self.clock.left_s
 
     @property
     def gap(self) -> float:
@@ -128,7 +124,7 @@ class Search:
             return
         base_us = self.graph.time_us or 1.0
         best = None if self.best is None else self.best_key[0] / base_us - 1
-        self.listener(Progress(self.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
+        self.listener(Progress(self.clock.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
         """Record that no schedule of this budget takes less than `bound_us`."""
@@ -203,7 +199,7 @@ class Search:
             best,
             budget_bytes=self.budget_bytes,
             lower_bound_us=min(self.bound_us, best_us),
-            wall_s=self.elapsed_s,
+            wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
             message=self.message,
         )
@@ -216,7 +212,7 @@ class Search:
                 solver=self.solver,
                 budget_bytes=self.budget_bytes,
                 lower_bound_us=self.bound_us,
-                wall_s=self.elapsed_s,
+                wall_s=self.clock.elapsed_s,
                 message=self.message,
             )
         found = simulate(self.graph, self.lowest)
@@ -224,7 +220,9 @@ class Search:
         proof = "no schedule fits" if self.proved_infeasible else "no schedule found that fits"
         text = f"{proof} {self.budget_bytes} bytes; {found.peak_bytes} bytes are known to do"
         text = f"{text}. {self.message}" if self.message else text
-        lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, self.elapsed_s, text)
+        lost = infeasible(
+            self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
+        )
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit")
         return lost

@@ -15,7 +15,6 @@ Shortcomings: weak on wide graphs, where most ops neither precede nor follow a g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram
 from remat.solver.bounds.least_peak import effort_for, least_peak_bound_bytes
+from remat.solver.clock import Clock
 from remat.solver.ordering import predecessors
 from remat.solver.problem import Problem
 
@@ -74,11 +74,11 @@ def free_bound_us(
     Infinite where no schedule fits. Microseconds; `graph.time_us` if nothing better is proved.
     Ends as soon as `enough_us` is proved, and about when `time_limit_s` is over.
     """
-    end_s = time.monotonic() + time_limit_s
+    clock = Clock(time_limit_s)
     ancestry = Ancestry.of(graph)
     best: tuple[float, int] | None = None
     for t in _candidates(graph, ancestry, budget_bytes):
-        left_s = end_s - time.monotonic()
+        left_s = clock.left_s
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
         bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(max(left_s, LEAST_S))
@@ -86,7 +86,7 @@ def free_bound_us(
             return bound_us
         if best is None or bound_us > best[0]:
             best = bound_us, t
-    left_s = end_s - time.monotonic()
+    left_s = clock.left_s
     if best is None or best[0] >= enough_us or left_s <= 0:
         return max(best[0] if best else 0.0, graph.time_us)
     limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=NODE_LIMIT)

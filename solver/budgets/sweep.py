@@ -10,7 +10,6 @@ through joblib: on this machine, or on the cluster of the backend that is config
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
 from remat.solver.store_all import StoreAll
@@ -74,18 +74,17 @@ def sweep(
     ------
     SolverError : no budgets, a number of jobs that means nothing, an unknown solver or option.
     """
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
     if isinstance(budgets, int):
         budgets, least = spread(graph, budgets, time_limit_s=NAMING_PART * time_limit_s, **options)
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
-    left_s = time_limit_s - (time.monotonic() - began_s)
     if jobs == 1:
-        found = _one_by_one(graph, asked, solver, options, left_s, tell)
+        found = _one_by_one(graph, asked, solver, options, clock, tell)
     else:
-        found = _side_by_side(graph, asked, solver, options, left_s, jobs)
+        found = _side_by_side(graph, asked, solver, options, clock.left_s, jobs)
     return Front(
         name=graph.name,
         graph_hash=graph.hash,
@@ -153,17 +152,16 @@ def _one_by_one(
     budgets: Sequence[int],
     solver: str,
     options: dict[str, Any],
-    time_limit_s: float,
+    clock: Clock,
     tell: Tell | None,
 ) -> list[Result]:
     """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
     found: list[Result] = []
-    end_s = time.monotonic() + time_limit_s
     for budget_bytes in budgets:
         if tell:
             tell(len(found), len(budgets))
         last = found[-1] if found else None
-        left_s = max(end_s - time.monotonic(), 0.0)
+        left_s = max(clock.left_s, 0.0)
         part_s = left_s * min(LARGEST_PART / (len(budgets) - len(found)), 1.0)
         if last is not None and is_ideal(graph, last):
             found.append(_at_larger_budget(last, budget_bytes))

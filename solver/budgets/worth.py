@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
 from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.budgets.sweep import is_ideal
+from remat.solver.clock import Clock
 from remat.solver.result import Result, at_least_budget
 
 LEAST_S = 1.0
@@ -30,11 +30,11 @@ def least_peak(
     Where none is named, the infeasible result that says so. The least peak is one that was
     found, not one that is proved to be least.
     """
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     named = solve(graph, 0, solver, time_limit_s=time_limit_s, **options)
     if named.schedule is not None or not named.least_feasible_bytes:
         return named
-    left_s = max(time_limit_s - (time.monotonic() - began_s), min(LEAST_S, time_limit_s))
+    left_s = max(clock.left_s, min(LEAST_S, time_limit_s))
     found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
     at_hand = at_least_budget(graph, named)
     if found.schedule is not None or at_hand is None:

@@ -95,13 +95,9 @@ class Retention:
 
     def _begin(self, search: Search) -> None:
         """Run `cut` for its part of the time, or all of it on a graph that is too large."""
-        whole_s = search.time_limit_s
-        if search.problem.n_ops <= self.most_ops:
-            search.time_limit_s = whole_s * CUT_PART
-        try:
+        part = CUT_PART if search.problem.n_ops <= self.most_ops else 1.0
+        with search.clock.limited_to(part * search.clock.time_limit_s):
             Cut(gap=0.0).run(search)
-        finally:
-            search.time_limit_s = whole_s
         search.cut_short = search.out_of_time()
 
     def _improve(self, search: Search, computations: int) -> None:

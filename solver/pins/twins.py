@@ -7,7 +7,6 @@ reads. Any solver can plan such a graph. Back on the real graph a twin is a seco
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence, Set
 
 import msgspec
@@ -16,6 +15,7 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.bounds.floor import LEAST_BOUND
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 
@@ -119,12 +119,12 @@ def leave_out_runs(
 
     The dearest runs are tried first. The first run in backward of an op of `again` stays.
     """
-    end_s = time.monotonic() + time_limit_s
+    clock = Clock(time_limit_s)
     spare = _repeats(problem, sequence, again)
     spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))
     left_out: set[int] = set()
     for position in spare[: max(TRIALS_OPS // max(problem.n_ops, 1), 20)]:
-        if time.monotonic() > end_s:
+        if clock.left_s < 0:
             break
         trial = _without(sequence, left_out | {position})
         found = simulate(problem.graph, schedule_of(problem, trial))
