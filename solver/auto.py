@@ -21,7 +21,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.clock import Clock
-from remat.solver.cuts.cut import begin, has_room, is_large, is_open
+from remat.solver.cuts.cut import begin
 from remat.solver.cuts.starts import take_policies
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.exact.checkmate import Checkmate
@@ -111,7 +111,7 @@ class Auto:
             return
         if share.start is not None:
             search.offer_schedule(share.start)
-        if has_room(search):
+        if search.has_room():
             self._close_gap(search, plain, share)
         else:
             search.proved_infeasible = True
@@ -120,27 +120,27 @@ class Auto:
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
         """All that may find a schedule or raise the bound, in turn; a look ends early."""
-        if is_large(search):
+        if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
         gap = self._gap_for(search.graph)
         lazy = begin(search, plain, gap, has_start=share.start is not None)
         prove_nothing_fits(search)
         if share.is_look:
-            if is_open(search, gap):
+            if search.is_open(gap):
                 search.cut_short = True
             return
-        if share.start is None and is_open(search, gap):
+        if share.start is None and search.is_open(gap):
             self._take_more_starts(search)
         if search.best is None and search.lowest is None:
             take_least_peak(search, plain)
         if lazy is not None and not search.proved_infeasible:
             Improvement(search, lazy, gap, self.seed, self.workers).run()
-        if len(search.graph.ops) <= self.exact_ops and is_open(search, gap):
+        if len(search.graph.ops) <= self.exact_ops and search.is_open(gap):
             Checkmate().run(search, min(self.exact_s, search.left_s))
 
     def _take_more_starts(self, search: Search) -> None:
         """Policies, which take long on large graphs; there exchanges, where there is a schedule."""
-        if is_large(search) and search.best_state is not None:
+        if search.is_large and search.best_state is not None:
             take_exchanges(search)
         else:
             take_policies(search)

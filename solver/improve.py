@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from remat.solver.backends.background import Task
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
-from remat.solver.cuts.cut import is_large, is_open, limits_of, take_climbed
+from remat.solver.cuts.cut import limits_of, take_climbed
 from remat.solver.local_search.events import Runs
 from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.search import Search
@@ -56,12 +56,12 @@ class Improvement:
     around: LargeNeighbourhoods | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.bound_s = LARGE_BOUND_S if is_large(self.search) else BOUND_S
+        self.bound_s = LARGE_BOUND_S if self.search.is_large else BOUND_S
 
     def run(self) -> None:
         """Rounds until there is nothing left to do."""
         is_slow = False
-        while is_open(self.search, self.gap) and not is_slow:
+        while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
             self.least_effort = min(2 * self.least_effort, EFFORT)
             has_cuts = not self.lazy.is_done and self.stalled < STALLED
@@ -72,7 +72,7 @@ class Improvement:
                 self._round_of_both()
             else:
                 self._search_around(self.workers, self.least_effort / CP_SAT_S)
-            is_slow = is_large(self.search) and NARROW > self.search.gap > SLOW * open_gap
+            is_slow = self.search.is_large and NARROW > self.search.gap > SLOW * open_gap
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
@@ -119,7 +119,7 @@ class Improvement:
         best_us = self.search.best_key[0] - self.search.graph.time_us
         if self.around is None:
             self.around = LargeNeighbourhoods(
-                self.search, lambda: not is_open(self.search, self.gap), self.seed
+                self.search, lambda: not self.search.is_open(self.gap), self.seed
             )
         elif best_us < self.around.cost_us * (1 - 1e-9):
             self.around.restart()

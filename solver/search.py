@@ -13,7 +13,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.clock import Clock
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
 from remat.solver.state import State
@@ -43,6 +43,9 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 Listener = Callable[[Progress], None]
+
+MANY_OPS = 1000
+"""Graphs of more ops are large: what takes seconds there comes last, is done less often or not."""
 
 
 @dataclass(slots=True)
@@ -93,6 +96,41 @@ class Search:
         if self.best is None:
             return float("inf")
         return self.best_key[0] / self.bound_us - 1 if self.bound_us > 0 else 0.0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the graph has so many ops that slow steps come last."""
+        return self.problem.n_ops > MANY_OPS
+
+    def is_open(self, gap: float) -> bool:
+        """Whether the gap is above `gap`, something may fit, and there is time."""
+        return self.gap > gap and not self.proved_infeasible and not self.out_of_time()
+
+    def has_room(self) -> bool:
+        """Whether each op's own working set, and what must be live at the end, is in the budget.
+
+        Where it is not, the message says what takes more.
+        """
+        need_bytes, what = self._worst_working_set()
+        end_bytes = sum(self.problem.size_bytes[v] for v in self.problem.needs[self.problem.n_ops])
+        room_bytes = self.budget_bytes - self.problem.resident_bytes
+        if need_bytes > room_bytes:
+            need_bytes += self.problem.resident_bytes
+            self.message = f"{what} alone needs {need_bytes} bytes with what is resident"
+        elif end_bytes > room_bytes:
+            self.message = (
+                f"what must be live when the step ends, gradients above all, takes {end_bytes} "
+                f"bytes beside {self.problem.resident_bytes} that are resident"
+            )
+        return max(need_bytes, end_bytes) <= room_bytes
+
+    def _worst_working_set(self) -> tuple[int, str]:
+        """The most bytes that the first run of an op needs, and which op that is."""
+        problem = self.problem
+        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
+        op = self.graph.ops[worst]
+        place = f" ({op.module})" if op.module else ""
+        return working_set_bytes(problem, worst), f"op {op.name}{place}"
 
     def out_of_time(self) -> bool:
         """Whether the time limit has been hit, which the result will then say."""

@@ -31,14 +31,12 @@ from remat.solver.cuts.starts import take_segments
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.local_search.exchange import take_exchanges
 from remat.solver.local_search.repair import Repair, fill
-from remat.solver.problem import largest_working_set_bytes, working_set_bytes
+from remat.solver.problem import largest_working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
-MANY_OPS = 1000
-"""Beyond this many ops more than two cuts, or exchanges from each start, take too long."""
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
@@ -85,7 +83,7 @@ class Cut:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not has_room(search):
+        if not search.has_room():
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
@@ -96,16 +94,11 @@ class Cut:
         lazy = begin(search, plain, self.gap)
         prove_nothing_fits(search)
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
-            if not is_open(search, self.gap):
+            if not search.is_open(self.gap):
                 break
             climb(search, lazy, self.gap)
-        if is_open(search, self.gap):
+        if search.is_open(self.gap):
             take_exchanges(search)
-
-
-def is_open(search: Search, gap: float) -> bool:
-    """Whether there is something left to do, and time."""
-    return search.gap > gap and not search.proved_infeasible and not search.out_of_time()
 
 
 def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
@@ -121,12 +114,12 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     search.say(f"1 cut, at {search.graph.ops[place].name}")
     first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_NODES))
     is_repaired = take_climbed(search, first, search.work + FIRST_WORK)
-    if is_open(search, gap) and search.gap > WIDE and not has_start:
+    if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
     if not is_repaired and search.best is None:
         take_climbed(search, first)
     for target_bytes in targets(search, () if has_start else TARGETS):
-        if is_open(search, gap) and not has_worked(search, FIRST_WORK):
+        if search.is_open(gap) and not has_worked(search, FIRST_WORK):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
             solution = program.relaxed(max(search.left_s, 0.1))
@@ -163,39 +156,8 @@ def limits_of(
     return Limits(
         time_limit_s=max(search.left_s, 0.1),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
-        node_limit=FEW_NODES if is_large(search) else most_nodes,
+        node_limit=FEW_NODES if search.is_large else most_nodes,
     )
-
-
-def is_large(search: Search) -> bool:
-    """Whether the graph has so many ops that slow steps come last."""
-    return search.problem.n_ops > MANY_OPS
-
-
-def has_room(search: Search) -> bool:
-    """Whether each op's own working set, and what must be live at the end, is in the budget."""
-    problem = search.problem
-    room_bytes = search.budget_bytes - problem.resident_bytes
-    worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
-    if working_set_bytes(problem, worst) <= room_bytes:
-        return _has_room_at_end(search, room_bytes)
-    op = search.graph.ops[worst]
-    need_bytes = working_set_bytes(problem, worst) + problem.resident_bytes
-    place = f" ({op.module})" if op.module else ""
-    search.message = f"op {op.name}{place} alone needs {need_bytes} bytes with what is resident"
-    return False
-
-
-def _has_room_at_end(search: Search, room_bytes: int) -> bool:
-    problem = search.problem
-    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
-    if end_bytes <= room_bytes:
-        return True
-    search.message = (
-        f"what must be live when the step ends, gradients above all, takes {end_bytes} bytes "
-        f"beside {problem.resident_bytes} that are resident"
-    )
-    return False
 
 
 def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:

@@ -23,8 +23,6 @@ from remat.solver.state import State
 LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""
 LEAST_POWERS = (0.6, 1.0)
-MANY_OPS = 1000
-"""More ops have a long way down."""
 
 
 def take_least_peak(search: Search, plain: State) -> None:
@@ -49,7 +47,7 @@ def least_starts(search: Search, plain: State) -> Iterator[State]:
 
     On large graphs, whose way down is long, first those whose repeated blocks keep the least.
     """
-    if search.problem.n_ops > MANY_OPS:
+    if search.is_large:
         yield from Hierarchical().least_states(search)
     yield plain
     problem = search.problem

@@ -44,8 +44,6 @@ HALVINGS = 8
 """Bisections for the least limit of the sweep."""
 REFINEMENTS = 4
 """Bisections between the last limit whose schedule is too high and the first that fits."""
-MANY_OPS = 1000
-"""Beyond this many ops only limits next to the budget are tried, and one schedule is filled."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +137,11 @@ class Sweep:
             low, high = (middle + 1, high) if self._is_over(limits[middle]) else (low, middle)
         if 0 < high < len(limits):
             self._refine(limits[high - 1], limits[high])
-        is_large = self.search.problem.n_ops > MANY_OPS
-        if not is_large or self.search.best is None:
+        # On large graphs only limits next to the budget are tried, and one schedule is filled.
+        if not self.search.is_large or self.search.best is None:
             for limit_bytes in limits:
                 self._is_over(limit_bytes)
-        if is_large:
+        if self.search.is_large:
             self._fill_best()
 
     def _limits(self) -> list[float]:
@@ -187,7 +185,7 @@ class Sweep:
         """Whether `state` fits; fill it then, where that is quick."""
         self.search.offer_least(state)
         does_fit = int(state.peak_bytes.max()) <= self.search.budget_bytes
-        if does_fit and self.search.problem.n_ops <= MANY_OPS:
+        if does_fit and not self.search.is_large:
             self._fill(state)
         return does_fit
 
