@@ -34,15 +34,16 @@ from remat.solver.orders.free_order import FreeOrder
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State
+from remat.solver.stopping import EXACT, TINY
 from remat.solver.store_all import store_all_state
 
+EXACT_OPS = 32
+"""Graphs of at most so many ops are solved to `EXACT_GAP`, by the exact program in the end."""
 EXACT_GAP = 1e-9
 PATIENT_S = 20.0
 """Time limit above which blocks of a large graph are tried in earnest where nothing fits yet."""
 TINY_OPS = 14
 """Graphs of at most so many ops are searched exhaustively."""
-TINY_PART = 0.5
-"""Part of the time limit that this may take."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,6 @@ class Auto:
         time limit cuts the search short.
     order : first runs in captured order (``fixed``) or in any (``free``), for which then
         the bound holds too.
-    exact_ops : most ops of a graph that the exact MILP is tried on.
-    exact_s : seconds it may take.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
@@ -65,8 +64,6 @@ class Auto:
     seed: int = 0
     workers: int = 2
     order: OrderOption = "fixed"
-    exact_ops: int = 32
-    exact_s: float = 10.0
     time_limit_s: float = 60.0
     progress: Listener | None = None
 
@@ -87,7 +84,7 @@ class Auto:
             found = self._solve_tiny(graph, budget_bytes, share)
             if is_settled(found):
                 return found
-            share = share._replace(time_limit_s=(1 - TINY_PART) * self.time_limit_s)
+            share = share._replace(time_limit_s=(1 - TINY.part) * self.time_limit_s)
         return self._solve_fixed(graph, budget_bytes, share)
 
     def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
@@ -135,8 +132,8 @@ class Auto:
             take_least_peak(search, plain)
         if lazy is not None and not search.proved_infeasible:
             Improvement(search, lazy, gap, self.seed, self.workers).run()
-        if len(search.graph.ops) <= self.exact_ops and search.is_open(gap):
-            Checkmate().run(search, min(self.exact_s, search.left_s))
+        if len(search.graph.ops) <= EXACT_OPS and search.is_open(gap):
+            Checkmate().run(search, EXACT.of(search.left_s))
 
     def _take_more_starts(self, search: Search) -> None:
         """Policies, which take long on large graphs; there exchanges, where there is a schedule."""
@@ -146,7 +143,7 @@ class Auto:
             take_policies(search)
 
     def _gap_for(self, graph: TrainingGraph) -> float:
-        return EXACT_GAP if len(graph.ops) <= self.exact_ops else self.gap
+        return EXACT_GAP if len(graph.ops) <= EXACT_OPS else self.gap
 
     def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Solve in any order: by exhaustive search where that ends, else order by order."""
@@ -162,7 +159,7 @@ class Auto:
         ).solve()  # fmt: skip
 
     def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
-        part = share._replace(time_limit_s=TINY_PART * share.time_limit_s)
+        part = share._replace(time_limit_s=TINY.of(share.time_limit_s))
         search = self._search(graph, budget_bytes, part)
         with search.until_interrupted():
             Exhaustive(order=self.order).run(search)

@@ -16,27 +16,24 @@ from remat.solver.cuts.cut import limits_of, take_climbed
 from remat.solver.local_search.events import Runs
 from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.search import Search
+from remat.solver.stopping import (
+    CUTS,
+    FIRST_ROUND,
+    LARGE_CUTS,
+    LAST_LARGE_ROUND,
+    ROUND,
+    STALLED_CUTS,
+    Seconds,
+)
 
-EFFORT, FIRST_EFFORT = 3.0, 0.5
-"""Seconds, about, that a round has at least; measured in what does not depend on the clock.
-The first round has less, each further one twice as much."""
 CP_SAT_S = 2.5
 """Seconds for a unit of CP-SAT's deterministic time here, building its programs included."""
 ITERATION_S = 4e-4
 """What HiGHS needs for an iteration of the simplex algorithm here, cuts and the rest included."""
 GROWTH = 1.5
 """How much longer the next program of cuts is expected to take."""
-BOUND_S = 25.0
-"""Seconds that one program of cuts may take, at first."""
 PATIENCE = 1.6
-"""Growth of that time after a program that did not end in it."""
-NARROW, SLOW = 0.01, 0.9
-"""On large graphs with a gap below the first, a round that leaves more than the second part of
-it is the last."""
-LARGE_BOUND_S = 4.0
-"""`BOUND_S` on large graphs, where one cut says nearly all."""
-STALLED = 3
-"""Rounds in a row that raise no bound, after which cuts are given up."""
+"""Growth of what a program of cuts may take, after one that did not end in it."""
 
 
 @dataclass(slots=True)
@@ -49,22 +46,22 @@ class Improvement:
     seed: int = 0
     workers: int = 2
     stalled: int = 0
-    bound_s: float = field(init=False)
+    cuts_limit: Seconds = field(init=False)
     effort: float = 0.0
-    least_effort: float = FIRST_EFFORT
+    least_effort: float = FIRST_ROUND.most
     guide: Runs = ()
     around: LargeNeighbourhoods | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.bound_s = LARGE_BOUND_S if self.search.is_large else BOUND_S
+        self.cuts_limit = LARGE_CUTS if self.search.is_large else CUTS
 
     def run(self) -> None:
         """Rounds until there is nothing left to do."""
         is_slow = False
         while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
-            self.least_effort = min(2 * self.least_effort, EFFORT)
-            has_cuts = not self.lazy.is_done and self.stalled < STALLED
+            self.least_effort = min(2 * self.least_effort, ROUND.most)
+            has_cuts = not self.lazy.is_done and self.stalled < STALLED_CUTS.most
             is_searched = self.around is not None and self.around.is_exhausted
             if not has_cuts and (is_searched or self.search.best is None):
                 return
@@ -72,7 +69,7 @@ class Improvement:
                 self._round_of_both()
             else:
                 self._search_around(self.workers, self.least_effort / CP_SAT_S)
-            is_slow = self.search.is_large and NARROW > self.search.gap > SLOW * open_gap
+            is_slow = self.search.is_large and LAST_LARGE_ROUND.is_last(self.search.gap, open_gap)
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
@@ -91,7 +88,7 @@ class Improvement:
             if climbed.start is not None and climbed.solution.finished:
                 self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
         if not found[-1].solution.finished:
-            self.bound_s *= PATIENCE
+            self.cuts_limit = self.cuts_limit.longer(PATIENCE)
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
         self.stalled = 0 if is_higher else self.stalled + 1
 
@@ -105,14 +102,14 @@ class Improvement:
         while spent < self.least_effort and not self.lazy.is_done:
             found.append(self.lazy.climb(self._limits(open_gap)))
             self.effort = GROWTH * ITERATION_S * found[-1].solution.iterations
-            spent += max(self.effort, FIRST_EFFORT / 10)
+            spent += max(self.effort, FIRST_ROUND.most / 10)
             if not found[-1].solution.finished:
                 break
         return found
 
     def _limits(self, open_gap: float) -> Limits:
         limits = limits_of(self.search, self.lazy, self.gap, open_gap)
-        return replace(limits, time_limit_s=min(limits.time_limit_s, self.bound_s))
+        return replace(limits, time_limit_s=self.cuts_limit.of(limits.time_limit_s))
 
     def _search_around(self, workers: int, effort: float) -> None:
         """Neighbourhoods of the best schedule known."""

@@ -12,10 +12,11 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
-from remat.solver.budgets.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
+from remat.solver.budgets.sweep import BUDGETS, PINS, Tell, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
+from remat.solver.stopping import NAMING
 
 Budgets = int | Iterable[str | SupportsIndex] | None
 """How many budgets, or each as `remat.solve` takes it; None for twelve."""
@@ -89,7 +90,7 @@ def sweep(
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
     began_s = time.monotonic()
-    asked, at_hand = in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
+    asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
     left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
         "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options

@@ -29,12 +29,10 @@ from remat.solver.bounds.least_peak import effort_for, least_peak_bound_bytes
 from remat.solver.clock import Clock
 from remat.solver.ordering import predecessors
 from remat.solver.problem import Problem
+from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
 PLACES = 6
 """Ops whose linear program is solved; the best one's integer program is solved too."""
-NODE_LIMIT = 100
-LEAST_S = 0.1
-"""Seconds that a linear program has at least."""
 END_OF_FORWARD = "remat.end_of_forward"
 
 
@@ -81,7 +79,7 @@ def free_bound_us(
         left_s = clock.left_s
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
-        bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(max(left_s, LEAST_S))
+        bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(RELAXED.of(left_s))
         if bound_us == float("inf"):
             return bound_us
         if best is None or bound_us > best[0]:
@@ -89,7 +87,7 @@ def free_bound_us(
     left_s = clock.left_s
     if best is None or best[0] >= enough_us or left_s <= 0:
         return max(best[0] if best else 0.0, graph.time_us)
-    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=NODE_LIMIT)
+    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES.most)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
     return max(bound_us, best[0], graph.time_us)
 

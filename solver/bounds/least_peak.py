@@ -25,11 +25,8 @@ from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
 from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.stopping import REGRESSION
 
-EFFORT = 2000
-"""Sets that the search for the bound looks at in all."""
-EFFORT_OPS = 4_000_000
-"""The same times ops, in large graphs: about a second."""
 MOST_MOMENTS = 200
 """Moments from which the search goes back: both ends of a phase, and those that need most."""
 SPECIAL_PART, OTHER_PART = 4, 50
@@ -62,7 +59,7 @@ def floor_bytes(problem: Problem) -> Floor:
     return best
 
 
-def least_peak_bound_bytes(problem: Problem, effort: int = EFFORT) -> int:
+def least_peak_bound_bytes(problem: Problem, effort: int = REGRESSION.most) -> int:
     """Bytes that the peak of any schedule reaches, resident ones included.
 
     For first runs in captured order, any number of recomputations, no offloading; the proof
@@ -86,7 +83,7 @@ def least_peak_bound_bytes(problem: Problem, effort: int = EFFORT) -> int:
 
 def effort_for(problem: Problem) -> int:
     """The effort that takes about a second at most."""
-    return min(EFFORT, EFFORT_OPS // max(problem.n_ops, 1))
+    return REGRESSION.at(problem.n_ops)
 
 
 class Open(NamedTuple):

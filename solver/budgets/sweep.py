@@ -23,16 +23,13 @@ from remat.solver.budgets.front import Front, Point
 from remat.solver.clock import Clock
 from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
+from remat.solver.stopping import NAMING, ONE_BUDGET
 from remat.solver.store_all import StoreAll
 from remat.solver.table import make_solver
 
 BUDGETS = 12
 """Budgets of a sweep that names none."""
 PINS = ("keep", "recompute")
-NAMING_PART = 1 / 6
-"""Part of the time limit in which the least peak is looked for."""
-LARGEST_PART = 1.5
-"""Most that a budget takes of the time left, in equal parts of it; most budgets take less."""
 
 Tell = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
@@ -78,7 +75,7 @@ def sweep(
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
     if isinstance(budgets, int):
-        budgets, least = spread(graph, budgets, time_limit_s=NAMING_PART * time_limit_s, **options)
+        budgets, least = spread(graph, budgets, time_limit_s=NAMING.of(time_limit_s), **options)
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
     if jobs == 1:
@@ -162,7 +159,7 @@ def _one_by_one(
             tell(len(found), len(budgets))
         last = found[-1] if found else None
         left_s = max(clock.left_s, 0.0)
-        part_s = left_s * min(LARGEST_PART / (len(budgets) - len(found)), 1.0)
+        part_s = min(ONE_BUDGET.of(left_s / (len(budgets) - len(found))), left_s)
         if last is not None and is_ideal(graph, last):
             found.append(_at_larger_budget(last, budget_bytes))
         elif last is not None and last.message.startswith(INTERRUPTED):

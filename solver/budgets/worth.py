@@ -13,9 +13,7 @@ from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.budgets.sweep import is_ideal
 from remat.solver.clock import Clock
 from remat.solver.result import Result, at_least_budget
-
-LEAST_S = 1.0
-"""Seconds that the second solve of `least_peak` has at least."""
+from remat.solver.stopping import SECOND_SOLVE
 
 
 def least_peak(
@@ -34,7 +32,7 @@ def least_peak(
     named = solve(graph, 0, solver, time_limit_s=time_limit_s, **options)
     if named.schedule is not None or not named.least_feasible_bytes:
         return named
-    left_s = max(clock.left_s, min(LEAST_S, time_limit_s))
+    left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
     found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
     at_hand = at_least_budget(graph, named)
     if found.schedule is not None or at_hand is None:

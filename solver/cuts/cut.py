@@ -35,6 +35,16 @@ from remat.solver.problem import largest_working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State
+from remat.solver.stopping import (
+    BEST_CUT,
+    CUT_NODES,
+    FIRST_CUT_NODES,
+    FIRST_REPAIRS,
+    LARGE_CUT_NODES,
+    RELAXED,
+    REPAIRS_OF_A_START,
+    Nodes,
+)
 from remat.solver.store_all import store_all_state
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
@@ -44,13 +54,6 @@ WIDE = 0.05
 """Gap above which segments between lower sets are tried: on thousands of ops they take seconds."""
 GAP_PART = 0.1
 """Part of the open gap that a program of cuts may leave, where less than that is asked for."""
-NODE_LIMIT, FIRST_NODES = 500, 50
-"""Branch-and-bound nodes a program may take: a limit that is the same on every machine. The first
-program may take fewer, as the starts that come after it are often better ones."""
-FEW_NODES = 20
-"""The same for a program of many ops, whose nodes are slow."""
-FIRST_WORK, REPAIR_WORK = 100_000, 20_000
-"""Moves weighed, in all starts from one cut and from one start, after which no other is tried."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,17 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
-    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_NODES))
-    is_repaired = take_climbed(search, first, search.work + FIRST_WORK)
+    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_CUT_NODES))
+    is_repaired = take_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
     if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
     if not is_repaired and search.best is None:
         take_climbed(search, first)
     for target_bytes in targets(search, () if has_start else TARGETS):
-        if search.is_open(gap) and not has_worked(search, FIRST_WORK):
+        if search.is_open(gap) and not has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
-            solution = program.relaxed(max(search.left_s, 0.1))
+            solution = program.relaxed(RELAXED.of(search.left_s))
             if solution.values is not None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
     return lazy
@@ -149,14 +152,14 @@ def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf
 
 
 def limits_of(
-    search: Search, lazy: LazyCuts, gap: float, open_gap: float, most_nodes: int = NODE_LIMIT
+    search: Search, lazy: LazyCuts, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
     """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known."""
     tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
-        time_limit_s=max(search.left_s, 0.1),
+        time_limit_s=RELAXED.of(search.left_s),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
-        node_limit=FEW_NODES if search.is_large else most_nodes,
+        node_limit=(LARGE_CUT_NODES if search.is_large else nodes).most,
     )
 
 
@@ -175,7 +178,7 @@ def best_cut(search: Search, plain: State) -> int | None:
         if search.out_of_time() and best is not None:
             break
         program = CutProgram(search.problem, (t,), search.budget_bytes)
-        bound_us = program.relaxed(max(search.left_s, 1.0)).bound_us
+        bound_us = program.relaxed(BEST_CUT.of(search.left_s)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
             search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
@@ -209,7 +212,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
     Ends early where that takes long and there is a schedule; or, and then it returns False, when
     `search.work` comes to `most_work`.
     """
-    enough_work = search.work + REPAIR_WORK
+    enough_work = REPAIRS_OF_A_START.from_now(search.work)
     for power in POWERS:
         if search.out_of_time() or has_worked(search, enough_work):
             break

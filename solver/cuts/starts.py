@@ -14,9 +14,8 @@ from remat.solver.policies.largest import Largest
 from remat.solver.policies.msps import Msps
 from remat.solver.search import Search, Solver
 from remat.solver.segments.lower_set import LowerSet
+from remat.solver.stopping import START
 
-PART = 0.2
-"""Part of the time left that one start may take."""
 FEW_OPS = 3000
 """Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
 
@@ -34,7 +33,7 @@ def take_start(search: Search, solver: Callable[..., Solver], doing: str) -> Non
     if search.out_of_time():
         return
     search.say(doing)
-    found = solver(time_limit_s=PART * search.left_s).solve(search.graph, search.budget_bytes)
+    found = solver(time_limit_s=START.of(search.left_s)).solve(search.graph, search.budget_bytes)
     if found.schedule is not None:
         search.offer_schedule(found.schedule)
 

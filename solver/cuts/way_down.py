@@ -19,6 +19,7 @@ from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.state import State
+from remat.solver.stopping import RELAXED
 
 LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""
@@ -60,7 +61,7 @@ def least_starts(search: Search, plain: State) -> Iterator[State]:
             return
         target_bytes = problem.resident_bytes + floor + int(part * room)
         program = CutProgram(problem, (place,), target_bytes)
-        solution = program.relaxed(max(search.left_s, 0.1))
+        solution = program.relaxed(RELAXED.of(search.left_s))
         if solution.values is not None:
             yield State.from_recomputed(problem, expand(solution))
 

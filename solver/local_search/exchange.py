@@ -13,11 +13,7 @@ import numpy as np
 from remat.solver.local_search.repair import Move, Repair, apply, carriable, fill, try_move, work_of
 from remat.solver.search import Search
 from remat.solver.state import State
-
-VAIN_OPS, LEAST_VAIN = 100_000, 20
-"""Exchanges in a row that do not help, times ops, after which there are no more; and the fewest."""
-MOST_WORK = 300_000
-"""Moves weighed, as `search.work` counts them, after which no exchange is tried."""
+from remat.solver.stopping import EXCHANGES, VAIN_EXCHANGES
 
 
 def take_exchanges(search: Search) -> None:
@@ -35,8 +31,8 @@ def exchange(state: State, search: Search) -> State:
     success begins anew.
     """
     limit_bytes = search.budget_bytes
-    most_vain = max(VAIN_OPS // max(search.problem.n_ops, 1), LEAST_VAIN)
-    most_work = search.work + MOST_WORK
+    most_vain = VAIN_EXCHANGES.at(search.problem.n_ops)
+    most_work = EXCHANGES.from_now(search.work)
     waiting, in_vain = _wanted(state, search), 0
     while waiting and in_vain < most_vain and search.work < most_work:
         if search.out_of_time():

@@ -35,12 +35,11 @@ from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.sequence import ops_of, recomputed_by_stage
 from remat.solver.state import State
+from remat.solver.stopping import NEIGHBOURHOOD
 
 FIRST_SIZE = 40
 """Ops in the first sets."""
 GROWTH, SHRINKAGE = 1.15, 0.85
-EFFORT = 0.7
-"""CP-SAT's deterministic time for one try."""
 FEW_STAGES = 3
 """Stages in which an op may run again, beside those where it does, until all is searched."""
 FULL = 0.98
@@ -121,7 +120,7 @@ class LargeNeighbourhoods:
             search.budget_bytes - problem.resident_bytes
         )
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-        effort = Effort(EFFORT, search.left_s, seed)
+        effort = Effort(NEIGHBOURHOOD.most, search.left_s, seed)
         below_us = self.cost_us * (1 - 1e-9)
         return solve_events(program, self.runs, fixed, below_us, effort, running)
 

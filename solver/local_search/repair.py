@@ -17,12 +17,10 @@ import numpy as np
 from remat.solver.search import Search
 from remat.solver.stage import Stage, UnreachableError, closure_cost_us
 from remat.solver.state import Bytes, State
+from remat.solver.stopping import VAIN_MOVES
 
 TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
-MOST_VAIN_WORK = 60_000
-"""Work, as `search.work` counts it, after which a stage is given up. Ops of large graphs that
-run a long way back again take much for each move."""
 TRIAL_WORK, OPS_A_WORK = 4, 25
 """What a replayed move takes, in estimated ones; and ops that are replayed in the time of one."""
 
@@ -84,7 +82,7 @@ class Repair:
 
     def _best_at(self, worst: int, over: Bytes) -> Move | None:
         """The move that relieves stage `worst` best, over all stages that it relieves."""
-        most_work = self.search.work + MOST_VAIN_WORK
+        most_work = VAIN_MOVES.from_now(self.search.work)
         for ranked in self._rankings(worst, over):
             if self.search.work > most_work or self.search.out_of_time():
                 return None

@@ -40,16 +40,8 @@ from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
 from remat.solver.search import Listener, Progress
 from remat.solver.sequence import schedule_of
+from remat.solver.stopping import FIRST_PINNED, PINNED, PINNED_BOUND, TIGHTER
 from remat.solver.table import make_solver
-
-TIGHTER = 4
-"""Budgets tried, each lower, until the schedule fits with the runs that are put in."""
-FIRST_SHARE = 0.6
-"""Part of the time limit for the first of them."""
-LEAST_S = 0.5
-"""Seconds each solve has at least."""
-BOUND_S = 5.0
-"""Seconds that the bound of the graph with `keep` alone may take."""
 
 
 def solve_pinned(
@@ -156,8 +148,8 @@ class _PinnedSearch:
 
     def solve_with_twins(self) -> Result:
         """Solve the graph with twins, for less and less, until its schedule fits."""
-        target_bytes, limit_s = self.budget_bytes, FIRST_SHARE * self.clock.time_limit_s
-        for _ in range(TIGHTER):
+        target_bytes, limit_s = self.budget_bytes, FIRST_PINNED.of(self.clock.time_limit_s)
+        for _ in range(TIGHTER.most):
             result = self._ask(self.twinned, target_bytes, limit_s)
             if result.schedule is None:
                 return self._with_least(result)
@@ -230,7 +222,7 @@ class _PinnedSearch:
         )
 
     def _bound_with_keep_us(self) -> float:
-        limit_s = min(BOUND_S, self.clock.left_s)
+        limit_s = PINNED_BOUND.of(self.clock.left_s)
         if limit_s <= 0:
             return 0.0
         if self.options.get("order") == "free":
@@ -238,7 +230,7 @@ class _PinnedSearch:
         return Cut(time_limit_s=limit_s).solve(self.kept, self.budget_bytes).lower_bound_us
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-        limit_s = max(limit_s, min(LEAST_S, self.clock.time_limit_s))
+        limit_s = PINNED.of(limit_s, self.clock.time_limit_s)
         listener = self._tell if self.progress else None
         made = make_solver(self.solver, time_limit_s=limit_s, progress=listener, **self.options)
         result = made.solve(graph, budget_bytes)

@@ -18,11 +18,10 @@ from remat.solver.bounds.floor import LEAST_BOUND
 from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
+from remat.solver.stopping import LEFT_OUT
 
 TWIN = "@again"
 """Ends the name of a twin and of its values; no fx node has such a name."""
-TRIALS_OPS = 200_000
-"""Runs tried to be left out, times ops: each trial costs about as much as there are ops."""
 
 
 def without_twins(text: str) -> str:
@@ -123,7 +122,7 @@ def leave_out_runs(
     spare = _repeats(problem, sequence, again)
     spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))
     left_out: set[int] = set()
-    for position in spare[: max(TRIALS_OPS // max(problem.n_ops, 1), 20)]:
+    for position in spare[: LEFT_OUT.at(problem.n_ops)]:
         if clock.left_s < 0:
             break
         trial = _without(sequence, left_out | {position})

@@ -11,8 +11,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.bounds.floor import LEAST_BOUND, floor_above, floor_text
-from remat.solver.bounds.least_peak import EFFORT, effort_for, floor_bytes
+from remat.solver.bounds.least_peak import effort_for, floor_bytes
 from remat.solver.problem import Problem
+from remat.solver.stopping import REGRESSION
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, resnet_like
 
@@ -107,7 +108,7 @@ def test_another_order_may_avoid_it() -> None:
 
 
 def test_effort_shrinks_with_size() -> None:
-    assert effort_for(Problem.of(chain(4))) == EFFORT
+    assert effort_for(Problem.of(chain(4))) == REGRESSION.most
 
 
 def test_results_with_a_floor_survive_json() -> None:
