@@ -7,10 +7,11 @@ A solver is one file with a frozen dataclass whose fields are its options, and o
 from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.contract import Solver
 from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs
 from remat.solver.result import Holding, Result
-from remat.solver.search import Listener, Progress, Solver
+from remat.solver.search import Listener, Progress
 from remat.solver.table import TABLE, make_solver, solver_class
 
 __all__ = [

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from remat.solver.contract import Solver
 from remat.solver.policies.dtr import Dtr
 from remat.solver.policies.largest import Largest
 from remat.solver.policies.msps import Msps
-from remat.solver.search import Search, Solver
+from remat.solver.search import Search
 from remat.solver.segments.lower_set import LowerSet
 from remat.solver.stopping import START
 
