@@ -29,6 +29,7 @@ from remat.solver.exact.exhaustive import Exhaustive
 from remat.solver.exact.state_space import OrderOption
 from remat.solver.improve import Improvement
 from remat.solver.local_search.exchange import take_exchanges
+from remat.solver.options import options_of
 from remat.solver.orders.attempts import Share
 from remat.solver.orders.free_order import FreeOrder
 from remat.solver.result import INTERRUPTED, Result
@@ -96,11 +97,9 @@ class Auto:
         return search.result()
 
     def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
-        search = Search(graph, budget_bytes, "auto", share.time_limit_s, share.progress)
-        search.options = {
-            "gap": self.gap, "seed": self.seed, "workers": self.workers, "order": self.order,
-        }  # fmt: skip
-        return search
+        return Search(
+            graph, budget_bytes, "auto", share.time_limit_s, share.progress, options_of(self)
+        )
 
     def _run(self, search: Search, share: Share) -> None:
         plain = store_all_state(search.problem)

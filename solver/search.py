@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.clock import Clock
+from remat.solver.options import options_of
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
@@ -62,7 +63,7 @@ class Search:
     budget_bytes: int
     solver: str
     time_limit_s: InitVar[float] = 60.0
-    listener: Listener | None = None
+    progress: Listener | None = None
     options: dict[str, Option] = field(default_factory=dict[str, Option])
     clock: Clock = field(init=False)
     problem: Problem = field(init=False)
@@ -84,6 +85,16 @@ class Search:
         self.clock = Clock(time_limit_s)
         self.problem = Problem.of(self.graph)
         self.bound_us = self.graph.time_us
+
+    @classmethod
+    def of(cls, solver: Any, name: str, graph: TrainingGraph, budget_bytes: int) -> Search:
+        """The search of one `solve` of `solver`, with its time limit, listener and options.
+
+        `solver` is a dataclass as `Solver` describes it, `name` its name in the table.
+        """
+        return cls(
+            graph, budget_bytes, name, solver.time_limit_s, solver.progress, options_of(solver)
+        )
 
     @property
     def left_s(self) -> float:
@@ -158,11 +169,11 @@ class Search:
 
     def tell(self) -> None:
         """Tell the listener what is known."""
-        if self.listener is None:
+        if self.progress is None:
             return
         base_us = self.graph.time_us or 1.0
         best = None if self.best is None else self.best_key[0] / base_us - 1
-        self.listener(Progress(self.clock.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
+        self.progress(Progress(self.clock.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
         """Record that no schedule of this budget takes less than `bound_us`."""
@@ -264,11 +275,3 @@ class Search:
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit")
         return lost
-
-
-class Solver(Protocol):
-    """What every class named in `TABLE` offers."""
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found whose true peak is within `budget_bytes`, and a bound."""
-        ...

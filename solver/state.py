@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Option, Schedule
 from remat.solver.problem import Problem
 from remat.solver.stage import Stage, emit, replay_stage
 
@@ -188,9 +188,15 @@ class State:
         """Stage t as the bits now have it; `stages` is left as it was."""
         return replay_stage(self.problem, self.rows[t], self.rows[t + 1], self.starts[t], t)
 
-    def schedule(self, *, budget_bytes: int = 0, solver: str = "") -> Schedule:
+    def schedule(
+        self,
+        *,
+        budget_bytes: int = 0,
+        solver: str = "",
+        options: dict[str, Option] | None = None,
+    ) -> Schedule:
         """The schedule these bits stand for."""
         steps = emit(self.problem, self.rows, self.stages)
         return Schedule.for_graph(
-            self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver
+            self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver, options=options
         )

@@ -26,7 +26,7 @@ from remat.questions.sweep import sweep as sweep_graph
 from remat.questions.tables import plain_table
 from remat.solver import TABLE, make_solver
 from remat.solver.budgets.front import Front
-from remat.solver.budgets.sweep import Tell, check_jobs
+from remat.solver.budgets.sweep import BudgetsDone, check_jobs
 
 BudgetList = Annotated[
     str, typer.Option(help="how many, from the least peak to the unmodified one, or 50%,2GiB,...")
@@ -109,7 +109,7 @@ def _refuse_unknown(solvers: list[str], order: str, jobs: int) -> None:
     check_jobs(jobs)
 
 
-def _telling(progress: pipeline.Progress) -> Tell:
+def _telling(progress: pipeline.Progress) -> BudgetsDone:
     def tell(done: int, total: int) -> None:
         progress(done, total, text=f"budget {done + 1} of {total}")
 

@@ -12,7 +12,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
-from remat.solver.budgets.sweep import BUDGETS, PINS, Tell, check_jobs, spread
+from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
@@ -31,7 +31,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: None = None,
-    tell: Tell | None = None,
+    tell: BudgetsDone | None = None,
     **options: Any,
 ) -> Front: ...
 
@@ -44,7 +44,7 @@ def sweep(
     solvers: Iterable[str],
     time_limit_s: float = 60.0,
     jobs: int = 1,
-    tell: Tell | None = None,
+    tell: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]: ...
 
@@ -57,7 +57,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: Iterable[str] | None = None,
-    tell: Tell | None = None,
+    tell: BudgetsDone | None = None,
     **options: Any,
 ) -> Front | dict[str, Front]:
     """The time of the step against its peak: solve at several budgets.
@@ -93,7 +93,7 @@ def sweep(
     asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
     left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
-        "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
+        "time_limit_s": left_s, "jobs": jobs, "progress": tell, "at_hand": at_hand, **options
     }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts

@@ -31,7 +31,7 @@ BUDGETS = 12
 """Budgets of a sweep that names none."""
 PINS = ("keep", "recompute")
 
-Tell = Callable[[int, int], None]
+BudgetsDone = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
 
 
@@ -42,7 +42,7 @@ def sweep(
     *,
     time_limit_s: float = 60.0,
     jobs: int = 1,
-    tell: Tell | None = None,
+    progress: BudgetsDone | None = None,
     at_hand: Sequence[Result] = (),
     **options: object,
 ) -> Front:
@@ -60,8 +60,8 @@ def sweep(
         For all budgets together, each of which has about an equal part.
     jobs : int
         How many solves run at once; -1 for as many as there are cores or workers.
-    tell : callable
-        Told how many budgets are done, where they are solved one by one.
+    progress : callable
+        Called with how many budgets are done, where they are solved one by one.
     at_hand : results
         Whose schedules count where they fit, if they are of the same solver.
     **options : object
@@ -79,7 +79,7 @@ def sweep(
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
     if jobs == 1:
-        found = _one_by_one(graph, asked, solver, options, clock, tell)
+        found = _one_by_one(graph, asked, solver, options, clock, progress)
     else:
         found = _side_by_side(graph, asked, solver, options, clock.left_s, jobs)
     return Front(
@@ -150,13 +150,13 @@ def _one_by_one(
     solver: str,
     options: dict[str, Any],
     clock: Clock,
-    tell: Tell | None,
+    progress: BudgetsDone | None,
 ) -> list[Result]:
     """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
     found: list[Result] = []
     for budget_bytes in budgets:
-        if tell:
-            tell(len(found), len(budgets))
+        if progress:
+            progress(len(found), len(budgets))
         last = found[-1] if found else None
         left_s = max(clock.left_s, 0.0)
         part_s = min(ONE_BUDGET.of(left_s / (len(budgets) - len(found))), left_s)

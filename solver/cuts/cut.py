@@ -74,8 +74,7 @@ class Cut:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule found within `budget_bytes`, and a proven bound."""
-        search = Search(graph, budget_bytes, "cut", self.time_limit_s, self.progress)
-        search.options = {"gap": self.gap, "cuts": self.cuts}
+        search = Search.of(self, "cut", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         note_floor(search)

@@ -87,12 +87,7 @@ class LpRounding:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best rounded schedule within `budget_bytes`."""
-        search = Search(graph, budget_bytes, "lp_rounding", self.time_limit_s, self.progress)
-        search.options = {
-            "slack": self.slack, "rounds": self.rounds, "seed": self.seed,
-            "passes": self.passes, "repair": self.repair, "most_ops": self.most_ops,
-            "backend": self.backend,
-        }  # fmt: skip
+        search = Search.of(self, "lp_rounding", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()

@@ -69,11 +69,7 @@ class Retention:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule within `budget_bytes`, and the bound of `cut`."""
-        search = Search(graph, budget_bytes, "retention", self.time_limit_s, self.progress)
-        search.options = {
-            "computations": self.computations, "workers": self.workers,
-            "seed": self.seed, "most_ops": self.most_ops,
-        }  # fmt: skip
+        search = Search.of(self, "retention", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()

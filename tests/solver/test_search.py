@@ -15,7 +15,7 @@ from tests.solver.random_graphs import chain, resnet_like
 def test_every_better_schedule_and_bound_is_heard_at_once() -> None:
     graph = chain(6)
     heard: list[Progress] = []
-    search = Search(graph, 1 << 60, "test", listener=heard.append)
+    search = Search(graph, 1 << 60, "test", progress=heard.append)
     plain = store_all_state(search.problem)
     search.raise_bound(graph.time_us)
     assert heard == []
@@ -23,7 +23,7 @@ def test_every_better_schedule_and_bound_is_heard_at_once() -> None:
     assert [p.best_overhead for p in heard] == [0.0]
     search.offer(plain)
     assert len(heard) == 1
-    lower = Search(graph, 1, "test", listener=heard.append)
+    lower = Search(graph, 1, "test", progress=heard.append)
     lower.say("proving")
     lower.raise_bound(2 * graph.time_us)
     lower.raise_bound(1.5 * graph.time_us)
@@ -33,7 +33,7 @@ def test_every_better_schedule_and_bound_is_heard_at_once() -> None:
 def test_schedules_and_sequences_are_heard_too() -> None:
     graph = chain(6)
     heard: list[Progress] = []
-    search = Search(graph, 1 << 60, "test", listener=heard.append)
+    search = Search(graph, 1 << 60, "test", progress=heard.append)
     twice = [0, *range(len(graph.ops))]
     search.offer_sequence([*twice[:2], 0, *twice[2:]])
     search.offer_sequence(twice[1:])

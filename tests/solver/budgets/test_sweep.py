@@ -119,14 +119,15 @@ def test_pins_hold_in_a_sweep() -> None:
         assert result.overhead == 0
 
 
-def test_an_interrupted_sweep_keeps_what_it_has() -> None:
+def test_an_interrupted_sweep_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of()
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Cut, "run", interrupt)
     budgets = [int(share * front().unmodified_bytes) for share in (0.5, 0.7)]
-    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, progress=interrupt)
+    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S)
     assert [result.status for _, result in found.points] == ["time limit"] * 2
     assert found.points[1].result.message.startswith("interrupted")
     assert found.points[1].result.lower_bound_us == graph.time_us
