@@ -11,7 +11,7 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import Simulation, overhead_of, simulate
 from remat.solver.clock import Clock
 from remat.solver.options import options_of
 from remat.solver.problem import Problem, working_set_bytes
@@ -171,9 +171,10 @@ class Search:
         """Tell the listener what is known."""
         if self.progress is None:
             return
-        base_us = self.graph.time_us or 1.0
-        best = None if self.best is None else self.best_key[0] / base_us - 1
-        self.progress(Progress(self.clock.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
+        base_us = self.graph.time_us
+        best = None if self.best is None else overhead_of(self.best_key[0], base_us)
+        bound = overhead_of(self.bound_us, base_us)
+        self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
         """Record that no schedule of this budget takes less than `bound_us`."""

@@ -24,6 +24,7 @@ from remat.job.opened import NO_BUDGET, captured
 from remat.questions.sweep import Budgets
 from remat.questions.sweep import sweep as sweep_graph
 from remat.questions.tables import plain_table
+from remat.schedules.simulate import overhead_of
 from remat.solver import TABLE, make_solver
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import BudgetsDone, check_jobs
@@ -138,11 +139,11 @@ def add_rows(table: Table, solver: str, front: Front) -> None:
     for budget_bytes, result in front.points:
         figures = (result.status, "-", "-", "-")
         if result.schedule is not None:
-            bound = result.lower_bound_us / front.base_us - 1 if front.base_us else 0.0
+            bound = overhead_of(result.lower_bound_us, front.base_us)
             figures = (
                 bytes_text(result.peak_bytes),
                 percent_text(result.overhead),
-                percent_text(max(bound, 0.0)),
+                percent_text(bound),
                 percent_text(result.gap),
             )
         table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")

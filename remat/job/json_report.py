@@ -11,6 +11,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job.pipeline import Report, Row
 from remat.questions.layer_checkpoints import every_n_layers
+from remat.schedules.simulate import overhead_of
 from remat.solver.kept import kinds_of
 from remat.solver.result import Result
 
@@ -49,7 +50,7 @@ def report_json(report: Report) -> dict[str, Any]:
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
     """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
     bound_us = result.lower_bound_us
-    overhead = bound_us / graph.time_us - 1 if graph.time_us and bound_us else 0.0
+    overhead = overhead_of(bound_us, graph.time_us)
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 

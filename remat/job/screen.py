@@ -16,7 +16,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import Report, Row
 from remat.questions.layer_checkpoints import every_n_layers
 from remat.questions.tables import plain_table, prices_text
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulate import Simulation, overhead_of
 from remat.solver.kept import kinds_of, kinds_text
 from remat.solver.result import Result
 
@@ -56,7 +56,7 @@ def schedules_table(rows: Iterable[Row]) -> Table:
 def _verdict(report: Report) -> Table:
     """Below the rows: bound, what holds the peak, what is equal, times, status."""
     result, graph, seconds = report.result, report.graph, report.seconds
-    bound = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+    bound = overhead_of(result.lower_bound_us, graph.time_us)
     stages = ("capture", "profile", "solve", "check")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")

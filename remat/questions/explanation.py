@@ -26,6 +26,7 @@ from remat.questions.simple_rules import Rule
 from remat.questions.sweep import price_json
 from remat.questions.tables import holders_table, plain_table, rendered
 from remat.questions.why import Why
+from remat.schedules.simulate import overhead_of
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.solver.budgets.price import GIB, GibPrice
@@ -111,13 +112,13 @@ def explanation_screen(found: Explanation) -> RenderableType:
 
 def _headline(found: Explanation) -> Text:
     """Peak, budget, overhead and bound of the plan."""
-    bound = found.lower_bound_us / found.base_us - 1 if found.base_us else 0.0
+    bound = overhead_of(found.lower_bound_us, found.base_us)
     proved = ", proved" if found.status == "optimal" else ""
     return Text.assemble(
         (found.model, "bold"),
         f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
         f"(unmodified {bytes_text(found.unmodified_bytes)}), "
-        f"{percent_text(found.overhead)} overhead, no less than {percent_text(max(bound, 0.0))} "
+        f"{percent_text(found.overhead)} overhead, no less than {percent_text(bound)} "
         f"(gap {percent_text(found.gap)}{proved}), by {found.solver}",
     )
 
