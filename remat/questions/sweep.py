@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
-from remat.budgets import resolve_budget
+from remat.budgets import resolve_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
@@ -90,10 +90,12 @@ def sweep(
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
     began_s = time.monotonic()
+    unmodified_bytes = unmodified(graph).peak_bytes
     asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
     left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
-        "time_limit_s": left_s, "jobs": jobs, "progress": tell, "at_hand": at_hand, **options
+        "time_limit_s": left_s, "jobs": jobs, "progress": tell, "at_hand": at_hand,
+        "unmodified_bytes": unmodified_bytes, **options
     }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
@@ -105,7 +107,8 @@ def in_bytes(
     """The budgets in bytes, and what is at hand before they are solved."""
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
-        return spread(graph, count, time_limit_s=time_limit_s, **pins)
+        unmodified_bytes = unmodified(graph).peak_bytes
+        return spread(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
     return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets], []
 
 

@@ -40,7 +40,7 @@ class Floor(NamedTuple):
     op: str
 
 
-def floor_bytes(problem: Problem) -> Floor:
+def floor_of(problem: Problem) -> Floor:
     """What any schedule needs that never computes an output of the step again.
 
     The largest working set of an op together with the outputs of the step made before it,

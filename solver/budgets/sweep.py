@@ -21,7 +21,7 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
 from remat.solver.clock import Clock
-from remat.solver.problem import Problem, largest_working_set_bytes
+from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
 from remat.solver.stopping import NAMING, ONE_BUDGET
 from remat.solver.store_all import StoreAll
@@ -44,6 +44,7 @@ def sweep(
     jobs: int = 1,
     progress: BudgetsDone | None = None,
     at_hand: Sequence[Result] = (),
+    unmodified_bytes: int = 0,
     **options: object,
 ) -> Front:
     """Solve at several budgets and merge what is found.
@@ -64,6 +65,9 @@ def sweep(
         Called with how many budgets are done, where they are solved one by one.
     at_hand : results
         Whose schedules count where they fit, if they are of the same solver.
+    unmodified_bytes : int
+        Peak of the step without a plan; 0 for that of the step that keeps everything. The
+        two differ where eager keeps more than a plan needs to, as masks of dropout.
     **options : object
         As of `remat.solver.solve`.
 
@@ -74,8 +78,10 @@ def sweep(
     clock = Clock(time_limit_s)
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
+    unmodified_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     if isinstance(budgets, int):
-        budgets, least = spread(graph, budgets, time_limit_s=NAMING.of(time_limit_s), **options)
+        limit_s = NAMING.of(time_limit_s)
+        budgets, least = spread(graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options)
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
     if jobs == 1:
@@ -87,8 +93,8 @@ def sweep(
         graph_hash=graph.hash,
         solver=solver,
         base_us=graph.time_us,
-        floor_bytes=floor_bytes(graph),
-        unmodified_bytes=_unmodified_bytes(graph),
+        least_needed_bytes=least_needed_bytes(Problem.of(graph)),
+        unmodified_bytes=unmodified_bytes,
         points=tuple(
             Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
             for result in merged(graph, found, [r for r in at_hand if r.solver == solver])
@@ -110,12 +116,18 @@ def _checked(budgets: Iterable[int]) -> list[int]:
 
 
 def spread(
-    graph: TrainingGraph, count: int, *, time_limit_s: float = 60.0, **options: object
+    graph: TrainingGraph,
+    count: int,
+    unmodified_bytes: int = 0,
+    *,
+    time_limit_s: float = 60.0,
+    **options: object,
 ) -> tuple[list[int], list[Result]]:
     """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
 
-    The same for each solver; and the outcome at the least, if it is at hand. `time_limit_s` is
-    for naming the least peak. Of `options` only the pins are heeded.
+    The same for each solver; and the outcome at the least, if it is at hand. `unmodified_bytes`
+    is as in `sweep`, `time_limit_s` for naming the least peak. Of `options` only the pins are
+    heeded.
 
     Raises
     ------
@@ -123,10 +135,10 @@ def spread(
     """
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
-    high_bytes = _unmodified_bytes(graph)
+    high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
     lost = solve(graph, 0, time_limit_s=time_limit_s, **pins)
-    least_bytes = lost.least_feasible_bytes or floor_bytes(graph)
+    least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
     parts = range(count) if count > 1 else [1]
     asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
@@ -134,13 +146,7 @@ def spread(
     return sorted(asked), [] if least is None else [least]
 
 
-def floor_bytes(graph: TrainingGraph) -> int:
-    """A peak that no schedule is below: the largest working set of an op, and the resident."""
-    problem = Problem.of(graph)
-    return problem.resident_bytes + largest_working_set_bytes(problem)
-
-
-def _unmodified_bytes(graph: TrainingGraph) -> int:
+def _keeping_all_bytes(graph: TrainingGraph) -> int:
     return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
 

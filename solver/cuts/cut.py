@@ -165,9 +165,9 @@ def limits_of(
 def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
     """Budgets below the real one at which to solve for starts."""
     problem = search.problem
-    floor = largest_working_set_bytes(problem) + problem.resident_bytes
+    least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
     for part in parts:
-        yield floor + int(part * (search.budget_bytes - floor))
+        yield least_bytes + int(part * (search.budget_bytes - least_bytes))
 
 
 def best_cut(search: Search, plain: State) -> int | None:

@@ -52,14 +52,14 @@ def least_starts(search: Search, plain: State) -> Iterator[State]:
         yield from Hierarchical().least_states(search)
     yield plain
     problem = search.problem
-    floor = largest_working_set_bytes(problem)
+    least_bytes = largest_working_set_bytes(problem)
     peak_bytes = plain.peak_bytes
     place = int(np.argmax(peak_bytes[: problem.n_ops]))
-    room = int(peak_bytes[place]) - problem.resident_bytes - floor
+    room = int(peak_bytes[place]) - problem.resident_bytes - least_bytes
     for part in LEAST_TARGETS:
         if search.out_of_time():
             return
-        target_bytes = problem.resident_bytes + floor + int(part * room)
+        target_bytes = problem.resident_bytes + least_bytes + int(part * room)
         program = CutProgram(problem, (place,), target_bytes)
         solution = program.relaxed(RELAXED.of(search.left_s))
         if solution.values is not None:

@@ -14,9 +14,10 @@ from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GIB
-from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
+from remat.solver.budgets.sweep import merged, spread, sweep
 from remat.solver.budgets.worth import least_peak, price_of_gib
 from remat.solver.cuts.cut import Cut
+from remat.solver.problem import Problem, least_needed_bytes
 from tests.solver.random_graphs import chain, resnet_like
 
 LIMIT_S = 10.0
@@ -62,7 +63,11 @@ def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
     budgets = [budget_bytes for budget_bytes, _ in front().points]
     assert len(front()) == 6
     assert budgets == spread(graph_of(), 6)[0]
-    assert budgets[0] == solve(graph_of(), 0, "cut").least_feasible_bytes >= floor_bytes(graph_of())
+    assert (
+        budgets[0]
+        == solve(graph_of(), 0, "cut").least_feasible_bytes
+        >= least_needed_bytes(Problem.of(graph_of()))
+    )
     assert budgets[-1] == front().unmodified_bytes
     assert front().points[-1].result.overhead == 0
     assert front().points[0].result.overhead > 0
