@@ -15,6 +15,10 @@ Status = Literal["optimal", "feasible", "infeasible", "time limit"]
 
 INTERRUPTED = "interrupted"
 """How the message of a solve begins that Ctrl-C ended."""
+OUT_OF_TIME = "the time limit of"
+"""How the message of a solve begins that the clock ended before it had a schedule that fits."""
+TOO_LARGE = "more than most_ops"
+"""In the message of a solver that left a graph alone for its size, whatever the time limit."""
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -133,6 +137,22 @@ def judged(
         attention=attention_of(graph, schedule),
         message=message,
     )
+
+
+def naming_the_limit(result: Result, time_limit_s: float) -> Result:
+    """`result`; where the clock ended the search without a schedule, its message says so first.
+
+    Such an end says nothing about the budget, so more time is what to ask for.
+    """
+    is_late = result.schedule is None and result.status == "time limit"
+    if not is_late or result.message.startswith(INTERRUPTED) or TOO_LARGE in result.message:
+        return result
+    text = (
+        f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: allow a longer one "
+        "(time_limit_s, --time-limit)"
+    )
+    message = f"{text}. {result.message}" if result.message else text
+    return msgspec.structs.replace(result, message=message)
 
 
 def infeasible(

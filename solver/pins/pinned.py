@@ -174,7 +174,7 @@ class _PinnedSearch:
             f"no schedule found that fits {self.budget_bytes} bytes with these pins; "
             f"{found.peak_bytes} bytes are known to do"
         )
-        return infeasible(
+        found_none = infeasible(
             self.graph,
             self._schedule(sequence, result.schedule),
             found,
@@ -182,6 +182,7 @@ class _PinnedSearch:
             self.clock.elapsed_s,
             f"{text}. {said_of_twins(lost.message)}" if lost.message else text,
         )
+        return msgspec.structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
         return msgspec.structs.replace(
