@@ -94,13 +94,3 @@ def recomputed_by_stage(problem: Problem, sequence: Sequence[int]) -> list[list[
         else:
             stages[following].append(op)
     return stages
-
-
-def keeps_order(problem: Problem, sequence: Sequence[int]) -> bool:
-    """Whether every op runs, and first runs are in the problem's order."""
-    following = 0
-    for op in sequence:
-        if op > following:
-            return False
-        following += op == following
-    return following == problem.n_ops
