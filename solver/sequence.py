@@ -33,7 +33,7 @@ def steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
     A run that would make nothing that is not live, is left out. Where an input was never
     made, `simulate` will name it.
     """
-    lost_after = _last_uses(problem, sequence)
+    lost_after = _lost_after(problem, sequence)
     live = bytearray(problem.n_values)
     steps: list[Step] = []
     for position, op in enumerate(sequence):
@@ -48,7 +48,7 @@ def steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
     return steps
 
 
-def _last_uses(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
+def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     """For each position the values that nothing reads between it and their next making."""
     lost: list[list[int]] = [[] for _ in sequence]
     wanted = bytearray(problem.n_values)

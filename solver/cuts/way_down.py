@@ -36,7 +36,7 @@ def take_least_peak(search: Search, plain: State) -> None:
     search.say("looking for the least peak")
     for start in least_starts(search, plain):
         for power in LEAST_POWERS:
-            _lower_peak(search, start.copy(), power)
+            _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
         state = search.best_state.copy()
         fill(state, search.budget_bytes, search)
@@ -66,7 +66,7 @@ def least_starts(search: Search, plain: State) -> Iterator[State]:
             yield State.from_recomputed(problem, expand(solution))
 
 
-def _lower_peak(search: Search, state: State, power: float) -> None:
+def _repair_ever_lower(search: Search, state: State, power: float) -> None:
     """Lower the limit by 2 % as long as repair can follow."""
     while not search.out_of_time():
         peak_bytes = int(state.peak_bytes.max())

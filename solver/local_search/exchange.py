@@ -10,7 +10,15 @@ import heapq
 
 import numpy as np
 
-from remat.solver.local_search.repair import Move, Repair, apply, carriable, fill, try_move, work_of
+from remat.solver.local_search.repair import (
+    GapMove,
+    Repair,
+    apply,
+    carriable,
+    fill,
+    try_move,
+    work_of,
+)
 from remat.solver.search import Search
 from remat.solver.state import State
 from remat.solver.stopping import EXCHANGES, VAIN_EXCHANGES
@@ -33,7 +41,7 @@ def exchange(state: State, search: Search) -> State:
     limit_bytes = search.budget_bytes
     most_vain = VAIN_EXCHANGES.at(search.problem.n_ops)
     most_work = EXCHANGES.from_now(search.work)
-    waiting, in_vain = _wanted(state, search), 0
+    waiting, in_vain = _worth_carrying(state, search), 0
     while waiting and in_vain < most_vain and search.work < most_work:
         if search.out_of_time():
             break
@@ -46,18 +54,18 @@ def exchange(state: State, search: Search) -> State:
         fill(twin, limit_bytes, search)
         if twin.cost_us < state.cost_us * (1 - 1e-9):
             search.offer(twin)
-            state, waiting, in_vain = twin, _wanted(twin, search), 0
+            state, waiting, in_vain = twin, _worth_carrying(twin, search), 0
     return state
 
 
-def _wanted(state: State, search: Search) -> list[tuple[float, Move]]:
+def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]:
     """Gaps whose carrying saves time, as a heap by time saved for their bytes."""
     nothing = np.zeros_like(state.entry_bytes)
-    found: list[tuple[float, Move]] = []
+    found: list[tuple[float, GapMove]] = []
     for stage, replayed in enumerate(state.stages):
         for op in replayed.recomputed:
             for v, before in carriable(state, op, stage):
-                move = Move(v, before, stage, 1)
+                move = GapMove(v, before, stage, 1)
                 trial = try_move(state, move, nothing, 1 << 60)
                 search.work += work_of(trial)
                 if trial is not None and trial.cost_us < 0:

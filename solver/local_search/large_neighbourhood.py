@@ -22,7 +22,7 @@ import numpy as np
 
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.background import Task
-from remat.solver.local_search.event_search import Effort, Outcome, Running, solve_events
+from remat.solver.local_search.event_search import Running, Tried, TryLimits, solve_events
 from remat.solver.local_search.events import (
     EventBuilder,
     Runs,
@@ -70,7 +70,7 @@ class LargeNeighbourhoods:
         """Begin again from the best schedule of the search."""
         assert self.search.best is not None
         self.is_exhausted = False
-        self._take(runs_of(self.search.problem, self.search.best))
+        self._take(runs_by_stage(self.search.problem, self.search.best))
 
     @property
     def cost_us(self) -> float:
@@ -113,21 +113,21 @@ class LargeNeighbourhoods:
             self.size = FIRST_SIZE
         return max(found.effort for found in outcomes)
 
-    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Outcome:
+    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Tried:
         search, problem = self.search, self.search.problem
         stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
         program = EventBuilder(problem, self.runs, stages_of).build(
             search.budget_bytes - problem.resident_bytes
         )
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-        effort = Effort(NEIGHBOURHOOD.most, search.left_s, seed)
+        effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
         below_us = self.cost_us * (1 - 1e-9)
         return solve_events(program, self.runs, fixed, below_us, effort, running)
 
     def _take(self, runs: Runs) -> None:
         """Make `runs` the schedule at hand, with what still fits carried, and offer it."""
         problem = self.search.problem
-        self.search.offer_sequence(sequence_of(problem, runs))
+        self.search.offer_sequence(sequence_of_runs(problem, runs))
         self.state = State.from_recomputed(problem, runs)
         fill(self.state, self.search.budget_bytes, self.search)
         if self.search.offer(self.state):
@@ -211,13 +211,13 @@ class LargeNeighbourhoods:
         return [problem.producer[v] for op in ops for v in problem.inputs[op]]
 
 
-def runs_of(problem: Problem, schedule: Schedule) -> Runs:
+def runs_by_stage(problem: Problem, schedule: Schedule) -> Runs:
     """What runs again in each stage of `schedule`, in captured order."""
     stages = recomputed_by_stage(problem, ops_of(problem, schedule))
     return [sorted(set(again)) for again in stages]
 
 
-def sequence_of(problem: Problem, runs: Runs) -> list[int]:
+def sequence_of_runs(problem: Problem, runs: Runs) -> list[int]:
     """The ops in the order in which `runs` has them."""
     sequence: list[int] = []
     for stage, again in enumerate(runs):
