@@ -1,13 +1,18 @@
 """A portfolio by size: keep all, one cut, blocks, then cuts and neighbourhoods in turn.
 
 Solves: least time under a budget on the true peak, any number of recomputations; first runs
-in captured order, or in any (`order`). Keeps everything if that fits, which is optimal.
-Otherwise a single cut, and segments between lower sets, give a bound and schedules; graphs of
-thousands of ops get their first one from `hierarchical`. Where the gap stays open, schedules of
-online policies are added as starts, or on large graphs exchanges, and lazy cuts and large
-neighbourhoods work side by side (`improve`); small graphs end with `checkmate`, tiny ones are
-searched exhaustively. In a free order several orders are solved (`free_order`).
-Optimal where the result says so. Cost: near-linear where one cut closes the gap, which is
+in captured order, or in any (`order`). The parts come in order of cost:
+
+1. keep everything; if that fits, it is optimal;
+2. on tiny graphs, exhaustive search;
+3. one cut, which gives a bound and schedules, and segments between lower sets;
+4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
+5. lazy cuts and large neighbourhoods side by side (`improve`);
+6. on small graphs, the exact program of `checkmate`.
+
+Graphs of thousands of ops get their first schedule from `hierarchical`, before step 3. In a
+free order several orders are solved (`free_order`).
+Optimal: where the result says so. Cost: near-linear where one cut closes the gap, which is
 the rule on transformers; else the time limit. Shortcomings: those of its parts.
 """
 
@@ -42,7 +47,7 @@ EXACT_OPS = 32
 """Graphs of at most so many ops are solved to `EXACT_GAP`, by the exact program in the end."""
 EXACT_GAP = 1e-9
 PATIENT_S = 20.0
-"""Time limit above which blocks of a large graph are tried in earnest where nothing fits yet."""
+"""Above this time limit, `hierarchical` tries larger blocks too if nothing fits yet."""
 TINY_OPS = 14
 """Graphs of at most so many ops are searched exhaustively."""
 
@@ -116,6 +121,7 @@ class Auto:
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
         """All that may find a schedule or raise the bound, in turn; a look ends early."""
+        # Before the cut, whose repairs are slow on thousands of ops.
         if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
         gap = self._gap_for(search.graph)
@@ -135,7 +141,9 @@ class Auto:
             Checkmate().run(search, EXACT.of(search.left_s))
 
     def _take_more_starts(self, search: Search) -> None:
-        """Policies, which take long on large graphs; there exchanges, where there is a schedule."""
+        """Offer what policies plan; on a large graph with a schedule, what exchanges make of it."""
+        # On an unrolled LSTM of 1,091 ops at 15 % of its peak, exchanges brought 95 % of overhead
+        # to 52 % in 4 s, where policies took 11 s and found nothing better.
         if search.is_large and search.best_state is not None:
             take_exchanges(search)
         else:
@@ -169,5 +177,5 @@ class Auto:
 
 
 def is_settled(found: Result) -> bool:
-    """Whether there is no need, or no wish, to go on."""
+    """Whether the solve is done, or Ctrl-C ended it."""
     return found.status != "time limit" or found.message.startswith(INTERRUPTED)

@@ -1,8 +1,9 @@
 """Bound and schedule brought together: lazy cuts from below, neighbourhoods from above.
 
-A round solves the program of the cuts so far in one thread while neighbourhoods of the best
-schedule are searched in the others; both are waited for before either is used, so the
-outcome depends on the seed and the number of workers, not on who was first.
+A round solves the program of the cuts so far in one thread, while the others search
+neighbourhoods of the best schedule. It waits for both before it uses either. So the outcome
+depends on the seed and the number of workers, and not on who was first. With one worker the
+two take turns.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from remat.solver.stopping import (
 )
 
 CP_SAT_S = 2.5
-"""Seconds for a unit of CP-SAT's deterministic time here, building its programs included."""
+"""Seconds that a unit of CP-SAT's deterministic time took, with the building of its programs."""
 ITERATION_S = 4e-4
-"""What HiGHS needs for an iteration of the simplex algorithm here, cuts and the rest included."""
+"""Seconds that HiGHS took for an iteration of the simplex algorithm, with cuts and the rest.
+
+Both only turn counted effort into about seconds; a faster machine does the same work sooner.
+"""
 GROWTH = 1.5
 """How much longer the next program of cuts is expected to take."""
 PATIENCE = 1.6
@@ -85,6 +89,8 @@ class Improvement:
                 found = solving.wait()
         for climbed in found:
             take_climbed(self.search, climbed)
+            # The guide of neighbourhoods need not fit, but it recomputes little: the stages in
+            # which it does are worth a try.
             if climbed.start is not None and climbed.solution.finished:
                 self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
         if not found[-1].solution.finished:
@@ -95,7 +101,8 @@ class Improvement:
     def _programs(self, open_gap: float) -> list[Climbed]:
         """Programs of cuts, each refined by the one before, until a round is filled.
 
-        What is known of schedules meanwhile is not looked at: it depends on the clock.
+        Schedules that neighbourhoods find meanwhile are left aside: when they come depends on
+        the clock.
         """
         found: list[Climbed] = []
         spent = 0.0

@@ -53,10 +53,19 @@ MANY_OPS = 1000
 class Search:
     """One solve of one graph at one budget.
 
-    `best` is the cheapest schedule found within the budget; `lowest`, where none fits, the
-    one of the least peak that can be found again whatever the budget. The listener hears of
-    every better schedule and bound at once, and of what is being done. `work` counts the moves
-    that repairs weighed: a measure of effort that is the same on every machine.
+    Attributes
+    ----------
+    progress : called with every better schedule and bound at once, and with what is done next.
+    options : recorded in each schedule. clock : of the time limit.
+    best : the fastest schedule found within the budget; `best_state` its bits, if it has some.
+    best_key : its time and its peak.
+    lowest : if none fits, the schedule of least peak among those found without looking at the
+        budget, so that a solve at that peak finds it again.
+    bound_us : no schedule within the budget takes less.
+    proved_infeasible : no schedule fits. cut_short : the clock, or Ctrl-C, ended the search.
+    message : what the result will say beyond the figures. doing : what comes next, in words.
+    floor, least_bound_bytes : as in a `Result`.
+    work : moves that repairs weighed: a measure of effort that is the same on every machine.
     """
 
     graph: TrainingGraph

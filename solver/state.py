@@ -6,8 +6,10 @@ cheapest recomputations of stage t are the closure of what op t reads and what i
 on, through inputs that are not carried: local to the stage. So the time of a schedule is
 the sum of its stages, its peak their maximum, and moving one bit touches few stages.
 
-The study behind this: Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R
-eliminated.
+Repairs and fills live on that. What bits cannot say is that an op runs twice within a stage,
+or first runs in another order; a sequence of ops (`sequence`) can.
+
+These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R eliminated.
 """
 
 from __future__ import annotations

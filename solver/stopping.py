@@ -112,7 +112,8 @@ RELAXED = Seconds(least_s=0.1)
 """Each linear program that gives a start or a bound: less than this solves none."""
 CUTS = Seconds(most_s=25.0)
 """One program of several cuts beside neighbourhoods. When one does not end in time, the next
-has longer."""
+has longer. The status of a result does not say that this clock ended a program, so on a slower
+machine another schedule may be found."""
 LARGE_CUTS = Seconds(most_s=4.0)
 """The same on large graphs, where one cut says nearly all."""
 STALLED_CUTS = Rounds(3)

@@ -1,6 +1,6 @@
 """A bound on time for every order of first computations: one cut, by ancestry.
 
-Also called: the knapsack-closure bound of `cut_bound` for a free order.
+Also called: the knapsack-closure bound of `cut_program` for a free order.
 Source: the cut of Checkmate's program (Jain et al. 2020, https://arxiv.org/abs/1910.02653) at
 one moment, with the ops that must precede an op and those that must follow it in place of
 what comes before and after it in one given order.

@@ -21,7 +21,7 @@ LEAST_BOUND = "No schedule has a peak below"
 def prove_nothing_fits(search: Search) -> None:
     """Find the bound on the least peak; note in `search` if it proves that nothing fits.
 
-    About a second at most. For first runs in the order of the search's graph.
+    It takes about a second at most, and holds for first runs in the order of the search's graph.
     """
     if search.best is not None or search.least_bound_bytes or search.left_s <= 0:
         return

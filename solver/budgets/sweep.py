@@ -2,8 +2,9 @@
 
 `sweep` solves at several budgets, from tight to loose, and merges what it finds: a schedule
 serves every budget that its peak is within, and a bound proved at one budget holds at every
-smaller one. So time never rises with the budget. With `jobs` the solves run side by side
-through joblib: on this machine, or on the cluster of the backend that is configured by
+smaller one. So time never rises with the budget, though each solve is a heuristic. One by one,
+it stops solving at the budget where nothing is computed again. With `jobs` the solves run side
+by side through joblib: on this machine, or on the cluster of the backend that is configured by
 ``joblib.parallel_config`` (dask, ray).
 """
 

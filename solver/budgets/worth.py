@@ -25,7 +25,7 @@ def least_peak(
 ) -> Result:
     """The outcome at the least peak that `solver` knows: the least budget to ask for.
 
-    Where none is named, the infeasible result that says so. The least peak is one that was
+    If none is named, the infeasible result that says so. The least peak is one that was
     found, not one that is proved to be least.
     """
     clock = Clock(time_limit_s)
@@ -54,9 +54,9 @@ def price_of_gib(
 ) -> GibPrice:
     """What a GiB more than the budget of `result` would save, and one less would cost.
 
-    Each by a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
-    stands for one GiB, or 5 % of the peak if that is less. A faster schedule that the
-    smaller budget turns up counts at every budget.
+    Each takes a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
+    stands for one GiB, or 5 % of the peak if that is less. If the smaller budget turns up a
+    faster schedule, that counts at every budget.
 
     Raises
     ------

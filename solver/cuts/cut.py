@@ -5,7 +5,7 @@ Source: the cut is the restriction of Checkmate's MILP (Jain et al. 2020,
 https://arxiv.org/abs/1910.02653) to one moment; choosing what to keep across it is the
 knapsack problem of "selective activation recomputation" with recompute chains counted.
 Solves: least time under a budget on the true peak, first runs in captured order, any number
-of recomputations. The program of `cut_bound` gives a proven bound and a start; the start
+of recomputations. The program of `cut_program` gives a proven bound and a start; the start
 is expanded just in time, repaired under the true peak and filled with what still fits.
 Where the gap stays open, segments between lower sets and cuts at lower targets give more
 starts, and the fullest stage becomes a further cut, bound and start in one.
@@ -51,7 +51,9 @@ TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
 WIDE = 0.05
-"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds."""
+"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds.
+On an unrolled LSTM of 819 ops at 48 % of its peak they had 31 % of overhead, where cuts and
+repair were at 50 % after 17 s."""
 GAP_PART = 0.1
 """Part of the open gap that a program of cuts may leave, where less than that is asked for."""
 
@@ -115,6 +117,8 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
     first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_CUT_NODES))
+    # A first repair that takes long waits: segments may have a better start, and on an unrolled
+    # LSTM of 819 ops they had it in less than a second.
     is_repaired = take_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
     if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
@@ -153,7 +157,10 @@ def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf
 def limits_of(
     search: Search, lazy: LazyCuts, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
-    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known."""
+    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known.
+
+    Closer is of no use, since the next cut replaces the program; an exact one is the last.
+    """
     tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
         time_limit_s=RELAXED.of(search.left_s),

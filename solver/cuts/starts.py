@@ -1,4 +1,4 @@
-"""Schedules of online policies, as starts for a search where one cut leaves the gap open.
+"""Schedules of other solvers, as starts for a search where one cut leaves the gap open.
 
 The policies plan within the budget in about a second on thousands of ops. Near the least
 peak they now and then fit where repair does not; and nothing that starts from their

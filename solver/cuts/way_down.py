@@ -30,7 +30,8 @@ def take_least_peak(search: Search, plain: State) -> None:
     """Name the least peak known, or take its schedule if it fits after all.
 
     The ways down start from the graph alone, not from the budget. So a solve for the
-    budget that an infeasible result names finds this schedule again.
+    budget that an infeasible result names finds this schedule again, in any process. A search
+    near another budget may come across a lower peak by chance; that one is not named.
     """
     prove_nothing_fits(search)
     search.say("looking for the least peak")

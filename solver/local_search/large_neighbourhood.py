@@ -5,9 +5,9 @@ Routing Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30; the neighbour
 those of `events`.
 
 A round picks `workers` sets of ops, lets each set run again wherever that may help, and
-takes the best outcome. Sets grow while they are searched to the end, and shrink where time
-ends the search. Sets and efforts do not depend on the clock, so a seed and a number of
-workers give the same schedules, until the time limit.
+takes the best outcome. Sets grow while they are searched to the end, and shrink when their
+effort ends first. Neither depends on the clock, so a seed and a number of workers give the
+same schedules, until the time limit. Nothing is proved: where a set may run again is a choice.
 """
 
 from __future__ import annotations

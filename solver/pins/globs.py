@@ -1,4 +1,7 @@
-"""Which ops a user's globs pin: kept, or recomputed in backward. Errors name what was near."""
+"""Which ops a user's globs pin: kept, or recomputed in backward.
+
+A glob that matches nothing is an error, which names the module paths that are like it.
+"""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ are made once, and those of ops pinned by `recompute` are not carried from forwa
 backward. Any solver of the table does the work, on a graph that says the same: kept ops must
 not run twice; a recomputed op that backward needs has a twin in backward, right before its
 first reader there, through which backward reads. A schedule of that graph is one of
-the real graph, twins being second runs. Where it still carries a value that it must not, to
-recompute an op that is not pinned, further runs are put in; if that exceeds the budget,
-the solver is asked again for less. All figures come from the real graph.
+the real graph, twins being second runs. It may still carry a forbidden value, to recompute an
+op that has no twin: then further runs are put in, and if that exceeds the budget the solver is
+asked again for less. Runs that turn out needless are left out last. All figures come from the
+real graph. So pins are another graph, not an option of solvers, and no solver need know of them.
 
 Bound: the larger of the time of every op and every twin once, and the bound of `cut` where
 only `keep` holds. Both are proved for every schedule that keeps the pins; the solver's bound
