@@ -1,4 +1,4 @@
-"""Rules for the numbers that every solver is given: its budget and the options that many share."""
+"""The options of a solver: what a plan records of them, and rules for those that many share."""
 
 from __future__ import annotations
 

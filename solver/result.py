@@ -44,10 +44,10 @@ class Result(msgspec.Struct, frozen=True):
     least_feasible_bytes : where infeasible, the least budget known to be feasible.
     least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
     held_at_peak : where infeasible, what holds the memory at that schedule's peak.
-    least_bound_bytes : where infeasible, no schedule's peak is below; 0 where not sought.
-    floor : where the budget is below it, what any schedule needs that never computes an
-        output of the step again, in captured order: the op that sets it, and the bytes.
-    attention : where something runs again, how much of attention does; None without it.
+    least_bound_bytes : where infeasible, no schedule has a lower peak; 0 where not sought.
+    floor : None unless the budget is below it. What any schedule in captured order needs that
+        never computes an output of the step again: the op that sets it, and the bytes.
+    attention : where something runs again, how much of attention does; None without any.
     message : what to say to the user beyond the figures.
     """
 

@@ -30,7 +30,8 @@ from remat.solver.stopping import REGRESSION
 MOST_MOMENTS = 200
 """Moments from which the search goes back: both ends of a phase, and those that need most."""
 SPECIAL_PART, OTHER_PART = 4, 50
-"""Of what is left of it, one part in so many for the ends of forward and step, and for others."""
+"""The ends of forward and of the step have one part in `SPECIAL_PART` of the effort that is left,
+other moments one in `OTHER_PART`."""
 
 
 class Floor(NamedTuple):

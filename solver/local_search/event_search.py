@@ -10,9 +10,9 @@ from typing import Any, cast
 from remat.solver.local_search.events import ALWAYS, NEVER, EventProgram, Runs, again_us
 
 LEAST_EFFORT = 0.05
-"""What a try is held to take at least, for building the program."""
+"""What a try counts as at least: its program has to be built."""
 COST_UNITS = 10_000_000
-"""Units the time of the step is cut into: CP-SAT counts in integers."""
+"""Units into which the time of the step is cut: CP-SAT counts in integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def solve_events(
     effort: TryLimits,
     running: Running,
 ) -> Tried:
-    """Runs that cost less than `below_us` in all, `base` with the program's choice put in.
+    """Search for runs that cost less than `below_us` in all: `base` with the program's choice.
 
     `fixed` are the ops that the program does not decide: their runs are those of `base`.
     """

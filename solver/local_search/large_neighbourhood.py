@@ -135,7 +135,7 @@ class LargeNeighbourhoods:
         self.runs = runs
 
     def _pick(self) -> list[int]:
-        """A set of ops, by one of four rules in turn of the dice."""
+        """A set of ops, by a rule that is drawn at random."""
         size = int(self.size)
         if size >= self.search.problem.n_ops:
             return list(range(self.search.problem.n_ops))

@@ -22,7 +22,7 @@ from remat.solver.stopping import VAIN_MOVES
 TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
 TRIAL_WORK, OPS_A_WORK = 4, 25
-"""What a replayed move takes, in estimated ones; and ops that are replayed in the time of one."""
+"""A replayed move counts as so many estimated ones, and so many replayed ops as one more."""
 
 
 class GapMove(NamedTuple):
@@ -47,8 +47,11 @@ class Trial(NamedTuple):
 class Repair:
     """Brings `state` under `limit_bytes`, changing it in place.
 
-    `spared` is a value and the stage at which a gap of it ends, never to be dropped. `most_work` is
-    what `search.work` may come to.
+    Attributes
+    ----------
+    power : of the bytes of overload that a drop removes, in its score.
+    spared : a value and the stage at which a gap of it ends, which is never dropped.
+    most_work : what `search.work` may come to.
     """
 
     state: State
@@ -99,7 +102,7 @@ class Repair:
         return None
 
     def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, GapMove]]]:
-        """The moves of least score, `TRIALS` of them; then, if asked for, the next, and so on."""
+        """The `TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
         yield sorted(self._estimates(worst, over, TRIALS))[:TRIALS]
         ranked = sorted(self._estimates(worst, over))
         for first in range(TRIALS, len(ranked), TRIALS):
@@ -113,7 +116,7 @@ class Repair:
     def _estimates(
         self, worst: int, over: Bytes, wanted: int | None = None
     ) -> list[tuple[float, GapMove]]:
-        """Moves with what they are thought to score; of drops, those among the `wanted` least."""
+        """Moves with an estimate of their score; of drops only the `wanted` of least score."""
         moves = _moves_at(self.state, worst)
         self.search.work += len(moves)
         found = [(-1.0, move) for move in moves if move.bit]

@@ -30,7 +30,7 @@ def without_twins(text: str) -> str:
 
 
 def said_of_twins(message: str) -> str:
-    """What a solver said of a graph with twins, but for a bound that holds for that alone."""
+    """What a solver said of a graph with twins, without a bound that holds for that graph alone."""
     sentences = without_twins(message).split(". ")
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
