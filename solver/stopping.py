@@ -107,9 +107,9 @@ ANY_ORDER_NODES = Nodes(100)
 """The one integer program of the bound for every order."""
 BEST_CUT = Seconds(least_s=1.0)
 """Each linear program that chooses the first cut. Without one there is no bound, so even a
-late search solves the first to the end."""
+late search has time for the first."""
 RELAXED = Seconds(least_s=0.1)
-"""Each linear program that gives a start or a bound: less than this solves none."""
+"""Each linear program that gives a start, or a bound for every order."""
 CUTS = Seconds(most_s=25.0)
 """One program of several cuts beside neighbourhoods. When one does not end in time, the next
 has longer. The status of a result does not say that this clock ended a program, so on a slower

@@ -95,7 +95,7 @@ def free_bound_us(
 def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
     """Bytes that the peak of any schedule reaches, whatever its order of first runs.
 
-    The bound of `least_peak_bound` for the graph with nothing pinned and nothing handed over
+    The bound of `least_peak` for the graph with nothing pinned and nothing handed over
     after forward: without these its proof needs no order, and all schedules of the graph are
     schedules of that one.
     """

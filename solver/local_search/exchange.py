@@ -1,7 +1,7 @@
 """Exchanges of what is kept: carry what does not fit, and repair elsewhere, while that pays.
 
 Also called: add-drop local search. A gap is carried, then as many are dropped as that takes.
-Cost: each try about as much as there are ops; ends by the moves that were weighed.
+Cost: each try takes about as much as there are ops; the moves that were weighed end it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def take_exchanges(search: Search) -> None:
 
 
 def exchange(state: State, search: Search) -> State:
-    """The best that exchanges from `state`, which fits the budget, come to.
+    """The best schedule that exchanges make of `state`, which fits the budget.
 
-    Each better one is offered to `search`. The greatest saving for its bytes is tried first; a
-    success begins anew.
+    Each better one is offered to `search`. The greatest saving for its bytes is tried first;
+    after a success all are ranked anew.
     """
     limit_bytes = search.budget_bytes
     most_vain = VAIN_EXCHANGES.at(search.problem.n_ops)
