@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.graphs import graph, peak_bytes, working_set_bytes
+from remat.schedules.simulate import overhead_of
 from remat.solver import Progress, make_solver, solve
 from remat.solver.backends.apart import end_idle
 
@@ -92,11 +93,10 @@ def solved(name: str, solver: str, budget_bytes: int, time_limit_s: float) -> di
     seconds = time.monotonic() - began_s
     end_idle()
     is_found = result.schedule is not None
-    base_us = made.time_us or 1.0
     return {
         "status": result.status,
         "overhead": result.overhead if is_found else None,
-        "bound_overhead": max(result.lower_bound_us, made.time_us) / base_us - 1,
+        "bound_overhead": overhead_of(result.lower_bound_us, made.time_us),
         "gap": result.gap if is_found else None,
         "seconds": seconds,
         "first_feasible_seconds": (found_at or [seconds])[0] if is_found else None,

@@ -50,7 +50,7 @@ class DearestBytes:
 
     def solve(self, graph: remat.TrainingGraph, budget_bytes: int) -> Result:
         """The fastest schedule of the rule whose peak is within the budget."""
-        search = Search(graph, budget_bytes, "dearest_bytes", self.time_limit_s, self.progress)
+        search = Search.of(self, "dearest_bytes", graph, budget_bytes)
         search.offer_sequence(range(search.problem.n_ops), or_least=True)
         wanted = dearest_first(search.problem)
         for count in range(len(wanted), -1, -max(len(wanted) // 32, 1)):

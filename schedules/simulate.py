@@ -60,6 +60,14 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     return _Replay(graph).run(schedule.steps)
 
 
+def overhead_of(time_us: float, base_us: float) -> float:
+    """`time_us` as an overhead over a step of `base_us`: 0 or more, also where that takes no time.
+
+    For times of schedules and for lower bounds on them.
+    """
+    return max(time_us / base_us - 1, 0.0) if base_us else 0.0
+
+
 class _Replay:
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph
@@ -90,12 +98,11 @@ class _Replay:
                 op = self._op_at(step)
                 workspace = op.workspace_bytes if op else 0
         self._check_end(len(steps))
-        base_us = self.graph.time_us
         return Simulation(
             peak_bytes=peak_bytes,
             peak_step=peak_step,
             time_us=self.time_us,
-            overhead=self.time_us / base_us - 1 if base_us else 0.0,
+            overhead=overhead_of(self.time_us, self.graph.time_us),
             live_bytes=tuple(curve),
             held_at_peak=tuple(sorted(at_peak, key=lambda name: -self.size[name])),
             workspace_at_peak_bytes=workspace,

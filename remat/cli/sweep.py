@@ -21,9 +21,10 @@ from remat.job.request import Request
 from remat.job.stopwatch import Shown
 from remat.questions.sweep import Budgets, sweep
 from remat.questions.tables import plain_table
+from remat.schedules.simulate import overhead_of
 from remat.solver import make_solver
 from remat.solver.budgets.front import Front
-from remat.solver.budgets.sweep import Tell, check_jobs
+from remat.solver.budgets.sweep import BudgetsDone, check_jobs
 
 BUDGETS = "12"
 BudgetList = Annotated[
@@ -89,7 +90,7 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = BUDGETS) 
     return parts
 
 
-def _telling(progress: Shown) -> Tell:
+def _telling(progress: Shown) -> BudgetsDone:
     def tell(done: int, total: int) -> None:
         progress(done, total, text=f"budget {done + 1} of {total}")
 
@@ -118,11 +119,11 @@ def _add_rows(table: Table, solver: str, front: Front) -> None:
     for budget_bytes, result in front.points:
         figures = (result.status, "-", "-", "-")
         if result.schedule is not None:
-            bound = result.lower_bound_us / front.base_us - 1 if front.base_us else 0.0
+            bound = overhead_of(result.lower_bound_us, front.base_us)
             figures = (
                 bytes_text(result.peak_bytes),
                 percent_text(result.overhead),
-                percent_text(max(bound, 0.0)),
+                percent_text(bound),
                 percent_text(result.gap),
             )
         table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")

@@ -25,6 +25,7 @@ from remat.job.request import Request
 from remat.job.size_search import Range, largest
 from remat.job.stopwatch import Stopwatch
 from remat.job.two_captures import Pair, pair_near, unmodified_reaches
+from remat.schedules.simulate import overhead_of
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 
@@ -162,7 +163,6 @@ class FitSearch:
         return result.schedule is not None and result.overhead <= self.max_overhead
 
     def _tried(self, size: int, graph: TrainingGraph, result: Result) -> SizeTried:
-        bound_us = result.lower_bound_us
         return SizeTried(
             size=size,
             fits=self._is_fit(result),
@@ -170,7 +170,7 @@ class FitSearch:
             peak_bytes=result.peak_bytes,
             time_us=result.time_us,
             overhead=result.overhead,
-            lower_overhead=max(bound_us / graph.time_us - 1, 0.0) if graph.time_us else 0.0,
+            lower_overhead=overhead_of(result.lower_bound_us, graph.time_us),
             unmodified_bytes=unmodified(graph).peak_bytes,
             least_bytes=result.least_feasible_bytes,
             says="" if self._is_fit(result) else self._why_not(result),

@@ -10,6 +10,7 @@ from remat.checks import CHECKED, advice_of
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job.pipeline import Report, Row, RunsAgain
+from remat.schedules.simulate import overhead_of
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
     """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
     bound_us = result.lower_bound_us
-    overhead = bound_us / graph.time_us - 1 if graph.time_us and bound_us else 0.0
+    overhead = overhead_of(bound_us, graph.time_us)
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 

@@ -15,7 +15,7 @@ from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.questions.tables import plain_table, prices_text
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulate import Simulation, overhead_of
 from remat.solver.kept import kinds_text
 from remat.solver.result import Result
 
@@ -55,7 +55,7 @@ def schedules_table(rows: Iterable[Row]) -> Table:
 def _verdict(report: Report) -> Table:
     """Below the rows: bound, what holds the peak, what is equal, times, status."""
     result, graph, seconds = report.result, report.graph, report.seconds
-    bound = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+    bound = overhead_of(result.lower_bound_us, graph.time_us)
     stages = ("capture", "profile", "solve", "check")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")

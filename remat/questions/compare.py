@@ -11,6 +11,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
 from remat.questions.sweep import Budgets, in_bytes
 from remat.questions.sweep import sweep as sweep_graph
+from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.result import Result
@@ -114,14 +115,14 @@ def _bound(
     """
     best = Bound(budget_bytes, 0.0, graph.time_us, "")
     if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
-        overhead = plan.lower_bound_us / graph.time_us - 1
+        overhead = overhead_of(plan.lower_bound_us, graph.time_us)
         best = Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
     for name, front in fronts.items():
         result = _result_at(front, budget_bytes)
         if result is None or result.schedule is None:
             continue
         if result.lower_bound_us > best.lower_bound_us:
-            overhead = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+            overhead = overhead_of(result.lower_bound_us, graph.time_us)
             best = Bound(budget_bytes, overhead, result.lower_bound_us, name)
     return best
 

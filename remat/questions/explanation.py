@@ -80,7 +80,7 @@ class Explanation(msgspec.Struct, frozen=True):
     @property
     def bound_overhead(self) -> float:
         """No schedule's overhead is proved to be below this."""
-        return max(self.lower_bound_us / self.base_us - 1, 0.0) if self.base_us else 0.0
+        return overhead_of(self.lower_bound_us, self.base_us)
 
     @property
     def simple(self) -> Rule | None:

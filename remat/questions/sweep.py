@@ -6,16 +6,17 @@ import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
-from remat.budgets import parse_budget
+from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
-from remat.solver.budgets.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
+from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
+from remat.solver.stopping import NAMING
 
 Budgets = int | Iterable[str | SupportsIndex] | None
 """How many budgets, or each as `remat.solve` takes it; None for twelve."""
@@ -30,7 +31,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: None = None,
-    progress: Tell | None = None,
+    progress: BudgetsDone | None = None,
     **options: Any,
 ) -> Front: ...
 
@@ -43,7 +44,7 @@ def sweep(
     solvers: Iterable[str],
     time_limit_s: float = 60.0,
     jobs: int = 1,
-    progress: Tell | None = None,
+    progress: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]: ...
 
@@ -56,7 +57,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: Iterable[str] | None = None,
-    progress: Tell | None = None,
+    progress: BudgetsDone | None = None,
     **options: Any,
 ) -> Front | dict[str, Front]:
     """The time of the step against its peak: solve at several budgets.
@@ -89,10 +90,12 @@ def sweep(
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
     began_s = time.monotonic()
-    asked, at_hand = in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
+    unmodified_bytes = unmodified(graph).peak_bytes
+    asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
     left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
     shared: dict[str, Any] = {
-        "time_limit_s": left_s, "jobs": jobs, "tell": progress, "at_hand": at_hand, **options
+        "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
+        "unmodified_bytes": unmodified_bytes, **options
     }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
@@ -104,7 +107,8 @@ def in_bytes(
     """The budgets in bytes, and results that were found on the way to them."""
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
-        return spread(graph, count, time_limit_s=time_limit_s, **pins)
+        unmodified_bytes = unmodified(graph).peak_bytes
+        return spread(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
     return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of
 from remat.schedules.views.palette import ROLES, cycled
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _solver(curve: DrawnFront) -> str:
 
 
 def _percent(time_us: float, curve: DrawnFront) -> float:
-    return 100 * (time_us / curve.base_us - 1) if curve.base_us else 0.0
+    return 100 * overhead_of(time_us, curve.base_us)
 
 
 def _bounds(curves: Iterable[DrawnFront]) -> tuple[list[int], list[float]]:

@@ -17,6 +17,7 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.schedules.report.columns import Page, Summary
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
+from remat.schedules.simulate import overhead_of
 
 LIBRARY = "vendor/echarts.common.min.js"
 SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
@@ -65,7 +66,7 @@ def figures(facts: Facts, summary: Summary) -> list[Figure]:
     of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
     bound = "no bound is known"
     if summary.lower_bound_us and facts.graph.time_us:
-        least = percent_text(max(summary.lower_bound_us / facts.graph.time_us - 1, 0.0))
+        least = percent_text(overhead_of(summary.lower_bound_us, facts.graph.time_us))
         bound = f"no schedule at this budget has less than {least}"
     budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
     return [

@@ -16,9 +16,7 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.schedules.simulate import simulate
-
-EXAMPLES = 5
-"""Names that an error shows."""
+from remat.schedules.verdicts.globs import EXAMPLES, modules_text, names_module
 
 
 class ValueRow(msgspec.Struct, frozen=True):
@@ -105,7 +103,7 @@ def matching(rows: Sequence[ValueRow], globs: Iterable[str]) -> tuple[ValueRow, 
     asked = tuple(globs)
     for glob in asked:
         if not any(_is_named(row, glob) for row in rows):
-            raise GlobError(_nothing_matched(rows, glob))
+            raise GlobError(_no_row_text(rows, glob))
     return tuple(row for row in rows if not asked or any(_is_named(row, glob) for glob in asked))
 
 
@@ -148,20 +146,13 @@ def _row(op: Op, value: Value, verdict: str, again: int, *, at_peak: bool) -> Va
 
 
 def _is_named(row: ValueRow, glob: str) -> bool:
-    names = (row.value, row.op, row.target, row.source, *_paths_above(row.module))
-    return any(fnmatchcase(name, glob) for name in names)
+    names = (row.value, row.op, row.target, row.source)
+    return names_module(glob, row.module) or any(fnmatchcase(name, glob) for name in names)
 
 
-def _paths_above(module: str) -> list[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _nothing_matched(rows: Sequence[ValueRow], glob: str) -> str:
+def _no_row_text(rows: Sequence[ValueRow], glob: str) -> str:
     modules = [module for module in dict.fromkeys(row.module for row in rows) if module]
-    shown = f"Modules are {', '.join(modules[:EXAMPLES])}" if modules else "No op names its module"
-    more = f" and {len(modules) - EXAMPLES} more" if len(modules) > EXAMPLES else ""
+    shown = modules_text(modules) if modules else "No op names its module"
     targets = list(dict.fromkeys(row.target for row in rows))
     ops = f"; ops are {', '.join(targets[:EXAMPLES])}, ..." if targets else ""
-    return f"'{glob}' matches no module, value, op or source line of this graph. {shown}{more}{ops}"
+    return f"'{glob}' matches no module, value, op or source line of this graph. {shown}{ops}"

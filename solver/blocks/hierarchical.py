@@ -66,8 +66,7 @@ class Hierarchical:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule composed within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "hierarchical", self.time_limit_s, self.progress)
-        search.options = {"limits": self.limits, "slots": self.slots}
+        search = Search.of(self, "hierarchical", graph, budget_bytes)
         with search.until_interrupted():
             self._run(search)
         return search.result()

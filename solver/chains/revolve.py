@@ -64,13 +64,7 @@ class Revolve:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best such schedule within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "revolve", self.time_limit_s, self.progress)
-        search.options = {
-            "slots": self.slots,
-            "disk_slots": self.disk_slots,
-            "mixed": self.mixed,
-            "stages": self.stages,
-        }
+        search = Search.of(self, "revolve", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
             if chain is not None:

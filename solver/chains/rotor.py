@@ -64,8 +64,7 @@ class Rotor:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best chain schedule within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "rotor", self.time_limit_s, self.progress)
-        search.options = {"slots": self.slots, "stages": self.stages}
+        search = Search.of(self, "rotor", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
             if chain is not None:

@@ -18,9 +18,7 @@ NEIGHBOURS = 3
 FEW = 10000
 """All choices are tried if choices times ops are at most this many; else bisection."""
 FILLED = 3
-"""How many of the fastest schedules are filled. The slowest is too: it leaves most room."""
-MANY_OPS = 1000
-"""Beyond this many ops a fill takes seconds, so the fastest schedule alone is filled."""
+"""How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
 
 
 def chain_or_done(search: Search, most_stages: int) -> Chain | None:
@@ -95,7 +93,8 @@ class ChainSearch:
         search.say("carrying what still fits")
         ranked = sorted(self.found, key=lambda sequence: self.found[sequence])
         chosen = [*ranked[:FILLED], *ranked[FILLED:][-1:]]
-        for sequence in chosen[:1] if search.problem.n_ops > MANY_OPS else chosen:
+        # On a large graph a fill takes seconds, so the fastest schedule alone is filled.
+        for sequence in chosen[:1] if search.is_large else chosen:
             if search.out_of_time():
                 return
             recomputed = recomputed_by_stage(search.problem, sequence)

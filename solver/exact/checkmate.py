@@ -68,9 +68,7 @@ class Checkmate:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule within `budget_bytes`, optimal if the program was solved."""
-        search = Search(graph, budget_bytes, "checkmate", self.time_limit_s, self.progress)
-        search.options = {"backend": self.backend, "passes": self.passes, "start": self.start}
-        search.options["most_ops"] = self.most_ops
+        search = Search.of(self, "checkmate", graph, budget_bytes)
         with search.until_interrupted():
             if self.start:
                 Cut(gap=0.0).run(search)

@@ -63,8 +63,7 @@ class Exhaustive:
         ------
         SolverError : the graph has more than `most_ops` ops and cannot keep everything.
         """
-        search = Search(graph, budget_bytes, "exhaustive", self.time_limit_s, self.progress)
-        search.options = {"order": self.order, "most_ops": self.most_ops}
+        search = Search.of(self, "exhaustive", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()

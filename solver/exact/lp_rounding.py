@@ -29,7 +29,7 @@ from remat.solver.exact.checkmate import EXACT_PASSES
 from remat.solver.exact.staged_program import StagedProgram
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
-from remat.solver.result import Result
+from remat.solver.result import TOO_LARGE, Result
 from remat.solver.search import Listener, Search
 from remat.solver.stage import recomputed_in
 from remat.solver.state import State
@@ -87,12 +87,7 @@ class LpRounding:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best rounded schedule within `budget_bytes`."""
-        search = Search(graph, budget_bytes, "lp_rounding", self.time_limit_s, self.progress)
-        search.options = {
-            "slack": self.slack, "rounds": self.rounds, "seed": self.seed,
-            "passes": self.passes, "repair": self.repair, "most_ops": self.most_ops,
-            "backend": self.backend,
-        }  # fmt: skip
+        search = Search.of(self, "lp_rounding", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
@@ -105,7 +100,7 @@ class LpRounding:
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
             search.cut_short = True
-            search.message = f"the graph has {n_ops} ops, more than most_ops = {self.most_ops}"
+            search.message = f"the graph has {n_ops} ops, {TOO_LARGE} = {self.most_ops}"
             return
         if search.budget_bytes <= search.problem.resident_bytes:
             search.message = "what is resident takes the whole budget"

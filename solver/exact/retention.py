@@ -70,11 +70,7 @@ class Retention:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule within `budget_bytes`, and the bound of `cut`."""
-        search = Search(graph, budget_bytes, "retention", self.time_limit_s, self.progress)
-        search.options = {
-            "computations": self.computations, "workers": self.workers,
-            "seed": self.seed, "most_ops": self.most_ops,
-        }  # fmt: skip
+        search = Search.of(self, "retention", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
@@ -96,13 +92,9 @@ class Retention:
 
     def _begin(self, search: Search) -> None:
         """Run `cut` for its part of the time, or all of it on a graph that is too large."""
-        whole_s = search.time_limit_s
-        if search.problem.n_ops <= self.most_ops:
-            search.time_limit_s = whole_s * CUT_PART
-        try:
+        part = CUT_PART if search.problem.n_ops <= self.most_ops else 1.0
+        with search.clock.limited_to(part * search.clock.time_limit_s):
             Cut(gap=0.0).run(search)
-        finally:
-            search.time_limit_s = whole_s
         search.cut_short = search.out_of_time()
 
     def _improve(self, search: Search, computations: int) -> None:

@@ -19,11 +19,11 @@ time end by the clock, so two runs may differ.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
+from remat.solver.clock import Clock
 from remat.solver.ordering import Order, reordered
 from remat.solver.orders.attempts import Attempt, Attempts, Share, SolveFixed
 from remat.solver.orders.refinement import Roomier, cheaper_start, roomier_start
@@ -75,23 +75,12 @@ class FreeOrder:
     gap: float = 1e-9
     seed: int = 0
     moves: int | None = None
-    time_limit_s: float = 60.0
+    clock: Clock = field(default_factory=Clock)
     progress: Listener | None = None
-    began_s: float = field(default_factory=time.monotonic)
     attempts: Attempts = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.graph, self.budget_bytes, bound_us=self.graph.time_us)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the solve began."""
-        return time.monotonic() - self.began_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left of the time limit."""
-        return self.time_limit_s - self.elapsed_s
 
     def solve(self) -> Result:
         """Never worse than the given order; the bound holds for every order."""
@@ -104,19 +93,19 @@ class FreeOrder:
         is_unproved = not self.attempts.is_proved(self.gap)
         self.attempts.cut_short = is_unproved and (
             self.attempts.is_interrupted
-            or self.left_s <= LEAST_S
+            or self.clock.left_s <= LEAST_S
             or any(r.status == "time limit" for r in self.attempts.latest.values())
         )
-        return self.attempts.result(self.elapsed_s)
+        return self.attempts.result(self.clock.elapsed_s)
 
     def _run(self) -> None:
         given = tuple(range(len(self.graph.ops)))
-        self._attempt(GIVEN, given, Share(LOOK_PART * self.time_limit_s, is_look=True))
+        self._attempt(GIVEN, given, Share(LOOK_PART * self.clock.time_limit_s, is_look=True))
         if self._is_open():
             self._prove()
         for aim in AIMS:
             if self._is_open() and self._is_worth(aim):
-                self._look_at_order(aim, ORDER_PART * self.left_s)
+                self._look_at_order(aim, ORDER_PART * self.clock.left_s)
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
@@ -130,7 +119,7 @@ class FreeOrder:
 
     def _is_open(self) -> bool:
         """Whether something is left to do, and time."""
-        return not self.attempts.is_proved(self.gap) and self.left_s > LEAST_S
+        return not self.attempts.is_proved(self.gap) and self.clock.left_s > LEAST_S
 
     def _attempt(self, name: str, order: Order, share: Share) -> None:
         share = share._replace(progress=self._listener(name))
@@ -148,7 +137,7 @@ class FreeOrder:
             known.is_infeasible = known.least_bound_bytes > self.budget_bytes
         bound_us = free_bound_us(
             self.graph, self.budget_bytes,
-            time_limit_s=min(BOUND_S, BOUND_PART * self.time_limit_s, self.left_s),
+            time_limit_s=min(BOUND_S, BOUND_PART * self.clock.time_limit_s, self.clock.left_s),
             enough_us=known.best.rank[0] / (1 + self.gap),
         )  # fmt: skip
         if bound_us == float("inf"):
@@ -190,7 +179,7 @@ class FreeOrder:
             self._take_further(best, 1.0)
 
     def _take_further(self, attempt: Attempt, part: float) -> None:
-        share = Share(part * self.left_s, start=attempt.result.schedule)
+        share = Share(part * self.clock.left_s, start=attempt.result.schedule)
         self._attempt(attempt.name, attempt.order, share)
 
     def _may_be_better(self, look: Attempt) -> bool:
@@ -204,12 +193,12 @@ class FreeOrder:
         in_vain = tried = 0
         while self.attempts.has_schedule and self._is_open() and in_vain < IN_VAIN:
             best = self.attempts.best
-            limit_s = min(REFINED_PART * self.time_limit_s, self.left_s)
+            limit_s = min(REFINED_PART * self.clock.time_limit_s, self.clock.left_s)
             self._tell("looking for an order with more room")
             found = self._roomier(best.result, tried, limit_s)
             tried += 1
             if found is not None:
-                share = Share(min(limit_s, self.left_s), start=found.schedule)
+                share = Share(min(limit_s, self.clock.left_s), start=found.schedule)
                 self._attempt("a refined order", found.order, share)
             is_better = self.attempts.best.rank[0] < best.rank[0] * (1 - self.gap / 10)
             in_vain = 0 if is_better else in_vain + 1
@@ -235,4 +224,4 @@ class FreeOrder:
         known += [] if overhead is None else [overhead]
         best = min(known) if known else None
         bound = self.attempts.bound_us / (self.graph.time_us or 1.0) - 1
-        self.progress(Progress(self.elapsed_s, best, bound, doing))
+        self.progress(Progress(self.clock.elapsed_s, best, bound, doing))

@@ -56,8 +56,7 @@ class Dtr:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "dtr", self.time_limit_s, self.progress)
-        search.options = {"variant": self.variant, "prune": self.prune}
+        search = Search.of(self, "dtr", graph, budget_bytes)
         return plan_online(search, self._policy, prune=self.prune)
 
     def _policy(self, problem: Problem, room_bytes: int) -> Policy:

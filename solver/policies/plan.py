@@ -48,8 +48,7 @@ class PolicyPlanner:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, self.name, self.time_limit_s, self.progress)
-        search.options = {"prune": self.prune}
+        search = Search.of(self, self.name, graph, budget_bytes)
         return plan_online(search, self.policy, prune=self.prune)
 
 

@@ -52,8 +52,7 @@ class EveryNLayers:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest n that does."""
-        search = Search(graph, budget_bytes, "every_n_layers", self.time_limit_s, self.progress)
-        search.options = {"n": self.n, "method": self.method}
+        search = Search.of(self, "every_n_layers", graph, budget_bytes)
         return solve_templates(search, self.templates, NO_REPEATED_BLOCK)
 
     def templates(self, problem: Problem) -> Iterator[Template]:

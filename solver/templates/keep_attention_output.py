@@ -37,9 +37,7 @@ class KeepAttentionOutput:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the template, if that does."""
-        search = Search(
-            graph, budget_bytes, "keep_attention_output", self.time_limit_s, self.progress
-        )
+        search = Search.of(self, "keep_attention_output", graph, budget_bytes)
         has_blocks = bool(module_blocks(graph).names)
         absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
         return solve_templates(search, keep_attention_output_templates, absent)

@@ -59,9 +59,7 @@ class NormsAndActivations:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the template, if that does."""
-        search = Search(
-            graph, budget_bytes, "norms_and_activations", self.time_limit_s, self.progress
-        )
+        search = Search.of(self, "norms_and_activations", graph, budget_bytes)
         return solve_templates(search, norms_and_activations_templates, NONE_FOUND)
 
 

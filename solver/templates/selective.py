@@ -34,7 +34,7 @@ class Selective:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else all attention cores recomputed, if that does."""
-        search = Search(graph, budget_bytes, "selective", self.time_limit_s, self.progress)
+        search = Search.of(self, "selective", graph, budget_bytes)
         return solve_templates(search, selective_templates, NO_ATTENTION)
 
 

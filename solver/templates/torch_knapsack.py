@@ -73,8 +73,7 @@ class TorchKnapsack:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest fraction that does."""
-        search = Search(graph, budget_bytes, "torch_knapsack", self.time_limit_s, self.progress)
-        search.options = {"method": self.method, "steps": self.steps}
+        search = Search.of(self, "torch_knapsack", graph, budget_bytes)
         return solve_templates(search, self.templates, NOTHING_SAVED)
 
     def templates(self, problem: Problem) -> Iterator[Template]:

@@ -15,8 +15,8 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.solver import TABLE, Result, solve, solver_class
 from remat.solver.budgets.sweep import spread, sweep
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order
 from tests.solver.budgets.test_sweep import check_front
+from tests.solver.captured_order import keeps_order
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, training_graphs
 from tests.solver.test_contract import IGNORES_BUDGET, check

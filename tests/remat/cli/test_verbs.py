@@ -239,3 +239,11 @@ def test_doctor(remat: Remat) -> None:
     assert said["ortools_ok"]
     assert said["free_bytes"] > 0
     assert isinstance(said["cuda"], list)
+
+
+def test_a_search_that_is_out_of_time_asks_for_more_of_it(remat: Remat) -> None:
+    late = remat("run", remat.gpt, "--budget", "70%", "--time-limit", "0")
+    assert late.exit_code == 3
+    said = " ".join(late.stderr.split())
+    assert "the time limit of 0 s ended the search: allow a longer one" in said
+    assert "Raise the budget" not in said

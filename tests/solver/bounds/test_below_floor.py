@@ -11,8 +11,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.bounds.floor import LEAST_BOUND, floor_above, floor_text
-from remat.solver.bounds.least_peak import EFFORT, effort_for, floor_bytes
+from remat.solver.bounds.least_peak import effort_for, floor_of
 from remat.solver.problem import Problem
+from remat.solver.stopping import REGRESSION
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, resnet_like
 
@@ -29,7 +30,7 @@ def net() -> TrainingGraph:
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: str) -> None:
     graph = net()
-    floor = floor_bytes(Problem.of(graph))
+    floor = floor_of(Problem.of(graph))
     budget_bytes = floor.size_bytes - 1
     result = solve(graph, budget_bytes, solver, time_limit_s=4.0)
     assert result.schedule is not None
@@ -46,7 +47,7 @@ def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: s
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_at_the_floor_nothing_is_said(solver: str) -> None:
     graph = net()
-    budget_bytes = floor_bytes(Problem.of(graph)).size_bytes
+    budget_bytes = floor_of(Problem.of(graph)).size_bytes
     result = solve(graph, budget_bytes, solver, time_limit_s=4.0)
     assert result.schedule is not None
     assert result.floor is None
@@ -61,7 +62,7 @@ def test_where_nothing_fits_the_floor_and_the_least_bound_are_named(
     graph = net()
     least_bytes = solve(graph, 0, "cut").least_feasible_bytes
     result = solve(graph, least_bytes * percent // 100, solver, time_limit_s=4.0)
-    floor = floor_bytes(Problem.of(graph))
+    floor = floor_of(Problem.of(graph))
     assert result.status == "infeasible"
     assert result.message.startswith("no schedule fits")
     assert f"below the floor of {floor.size_bytes} bytes, set by op {floor.op}" in result.message
@@ -85,7 +86,7 @@ def tiny_graphs() -> list[tuple[TrainingGraph, int]]:
     found: list[tuple[TrainingGraph, int]] = []
     while len(found) < 12:
         graph = random_graph(source, 7, source.randint(0, 7))
-        budget_bytes = floor_bytes(Problem.of(graph)).size_bytes - 1
+        budget_bytes = floor_of(Problem.of(graph)).size_bytes - 1
         if least_time_us(graph, budget_bytes) is not None:
             found.append((graph, budget_bytes))
     return found
@@ -107,11 +108,11 @@ def test_another_order_may_avoid_it() -> None:
 
 
 def test_effort_shrinks_with_size() -> None:
-    assert effort_for(Problem.of(chain(4))) == EFFORT
+    assert effort_for(Problem.of(chain(4))) == REGRESSION.most
 
 
 def test_results_with_a_floor_survive_json() -> None:
     graph = net()
-    result = solve(graph, floor_bytes(Problem.of(graph)).size_bytes - 1, "cut")
+    result = solve(graph, floor_of(Problem.of(graph)).size_bytes - 1, "cut")
     assert result.floor is not None
     assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result

@@ -14,9 +14,10 @@ from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GIB
-from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
+from remat.solver.budgets.sweep import merged, spread, sweep
 from remat.solver.budgets.worth import least_peak, price_of_gib
 from remat.solver.cuts.cut import Cut
+from remat.solver.problem import Problem, least_needed_bytes
 from tests.solver.random_graphs import chain, resnet_like
 
 LIMIT_S = 10.0
@@ -62,7 +63,11 @@ def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
     budgets = [budget_bytes for budget_bytes, _ in front().points]
     assert len(front()) == 6
     assert budgets == spread(graph_of(), 6)[0]
-    assert budgets[0] == solve(graph_of(), 0, "cut").least_feasible_bytes >= floor_bytes(graph_of())
+    assert (
+        budgets[0]
+        == solve(graph_of(), 0, "cut").least_feasible_bytes
+        >= least_needed_bytes(Problem.of(graph_of()))
+    )
     assert budgets[-1] == front().unmodified_bytes
     assert front().points[-1].result.overhead == 0
     assert front().points[0].result.overhead > 0
@@ -119,14 +124,15 @@ def test_pins_hold_in_a_sweep() -> None:
         assert result.overhead == 0
 
 
-def test_an_interrupted_sweep_keeps_what_it_has() -> None:
+def test_an_interrupted_sweep_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of()
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Cut, "run", interrupt)
     budgets = [int(share * front().unmodified_bytes) for share in (0.5, 0.7)]
-    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, progress=interrupt)
+    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S)
     assert [result.status for _, result in found.points] == ["time limit"] * 2
     assert found.points[1].result.message.startswith("interrupted")
     assert found.points[1].result.lower_bound_us == graph.time_us

@@ -30,8 +30,8 @@ from remat.solver.chains.disk import least_read, stored_states
 from remat.solver.chains.places import articulation_points, kept_values
 from remat.solver.chains.rotor_table import ChainModel, ChainRuns, solve_rotor
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order
 from tests.paths import ROOT
+from tests.solver.captured_order import keeps_order
 from tests.solver.random_graphs import (
     MIB,
     Tape,

@@ -14,6 +14,7 @@ from remat.solver import solve
 from remat.solver.cuts import cut
 from remat.solver.cuts.starts import take_segments
 from remat.solver.search import Search
+from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import chain, gpt_like, resnet_like
 
@@ -70,7 +71,7 @@ def test_a_long_repair_waits_for_them_and_goes_on_where_they_find_nothing(
         return repaired[-1]
 
     monkeypatch.setattr(cut, "repair_from", noted)
-    monkeypatch.setattr(cut, "FIRST_WORK", -1)
+    monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
     if not has_segments:
         monkeypatch.setattr(cut, "take_segments", lambda _: None)

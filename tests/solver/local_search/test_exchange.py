@@ -12,6 +12,7 @@ from remat.solver.local_search.exchange import exchange, take_exchanges
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.search import Search
 from remat.solver.state import State
+from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
 
@@ -54,7 +55,7 @@ def test_exchanges_help_where_repair_alone_does_not() -> None:
 
 def test_work_ends_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     search, state = repaired(GRAPHS["gpt"], 0.3)
-    monkeypatch.setattr(module, "MOST_WORK", 0)
+    monkeypatch.setattr(module, "EXCHANGES", Work(0))
     assert exchange(state, search) is state
 
 

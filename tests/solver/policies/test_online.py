@@ -22,7 +22,8 @@ from remat.solver.policies.lru import LruPolicy
 from remat.solver.policies.msps import MspsPolicy
 from remat.solver.policies.online import NoRoomError, OnlineRun
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order, schedule_of
+from remat.solver.sequence import schedule_of
+from tests.solver.captured_order import keeps_order
 from tests.solver.random_graphs import (
     MIB,
     chain,

@@ -13,7 +13,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.problem import Problem
-from remat.solver.segments.lower_set import Family, LowerSet, segmented_state
+from remat.solver.segments.lower_set import Family, LowerSet, lower_set_state
 from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
 from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.store_all import store_all_state
@@ -170,7 +170,7 @@ def test_the_programs_time_is_the_schedules(name: str) -> None:
     for part in (1.0, 0.9, 0.8, 0.7, 0.6):
         found, other = exact.fastest(part * top), pruned.fastest(part * top)
         if found is not None:
-            state = segmented_state(forward, found[1])
+            state = lower_set_state(forward, found[1])
             assert state.cost_us == pytest.approx(found[0])
             simulate(problem.graph, state.schedule())
             assert other is None or other[0] >= found[0] - 1e-9
@@ -186,7 +186,7 @@ def test_schedules_of_random_sequences_are_valid() -> None:
         while chosen[-1] != forward.everything:
             larger = [m for m in masks if chosen[-1] & ~m == 0 and m != chosen[-1]]
             chosen.append(source.choice(larger))
-        state = segmented_state(forward, chosen[1:])
+        state = lower_set_state(forward, chosen[1:])
         simulate(forward.problem.graph, state.schedule())
         assert state.cost_us <= modelled(forward, tuple(chosen[1:]))[0] + 1e-9
 
