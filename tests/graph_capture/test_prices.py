@@ -14,6 +14,8 @@ from remat.graph_capture.prices import pricing
 from remat.graph_capture.prices.price_cache import PriceCache
 from tests.models import make
 
+pytestmark = pytest.mark.usefixtures("clocked")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -13,6 +13,7 @@ from remat import one_call as api
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.rewriter.checking import check as checking
 from remat.schedules.simulate import simulate
+from tests.limits import AMPLE_S
 from tests.models import make
 from tests.paths import ROOT
 
@@ -20,7 +21,7 @@ from tests.paths import ROOT
 def test_step_by_step() -> None:
     model, args, _, loss_fn, target = make("loss_function_with_target")
     graph = remat.capture(model, args, {}, loss_fn=loss_fn, target=target, device="cpu")
-    result = remat.solve(graph, budget="70%", solver="auto", time_limit_s=60)
+    result = remat.solve(graph, budget="70%", solver="auto", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.peak_bytes <= result.budget_bytes
     assert remat.simulate(graph, result.schedule).peak_bytes == result.peak_bytes
@@ -61,7 +62,7 @@ def test_budgets_of_every_kind_mean_bytes() -> None:
     least = remat.solve(graph, "min")
     assert least.schedule is not None
     assert least.peak_bytes <= least.budget_bytes < 0.6 * peak_bytes
-    anyhow = remat.solve(graph, "min", order="free", time_limit_s=3)
+    anyhow = remat.solve(graph, "min", order="free", time_limit_s=AMPLE_S)
     assert anyhow.schedule is not None
     assert anyhow.budget_bytes <= least.budget_bytes
 

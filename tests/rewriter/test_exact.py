@@ -8,28 +8,17 @@ import torch
 from torch import nn
 
 from remat import solver
-from remat.graph_capture import TrainingGraph, capture
+from remat.graph_capture import capture
 from remat.rewriter import check, rewrite
-from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
 from tests.models import MODELS, make
+from tests.steps import schedule_of
 
 # Gradients of outputs that are views are formed outside the captured step.
 FORMED_OUTSIDE = {"nested_outputs_returned"}
 # A saved random state is counted for every op that may draw again.
 RNG_SLACK_BYTES = 3 * torch.get_rng_state().nbytes
-
-
-def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
-    if kind == "cut":
-        everything = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
-        resident = graph.resident.total_bytes
-        result = solver.solve(graph, resident + int(0.6 * (everything - resident)), "cut")
-        if result.schedule is None:
-            result = solver.solve(graph, result.least_feasible_bytes, "cut")
-        assert result.schedule is not None
-        return result.schedule
-    return solver.make_solver(kind).schedule(graph)
 
 
 @pytest.mark.parametrize("kind", ["store_all", "chen_sqrt", "cut"])

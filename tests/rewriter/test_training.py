@@ -12,13 +12,7 @@ from torch import nn
 from remat.graph_capture import capture
 from remat.rewriter import RematModule, rewrite
 from tests.models import make
-from tests.rewriter.test_exact import schedule_of
-
-
-def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tuple[Any, ...]]:
-    model, args, kwargs, loss_fn, target = make(name)
-    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
-    return model, rewrite(model, schedule_of(graph, kind)), args
+from tests.steps import rewritten, schedule_of
 
 
 def train(module: nn.Module, args: tuple[Any, ...], steps: int, accumulate: int) -> list[float]:

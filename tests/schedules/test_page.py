@@ -21,6 +21,7 @@ from remat.schedules.report.page import script_safe
 from remat.schedules.simulate import simulate
 from remat.schedules.views.timeline import timeline
 from remat.solver import solve
+from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 from tests.solver.random_graphs import gpt_like
 
@@ -99,7 +100,7 @@ def test_a_person_reads_the_same_figures(planned: Planned, page: str) -> None:
 
 
 def test_rules_and_fronts_are_judged(planned: Planned) -> None:
-    front = sweep(planned.graph, 3, "cut", time_limit_s=4)
+    front = sweep(planned.graph, 3, "cut", time_limit_s=AMPLE_S)
     facts = facts_of(planned.graph, planned.result, front)
     ((name, points),) = facts.fronts
     assert name == "cut"
@@ -116,7 +117,7 @@ def test_rules_and_fronts_are_judged(planned: Planned) -> None:
 
 
 def test_a_front_of_another_step_is_refused(planned: Planned) -> None:
-    front = sweep(gpt_like(2), 2, "chen_sqrt", time_limit_s=2)
+    front = sweep(gpt_like(2), 2, "chen_sqrt", time_limit_s=AMPLE_S)
     with pytest.raises(ScheduleError, match="by chen_sqrt, is of another graph than the plan of"):
         report(planned.graph, planned.result, fronts=front)
 

@@ -15,6 +15,8 @@ from remat.schedules.simulate import simulate
 from remat.solver import TABLE, Result, make_solver, solve
 from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
+from tests.limits import AMPLE_S
+from tests.solver.checks import IGNORES_BUDGET, check
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 
 GRAPHS = {
@@ -23,9 +25,6 @@ GRAPHS = {
     "unet2": functools.partial(unet_like, 2),
     "resnet4": functools.partial(resnet_like, 4),
 }
-TIME_LIMIT_S = 4.0
-IGNORES_BUDGET = ("chen_sqrt",)
-"""Solvers that make one schedule, whatever the budget."""
 TINY_ONLY = ("exhaustive",)
 """Solvers that refuse graphs as large as those of the grid."""
 GRID = [name for name in TABLE if name not in TINY_ONLY]
@@ -45,22 +44,7 @@ def peak_bytes_of(name: str) -> int:
 @functools.cache
 def result_of(solver: str, name: str, percent: int) -> Result:
     budget_bytes = peak_bytes_of(name) * percent // 100
-    return solve(graph_of(name), budget_bytes, solver, time_limit_s=TIME_LIMIT_S)
-
-
-def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:
-    """A result is consistent with the judge and with itself."""
-    assert result.budget_bytes == budget_bytes
-    if result.schedule is None:
-        assert result.status in ("infeasible", "time limit")
-        assert result.least_feasible_bytes == 0 or result.least_feasible_bytes > budget_bytes
-        return
-    found = simulate(graph, result.schedule)
-    assert found.peak_bytes == result.peak_bytes <= budget_bytes
-    assert found.time_us == result.time_us
-    assert result.schedule.budget_bytes == budget_bytes
-    assert 0 < result.lower_bound_us <= result.time_us or graph.time_us == 0
-    assert (result.status == "optimal") == (result.gap <= 1e-9)
+    return solve(graph_of(name), budget_bytes, solver, time_limit_s=AMPLE_S)
 
 
 @pytest.mark.parametrize("percent", [100, 80, 60, 45])

@@ -12,10 +12,10 @@ from remat.graph_capture.prices.pricing import price
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.schedule import Schedule
 from remat.solver import make_solver
+from tests.limits import AMPLE_S
 from tests.zoo.case import Case
 
 SHARE = "60%"
-LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def measured(case: Case) -> Row:
 
 
 def _smaller(graph: TrainingGraph) -> Schedule:
-    result = remat.solve(graph, SHARE, time_limit_s=LIMIT_S)
+    result = remat.solve(graph, SHARE, time_limit_s=AMPLE_S)
     if result.schedule is None:
-        result = remat.solve(graph, "min", time_limit_s=LIMIT_S)
+        result = remat.solve(graph, "min", time_limit_s=AMPLE_S)
     assert result.schedule is not None, result.message
     return result.schedule
 

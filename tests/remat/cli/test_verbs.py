@@ -12,7 +12,7 @@ from remat.job import pipeline
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 
-QUICK = ("--time-limit", "2")
+QUICK = ("--time-limit", "600")
 
 
 def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:

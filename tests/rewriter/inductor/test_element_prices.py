@@ -23,12 +23,15 @@ from remat.rewriter.inductor.element_prices import (
     us_per_element,
 )
 
+pytestmark = pytest.mark.usefixtures("clocked")
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_it_is_measured_once_in_the_middle_of_a_compilation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,16 +10,15 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GIB
 from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
 from remat.solver.budgets.worth import least_peak, price_of_gib
 from remat.solver.cuts.cut import Cut
+from tests.limits import AMPLE_S
+from tests.solver.checks import check_front
 from tests.solver.random_graphs import chain, resnet_like
-
-LIMIT_S = 10.0
 
 
 @functools.cache
@@ -29,7 +28,7 @@ def graph_of() -> TrainingGraph:
 
 @functools.cache
 def front() -> Front:
-    return sweep(graph_of(), 6, "cut", time_limit_s=LIMIT_S)
+    return sweep(graph_of(), 6, "cut", time_limit_s=AMPLE_S)
 
 
 def facts(found: Front) -> list[tuple[object, ...]]:
@@ -38,24 +37,6 @@ def facts(found: Front) -> list[tuple[object, ...]]:
         (b, r.status, r.peak_bytes, r.time_us, r.lower_bound_us, r.schedule and r.schedule.steps)
         for b, r in found.points
     ]
-
-
-def check_front(graph: TrainingGraph, found: Front) -> None:
-    """Every point is valid; time and bound never rise with the budget."""
-    previous: Result | None = None
-    for budget_bytes, result in found.points:
-        assert result.budget_bytes == budget_bytes
-        if result.schedule is None:
-            assert previous is None
-            continue
-        judged = simulate(graph, result.schedule)
-        assert judged.peak_bytes == result.peak_bytes <= budget_bytes
-        assert judged.time_us == result.time_us >= result.lower_bound_us
-        assert result.schedule.budget_bytes == budget_bytes
-        if previous is not None:
-            assert result.time_us <= previous.time_us
-            assert result.lower_bound_us <= previous.lower_bound_us
-        previous = result
 
 
 def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
@@ -72,7 +53,7 @@ def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
 @pytest.mark.parametrize("solver", ["auto", "chen_sqrt", "store_all"])
 def test_every_solver_has_a_monotone_front(solver: str) -> None:
     graph = resnet_like(2)
-    check_front(graph, sweep(graph, 4, solver, time_limit_s=2.0))
+    check_front(graph, sweep(graph, 4, solver, time_limit_s=AMPLE_S))
 
 
 def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
@@ -93,8 +74,8 @@ def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
 
 def test_sweeps_side_by_side_equal_one_by_one() -> None:
     graph, budgets = chain(10), 3
-    alone = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S)
-    assert facts(sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, jobs=2)) == facts(alone)
+    alone = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S)
+    assert facts(sweep(graph, budgets, "cut", time_limit_s=AMPLE_S, jobs=2)) == facts(alone)
 
 
 def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
@@ -104,8 +85,8 @@ def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
         n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address=None,
     )  # fmt: skip
     with cluster, distributed.Client(cluster), joblib.parallel_config(backend="dask"):
-        far = sweep(chain(10), 3, "cut", time_limit_s=LIMIT_S, jobs=2)
-    assert facts(far) == facts(sweep(chain(10), 3, "cut", time_limit_s=LIMIT_S))
+        far = sweep(chain(10), 3, "cut", time_limit_s=AMPLE_S, jobs=2)
+    assert facts(far) == facts(sweep(chain(10), 3, "cut", time_limit_s=AMPLE_S))
 
 
 def test_pins_hold_in_a_sweep() -> None:
@@ -113,7 +94,7 @@ def test_pins_hold_in_a_sweep() -> None:
         chain(8),
         ops=tuple(msgspec.structs.replace(op, module="body.a") for op in chain(8).ops),
     )
-    found = sweep(graph, 3, "cut", time_limit_s=LIMIT_S, keep="body")
+    found = sweep(graph, 3, "cut", time_limit_s=AMPLE_S, keep="body")
     for _, result in found.points:
         assert result.schedule is not None
         assert result.overhead == 0
@@ -126,7 +107,7 @@ def test_an_interrupted_sweep_keeps_what_it_has() -> None:
         raise KeyboardInterrupt
 
     budgets = [int(share * front().unmodified_bytes) for share in (0.5, 0.7)]
-    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, progress=interrupt)
+    found = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S, progress=interrupt)
     assert [result.status for _, result in found.points] == ["time limit"] * 2
     assert found.points[1].result.message.startswith("interrupted")
     assert found.points[1].result.lower_bound_us == graph.time_us
@@ -209,7 +190,7 @@ def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
 
 def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> None:
     graph = resnet_like(4)
-    asked, at_hand = spread(graph, 3, time_limit_s=20.0)
+    asked, at_hand = spread(graph, 3, time_limit_s=AMPLE_S)
     (least,) = at_hand
     assert least.peak_bytes <= least.budget_bytes == asked[0]
     front = sweep(graph, asked, time_limit_s=0.0, at_hand=at_hand)

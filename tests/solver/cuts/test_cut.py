@@ -20,6 +20,8 @@ from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 
 CONVOLUTIONAL = [
@@ -27,10 +29,6 @@ CONVOLUTIONAL = [
     *((functools.partial(resnet_like, 12), percent, 0.04) for percent in (80, 60)),
     (functools.partial(resnet_like, 12), 45, 0.5),
 ]
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
 
 
 @pytest.mark.parametrize("percent", [80, 60, 45, 40])
@@ -45,7 +43,7 @@ def test_transformers_are_solved_to_one_percent(percent: int) -> None:
 def test_convolutional_nets_get_schedules(build, percent: int, overhead: float) -> None:
     graph = build()
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    result = solve(graph, budget_bytes, "cut", gap=0.01, time_limit_s=8.0)
+    result = solve(graph, budget_bytes, "cut", gap=0.01, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.overhead < overhead
 

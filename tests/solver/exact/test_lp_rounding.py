@@ -15,13 +15,9 @@ from remat.solver import Progress, solve
 from remat.solver.exact.lp_rounding import LpRounding, rounded_state
 from remat.solver.problem import Problem
 from remat.solver.segments.chen_sqrt import chen_state
-from tests.solver.exact.test_exact import graph_from_nodes, tiny_cases
+from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, training_graphs, unet_like
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
 
 
 @pytest.mark.parametrize("data", tiny_cases())

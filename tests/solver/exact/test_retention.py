@@ -19,7 +19,9 @@ from remat.solver.exact.retention import Retention, start_of
 from remat.solver.exact.retention_events import Stages, event_of, sequence_of, stage_of, stages_of
 from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
 from remat.solver.search import Search
-from tests.solver.exact.test_exact import BENCH, graph_from_nodes, tiny_cases
+from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
+from tests.limits import AMPLE_S
+from tests.paths import BENCH
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, training_graphs
 
@@ -34,17 +36,13 @@ def reference(name: str) -> tuple[TrainingGraph, dict[str, Any]]:
     return graph_from_nodes(data), data["reference"]
 
 
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
-
-
 def cold(graph: TrainingGraph, budget_bytes: int, computations: int) -> float | None:
     """The program alone, solved to its end without a start; its schedule is judged."""
     search = Search(graph, budget_bytes, "retention")
     nothing: Stages = [[op] for op in range(len(graph.ops))]
     room_bytes = budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, computations, nothing, is_feasible=False)
-    outcome = model.solve(Effort(20.0))
+    outcome = model.solve(Effort(AMPLE_S))
     assert outcome.finished
     if outcome.stages is None:
         return None
@@ -121,7 +119,7 @@ def test_published_results_are_reached(name: str) -> None:
     """They are optimal for two computations a value; `cut` may know of a third."""
     graph, data = reference(name)
     for row in data["peer_runs"]["rows"]:
-        result = solve(graph, row["budget"], "retention", time_limit_s=9.0)
+        result = solve(graph, row["budget"], "retention", time_limit_s=AMPLE_S)
         assert result.time_us <= row["cost"]
         assert result.peak_bytes <= row["budget"]
 

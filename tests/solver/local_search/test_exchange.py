@@ -13,6 +13,7 @@ from remat.solver.local_search.repair import Repair, fill
 from remat.solver.search import Search
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
 
 GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "unet": unet_like(3)}
@@ -21,7 +22,7 @@ GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "une
 def repaired(graph: TrainingGraph, part: float) -> tuple[Search, State]:
     """A search at a part of the peak above the least, and a schedule that repair alone finds."""
     plain = solve(graph, 1 << 60, "store_all").peak_bytes
-    least = solve(graph, 1, "auto", time_limit_s=5).least_feasible_bytes
+    least = solve(graph, 1, "auto", time_limit_s=AMPLE_S).least_feasible_bytes
     search = Search(graph, int(least + part * (plain - least)), "exchange", 60.0, None)
     state = store_all_state(search.problem)
     assert Repair(state, search.budget_bytes, 0.3, search).run()
