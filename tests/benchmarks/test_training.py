@@ -99,6 +99,7 @@ def test_the_page_shows_every_row(results: Path, monkeypatch: pytest.MonkeyPatch
     assert results.with_name("benchmarks-smoke.png").stat().st_size > 10_000
 
 
+@pytest.mark.clock
 @pytest.mark.slow
 def test_the_largest_batches_fit_and_are_on_the_page(results: Path) -> None:
     printed = suite(results, "--batches").stdout.splitlines()

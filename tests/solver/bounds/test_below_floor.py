@@ -77,7 +77,7 @@ def test_a_bound_on_the_peak_ends_the_search_early() -> None:
     bound_bytes = solve(graph, 0, "cut").least_bound_bytes
     result = solve(graph, bound_bytes - 1, time_limit_s=AMPLE_S)
     assert result.message.startswith("no schedule fits")
-    assert result.wall_s < 5
+    assert result.status == "infeasible", "not for want of time"
 
 
 def tiny_graphs() -> list[tuple[TrainingGraph, int]]:

@@ -16,7 +16,8 @@ from remat.solver.budgets.price import GIB
 from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
 from remat.solver.budgets.worth import least_peak, price_of_gib
 from remat.solver.cuts.cut import Cut
-from tests.limits import AMPLE_S
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S, LateClock
 from tests.solver.checks import check_front
 from tests.solver.random_graphs import chain, resnet_like
 
@@ -178,6 +179,17 @@ def test_bad_sweeps_are_refused_before_any_solve(words: dict[str, object], text:
         sweep(graph_of(), **words)  # type: ignore[arg-type]
 
 
+def test_when_time_is_up_every_budget_has_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, late = resnet_like(4), LateClock(monkeypatch)
+    budgets = [peak_bytes_of(graph) * percent // 100 for percent in (60, 70, 80)]
+    found = sweep(graph, budgets, gap=0.0, time_limit_s=AMPLE_S, progress=late)
+    assert any(result.status == "time limit" for _, result in found.points)
+    check_front(graph, found)
+
+
+@pytest.mark.clock
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
     graph = resnet_like(8)

@@ -16,6 +16,7 @@ from remat.solver.exact.lp_rounding import LpRounding, rounded_state
 from remat.solver.problem import Problem
 from remat.solver.segments.chen_sqrt import chen_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
+from tests.limits import LateClock
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, training_graphs, unet_like
 
@@ -150,9 +151,9 @@ def test_large_graphs_are_refused() -> None:
     assert "the graph has 18 ops, more than most_ops = 10" in result.message
 
 
-def test_an_lp_cut_short_is_said() -> None:
-    graph = unet_like(2)
-    result = LpRounding(time_limit_s=0.2).solve(graph, peak_bytes_of(graph) // 2)
+def test_an_lp_cut_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, late = unet_like(2), LateClock(monkeypatch, "solving the relaxed program")
+    result = LpRounding(progress=late).solve(graph, peak_bytes_of(graph) // 2)
     assert result.status == "time limit"
     assert "did not finish within the time limit" in result.message
 

@@ -15,6 +15,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.cuts.cut import Cut
+from remat.solver.exact import retention_model
 from remat.solver.exact.retention import Retention, start_of
 from remat.solver.exact.retention_events import Stages, event_of, sequence_of, stage_of, stages_of
 from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
@@ -130,17 +131,33 @@ def test_two_computations_of_a_published_graph_cold() -> None:
         assert cold(graph, row["budget"], 2) == row["cost"]
 
 
-def test_a_schedule_as_a_hint_is_feasible_and_complete() -> None:
-    """A program bounded by the start's own cost, where that is all that time allows."""
+def stopped_by_the_first(patch: pytest.MonkeyPatch) -> None:
+    """Programs are searched until they have a solution."""
+    watcher = retention_model._watcher
+
+    def stopping(made: RetentionModel) -> Any:
+        class First(type(watcher(made))):
+            def on_solution_callback(self) -> None:
+                super().on_solution_callback()
+                self.stop_search()
+
+        return First()
+
+    patch.setattr(retention_model, "_watcher", stopping)
+
+
+def test_a_schedule_as_a_hint_is_feasible_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program bounded by the start's own cost, ended by its first solution."""
     graph = resnet_like(4)
-    search = Search(graph, 52 << 20, "retention", 1.0)
-    Cut(gap=0.0).run(search)
+    search = Search(graph, 52 << 20, "retention", AMPLE_S)
+    Cut(gap=0.02).run(search)
     assert search.best is not None
     stages = start_of(search)
     assert stages == stages_of(search.problem, sequence_of(search.problem, stages))
     room_bytes = search.budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, 2, stages, is_wide=True)
-    outcome = model.solve(Effort(1.5))
+    stopped_by_the_first(monkeypatch)
+    outcome = model.solve(Effort(AMPLE_S))
     assert outcome.stages is not None
     assert search.offer_sequence(sequence_of(search.problem, outcome.stages))
 

@@ -22,7 +22,7 @@ from remat.solver.exact.exhaustive import Exhaustive
 from remat.solver.orders.attempts import Share
 from remat.solver.orders.free_order import FreeOrder
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
-from tests.limits import AMPLE_S
+from tests.limits import AMPLE_S, LateClock
 from tests.paths import BENCH
 from tests.solver.random_graphs import (
     LARGE_BYTES,
@@ -110,7 +110,7 @@ def test_on_a_training_step_the_given_order_is_proved_for_all(build: Any) -> Non
     free = solve(graph, budget_bytes, order="free", gap=0.01, time_limit_s=AMPLE_S)
     check(graph, free, budget_bytes)
     assert free.gap <= 0.01
-    assert free.wall_s < 10
+    assert free.status != "time limit"
 
 
 @settings(max_examples=20, deadline=None)
@@ -165,6 +165,16 @@ def test_the_budget_that_an_infeasible_result_names_is_feasible() -> None:
     assert found.schedule is not None
 
 
+def test_when_time_is_up_the_best_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, late = layered_graph(120, 0, by_layers=True), LateClock(monkeypatch)
+    budget_bytes = peak_bytes_of(graph) * 7 // 10
+    result = solve(graph, budget_bytes, order="free", time_limit_s=AMPLE_S, progress=late)
+    check(graph, result, budget_bytes)
+    assert result.status == "time limit"
+    assert result.schedule is not None
+
+
+@pytest.mark.clock
 def test_the_time_limit_is_kept_and_the_best_too() -> None:
     graph = layered_graph(120, 0, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 7 // 10
