@@ -36,6 +36,7 @@ def graph_from_nodes(data: dict[str, Any]) -> TrainingGraph:
 
 
 def tiny_cases() -> list[Any]:
+    """The reference graphs with their optima, as parameters; skipped where they are not there."""
     if not (BENCH / "tiny_exact.json").exists():
         reason = f"the reference instances are not at {BENCH}"
         return [pytest.param({}, marks=pytest.mark.skip(reason=reason))]

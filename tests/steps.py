@@ -15,6 +15,7 @@ from tests.models import make
 
 
 def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
+    """By the solver `kind`; of `cut` at 60 % of what the kept step allocates, or all it needs."""
     if kind == "cut":
         everything = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
         resident = graph.resident.total_bytes
@@ -27,6 +28,7 @@ def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
 
 
 def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tuple[Any, ...]]:
+    """The model of that name, its rewritten module and its batch."""
     model, args, kwargs, loss_fn, target = make(name)
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
     return model, rewrite(model, schedule_of(graph, kind)), args

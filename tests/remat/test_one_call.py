@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import remat
+from remat import checks
 from remat import one_call as api
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.rewriter.checking import check as checking
@@ -99,7 +100,7 @@ def test_the_check_is_left_out_where_the_unmodified_step_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, args, *_ = make("plain")
-    monkeypatch.setattr(api, "auto_bytes", lambda _: 1000)
+    monkeypatch.setattr(checks, "auto_bytes", lambda _: 1000)
     monkeypatch.setattr(checking, "check", lambda *_, **__: pytest.fail("ran the step"))
     with pytest.warns(UserWarning, match=r"not checked against the unmodified step"):
         remat.rematerialize(model, args, budget="80%")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import one_call as api
+from remat import checks
 from remat.job import pipeline
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
@@ -36,7 +36,7 @@ def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
 def test_what_does_not_fit_into_memory_is_planned_and_not_run(
     remat: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "auto_bytes", lambda _: 0)
+    monkeypatch.setattr(checks, "auto_bytes", lambda _: 0)
     words = ("run", remat.gpt, "--budget", "70%", *QUICK)
     found = remat(*words)
     assert found.exit_code == 0
@@ -79,6 +79,7 @@ def test_run_says_what_runs_again(remat: Remat) -> None:
     assert " attention outputs" in shown
 
 
+@pytest.mark.slow
 def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
     for verb in ("run", "solve"):
         done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")

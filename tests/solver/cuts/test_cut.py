@@ -25,8 +25,9 @@ from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_gr
 
 CONVOLUTIONAL = [
     *((functools.partial(unet_like, 4), percent, 0.12) for percent in (80, 60, 45)),
-    *((functools.partial(resnet_like, 12), percent, 0.04) for percent in (80, 60)),
-    (functools.partial(resnet_like, 12), 45, 0.5),
+    (functools.partial(resnet_like, 12), 80, 0.04),
+    pytest.param(functools.partial(resnet_like, 12), 60, 0.04, marks=pytest.mark.slow),
+    pytest.param(functools.partial(resnet_like, 12), 45, 0.5, marks=pytest.mark.slow),
 ]
 
 
@@ -54,6 +55,7 @@ def of_thousands_of_ops() -> Result:
     return solve(graph, peak_bytes_of(graph) * 40 // 100, "cut", time_limit_s=AMPLE_S)
 
 
+@pytest.mark.slow
 def test_thousands_of_ops_are_solved() -> None:
     assert of_thousands_of_ops().gap <= 0.01
 
@@ -181,6 +183,7 @@ def test_stage_evaluator_agrees_with_the_judge(graph: TrainingGraph, percent: in
     assert fresh.cost_us <= state.cost_us + 1e-9
 
 
+@pytest.mark.slow
 def test_nothing_but_the_result_reaches_standard_output() -> None:
     code = (
         "from tests.solver.random_graphs import resnet_like\n"

@@ -37,6 +37,7 @@ def test_never_below_the_published_optimum(data: dict[str, Any]) -> None:
             assert result.time_us >= optimum
 
 
+@pytest.mark.slow
 def test_most_tiny_graphs_round_to_something() -> None:
     source, found, wanted, above = random.Random(5), 0, 0, 0
     for _ in range(16):
@@ -50,6 +51,7 @@ def test_most_tiny_graphs_round_to_something() -> None:
     assert above > 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(training_graphs(max_ops=8))
 def test_bounds_never_exceed_the_optimum(graph: TrainingGraph) -> None:

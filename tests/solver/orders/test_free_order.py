@@ -231,6 +231,7 @@ def test_a_published_layered_graph_in_free_order(percent: int, most: float) -> N
     assert simulate(graph, result.schedule).peak_bytes == result.peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_a_random_layered_graph_in_free_order() -> None:
     graph = layered_graph(60, 3, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
