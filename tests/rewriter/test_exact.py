@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from remat import solver
-from remat.graph_capture import capture
+from remat.graph_capture import TrainingGraph, capture
 from remat.rewriter import check, rewrite
 from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
