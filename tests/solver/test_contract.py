@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import TABLE, Result, make_solver, solve
+from remat.solver import TABLE, Result, make_solver, solve, solver_class
 from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
@@ -27,6 +28,8 @@ GRAPHS = {
 }
 TINY_ONLY = ("exhaustive",)
 """Solvers that refuse graphs as large as those of the grid."""
+GAP = 0.02
+"""At which searches end by themselves, and soon."""
 SLOW = ("lp_rounding", "checkmate")
 """Solvers of large programs, which take seconds on all of the grid but the chain."""
 GRID = [name for name in TABLE if name not in TINY_ONLY]
@@ -53,7 +56,9 @@ def peak_bytes_of(name: str) -> int:
 @functools.cache
 def result_of(solver: str, name: str, percent: int) -> Result:
     budget_bytes = peak_bytes_of(name) * percent // 100
-    return solve(graph_of(name), budget_bytes, solver, time_limit_s=AMPLE_S)
+    has_gap = "gap" in {field.name for field in dataclasses.fields(solver_class(solver))}
+    options = {"gap": GAP} if has_gap else {}
+    return solve(graph_of(name), budget_bytes, solver, time_limit_s=AMPLE_S, **options)
 
 
 @pytest.mark.parametrize("percent", [100, 80, 60, 45])
