@@ -24,7 +24,7 @@ from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep
 from tests.limits import AMPLE_S
 
-FEW = {"replays": 5, "time_limit_s": AMPLE_S}
+FEW = {"replays": 5, "solver": "cut", "time_limit_s": AMPLE_S}
 
 
 @pytest.fixture(autouse=True)

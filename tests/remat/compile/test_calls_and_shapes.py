@@ -14,7 +14,7 @@ from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
 from tests.limits import AMPLE_S
 
-FEW = {"replays": 4, "time_limit_s": AMPLE_S}
+FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_step_that_keeps_everything() -> None:
     peaks = [peak_of(model, everything, x)]
     module = remat.rematerialize(
         model, (x,), loss_fn=squared, budget="55%",
-        compile=True, check=False, time_limit_s=AMPLE_S,
+        compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
     found = trained(model, module, x)
     assert furthest(found, expected) < CLOSE
@@ -112,7 +112,7 @@ def test_random_numbers_are_eagers_in_a_plan_that_draws_again() -> None:
     model, x = made()
     module = remat.rematerialize(
         model, (x,), loss_fn=squared, budget="55%", recompute=["drop"],
-        compile=True, check=False, time_limit_s=AMPLE_S,
+        compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
     assert "run_with_rng_state" in module.code
     expected = trained(model, lambda x: squared(model(x)), x)  # pyright: ignore
@@ -124,7 +124,7 @@ def test_random_numbers_are_eagers_in_a_plan_that_draws_again() -> None:
 def test_the_check_says_to_what_tolerance_it_compared() -> None:
     model, x = made()
     module = remat.rematerialize(
-        model, (x,), loss_fn=squared, budget="75%", compile=True, time_limit_s=AMPLE_S
+        model, (x,), loss_fn=squared, budget="75%", compile=True, solver="cut", time_limit_s=AMPLE_S
     )
     found = remat.check(model, module, (x,), loss_fn=squared, steps=1)
     assert found.equal
@@ -175,7 +175,13 @@ def test_a_budget_that_no_code_keeps_to_is_refused(monkeypatch: pytest.MonkeyPat
     text = 'compiled, no plan was found that keeps to .* is 1.00 GiB. Give budget="1024MiB"'
     with pytest.raises(BudgetError, match=text):
         remat.rematerialize(
-            model, (x,), loss_fn=squared, budget="60%", compile=True, time_limit_s=AMPLE_S
+            model,
+            (x,),
+            loss_fn=squared,
+            budget="60%",
+            compile=True,
+            solver="cut",
+            time_limit_s=AMPLE_S,
         )
 
 
@@ -240,11 +246,12 @@ def test_a_generator_of_its_own_is_refused() -> None:
         remat.rewrite(model, schedule, compile=True)
 
 
+@pytest.mark.slow
 def test_a_kept_plan_is_loaded_with_inductors_code(tmp_path: Path) -> None:
     model, x = made()
     module = remat.rematerialize(
         model, (x,), loss_fn=squared, budget="60%",
-        compile=True, check=False, time_limit_s=AMPLE_S,
+        compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
     remat.save_plan(remat.plan_of(module), tmp_path / "plan.json")
     expected, peak_bytes = trained(model, module, x), peak_of(model, module, x)
