@@ -71,9 +71,9 @@ def measured(case: Case) -> Row:
 
 
 def _smaller(graph: TrainingGraph) -> Schedule:
-    result = remat.solve(graph, SHARE, time_limit_s=AMPLE_S)
+    result = remat.solve(graph, SHARE, "cut", time_limit_s=AMPLE_S)
     if result.schedule is None:
-        result = remat.solve(graph, "min", time_limit_s=AMPLE_S)
+        result = remat.solve(graph, "min", "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None, result.message
     return result.schedule
 
