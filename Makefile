@@ -13,7 +13,8 @@ PYTHON ?= python3
 BUDGET ?= 60%
 MODEL ?= examples/gpt.py:factory
 PYTEST_ARGS ?=
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# By file, whose tests share captures and plans; in order, in which the last files are short.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
