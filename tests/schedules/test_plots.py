@@ -111,7 +111,7 @@ def test_convergence_has_best_and_bound(ax: Any) -> None:
     graph = gpt_like(3)
     told: list[Progress] = []
     budget_bytes = int(0.7 * solve(graph, 1 << 60, "store_all").peak_bytes)
-    result = solve(graph, budget_bytes, "auto", time_limit_s=AMPLE_S, progress=told.append)
+    result = solve(graph, budget_bytes, gap=0.02, time_limit_s=AMPLE_S, progress=told.append)
     draw_convergence(ax, told, title="GPT")
     best = next(one for one in ax.lines if one.get_label() == "best schedule")
     assert best.get_ydata()[-1] == pytest.approx(100 * result.overhead)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import remat
-from remat import one_call as api
+from remat.budgets import unmodified
 from remat.graph_capture import TrainingGraph, trace
 from remat.graph_capture.prices.pricing import price
 from remat.rewriter import Check, check, rewrite
@@ -63,7 +63,7 @@ def measured(case: Case) -> Row:
         priced_s = time.perf_counter()
         everything = _plan(case, graph, make_solver("store_all").schedule(graph))
         planned = _plan(case, graph, _smaller(graph))
-    unmodified_bytes = api.unmodified(graph).peak_bytes
+    unmodified_bytes = unmodified(graph).peak_bytes
     return Row(
         len(graph.ops), traced_s - began_s, priced_s - traced_s, everything, planned,
         planned.predicted_bytes / unmodified_bytes, unmodified_bytes,
