@@ -60,10 +60,17 @@ def test_budgets_of_every_kind_mean_bytes() -> None:
     assert resolve_budget(graph, "60%") == int(0.6 * peak_bytes)
     assert resolve_budget(graph, 12345) == 12345
     assert resolve_budget(graph, "auto") > peak_bytes
-    least = remat.solve(graph, "min")
+    least = remat.solve(graph, "min", gap=0.5)
     assert least.schedule is not None
     assert least.peak_bytes <= least.budget_bytes < 0.6 * peak_bytes
-    anyhow = remat.solve(graph, "min", order="free", gap=0.1, time_limit_s=AMPLE_S)
+
+
+@pytest.mark.clock
+def test_the_least_budget_of_a_free_order_is_no_larger() -> None:
+    model, args, *_ = make("dropout")
+    graph = remat.capture(model, args)
+    least = remat.solve(graph, "min")
+    anyhow = remat.solve(graph, "min", order="free", time_limit_s=3)
     assert anyhow.schedule is not None
     assert anyhow.budget_bytes <= least.budget_bytes
 
@@ -110,7 +117,7 @@ def test_a_least_budget_that_was_named_is_met_however_short_the_time() -> None:
     model, args, kwargs, loss_fn, target = make("transformer_layers")
     graph = remat.capture(model, args, kwargs, loss_fn=loss_fn, target=target)
     for limit_s in (0.0, 0.05, AMPLE_S):
-        result = remat.solve(graph, "min", time_limit_s=limit_s)
+        result = remat.solve(graph, "min", gap=0.5, time_limit_s=limit_s)
         if result.budget_bytes:
             assert result.schedule is not None
             assert simulate(graph, result.schedule).peak_bytes == result.peak_bytes
