@@ -100,6 +100,7 @@ def test_a_person_reads_the_same_figures(planned: Planned, page: str) -> None:
     assert "blocks.0" in text
 
 
+@pytest.mark.slow
 def test_rules_and_fronts_are_judged(planned: Planned) -> None:
     front = sweep(planned.graph, 3, "cut", time_limit_s=AMPLE_S)
     facts = facts_of(planned.graph, planned.result, front)

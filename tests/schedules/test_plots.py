@@ -93,6 +93,7 @@ def test_predicted_and_measured_are_of_one_step(ax: Any, planned: Planned) -> No
         draw_predicted_measured(ax, planned.graph, gpt_like(2))
 
 
+@pytest.mark.slow
 def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
     graph = gpt_like(3)
     fronts = sweep(graph, 3, solvers=["cut", "chen_sqrt"], time_limit_s=AMPLE_S)

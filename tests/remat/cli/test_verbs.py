@@ -148,6 +148,7 @@ def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
     assert "Try --budget" in said["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_met(remat: Remat) -> None:
     said = json.loads(remat("solve", remat.gpt, "--budget", "min", *QUICK, "--json").stdout)
     assert said["peak_bytes"] <= said["budget_bytes"]

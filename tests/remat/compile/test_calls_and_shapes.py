@@ -48,6 +48,7 @@ def peak_of(model: nn.Module, batch: Tensor, step: object) -> int:
     return resident_bytes + measure_peak(step)  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_each_shape_has_a_plan_of_its_own() -> None:
     model = Net()
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})

@@ -61,6 +61,7 @@ def test_it_is_measured_once_in_the_middle_of_a_compilation(
     assert f"{KEY} {DRAW}" in PriceCache().prices
 
 
+@pytest.mark.slow
 def test_the_kernel_draws() -> None:
     (drawn,) = element_prices._kernel(DRAW)()
     numbers = drawn / torch.linspace(0.5, 2.0, ELEMENTS)
@@ -68,6 +69,7 @@ def test_the_kernel_draws() -> None:
     assert numbers.unique().numel() > ELEMENTS // 2
 
 
+@pytest.mark.slow
 def test_the_kernels_compute_what_is_priced() -> None:
     x = torch.linspace(0.5, 2.0, ELEMENTS)
     for part, expected in (("", 1.5 * x), ("erf", x * x.erf()), (BYTE, x)):

@@ -202,6 +202,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_no_parameter_may_change_in_place() -> None:
     model, x = Scaled(), torch.randn(4, 8)
     graph = remat.capture(model, (x,), loss_fn=squared)
@@ -213,6 +214,7 @@ def test_a_tensor_that_is_no_parameter_may_change_in_place() -> None:
         model.scale.mul_(3)
 
 
+@pytest.mark.slow
 def test_what_is_unpickled_runs_inductors_code_too() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     graph = remat.capture(model, (x,), loss_fn=squared)

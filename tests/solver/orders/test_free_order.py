@@ -113,6 +113,7 @@ def test_on_a_training_step_the_given_order_is_proved_for_all(build: Any) -> Non
     assert free.status != "time limit"
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(training_graphs(max_ops=18))
 def test_auto_in_a_free_order_is_valid_and_never_worse(graph: TrainingGraph) -> None:
