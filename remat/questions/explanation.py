@@ -26,6 +26,7 @@ from remat.questions.simple_rules import Rule
 from remat.questions.sweep import price_json
 from remat.questions.tables import holders_table, plain_table, rendered
 from remat.questions.why import Why
+from remat.schedules.simulate import overhead_of
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.solver.budgets.price import GIB, GibPrice

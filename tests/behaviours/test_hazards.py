@@ -18,10 +18,9 @@ from remat.graph_capture.errors import CaptureError, RewriteError
 from remat.rewriter import RematModule, rewrite
 from remat.schedules.simulate import simulate
 from tests.behaviours.behaviours import Fails
-from tests.behaviours.test_matrix import planned
-from tests.behaviours.trainee import Trainee, differences
+from tests.behaviours.trainee import Trainee, differences, planned
 from tests.models import make
-from tests.rewriter.test_exact import schedule_of
+from tests.steps import schedule_of
 
 
 def rewritten(name: str) -> Trainee:

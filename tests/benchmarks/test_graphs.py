@@ -33,6 +33,7 @@ from benchmarks.solver_table import detail_lines, header_lines, replaced, table_
 from benchmarks.solvers import Results, budget_bytes, run
 from remat.graph_capture.tracing.trace import trace
 from remat.solver import TABLE
+from tests.limits import AMPLE_S
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -191,9 +192,9 @@ def test_solvers_are_run_in_their_own_processes_once(
 ) -> None:
     path = tmp_path / "results.json"
     asked = (["chain64"], ["0.5", "least"], ["chen_sqrt", "cut:gap=0.1"])
-    run(Results(path), *asked, limit_s=1)
+    run(Results(path), *asked, limit_s=AMPLE_S)
     assert capsys.readouterr().out.count("\n") == 4
-    run(Results(path), *asked, limit_s=1)
+    run(Results(path), *asked, limit_s=AMPLE_S)
     assert capsys.readouterr().out == ""
     results = Results(path)
     facts, cell = results.graphs["chain64"], results.cells["chain64|0.5|cut:gap=0.1"]
@@ -210,7 +211,7 @@ def test_solvers_are_run_in_their_own_processes_once(
 
 def test_a_failing_process_is_an_error() -> None:
     found = in_own_process(
-        {"graph": "none", "solver": "cut", "budget_bytes": 1, "time_limit_s": 1}, 1
+        {"graph": "none", "solver": "cut", "budget_bytes": 1, "time_limit_s": 1}, AMPLE_S
     )
     assert "no graph is called 'none'" in found["error"]
 

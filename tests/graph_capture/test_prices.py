@@ -16,6 +16,8 @@ from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import PriceCache
 from tests.models import make
 
+pytestmark = pytest.mark.usefixtures("clocked")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -25,6 +25,8 @@ from remat.graph_capture.prices.pricing import examples
 from remat.graph_capture.prices.profile import Profile, ProfiledOp
 from remat.graph_capture.prices.roofline import Roofline
 
+pytestmark = pytest.mark.usefixtures("clocked")
+
 DEVICE = "h100"
 ELSEWHERE = "another machine, 96 threads"
 

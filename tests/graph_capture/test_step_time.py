@@ -22,6 +22,8 @@ from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
 from remat.schedules.simulate import simulate
 from tests.models import make
 
+pytestmark = pytest.mark.usefixtures("clocked")
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -16,7 +16,9 @@ from remat.schedules.report.facts import Facts
 from remat.schedules.schedule import Schedule
 from remat.solver import solve
 from remat.solver.result import Result
-from tests.solver.traced_gpt import peak_bytes_of, traced_gpt
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
+from tests.solver.traced_gpt import traced_gpt
 
 REQUIRED = "REMAT_REQUIRE_BROWSER"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -41,7 +43,7 @@ class Planned(NamedTuple):
 @pytest.fixture(scope="session")
 def planned() -> Planned:
     graph = traced_gpt("written out")
-    result = solve(graph, int(0.7 * peak_bytes_of(graph)), "cut", time_limit_s=5)
+    result = solve(graph, int(0.7 * peak_bytes_of(graph)), "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert max(result.schedule.computations().values()) > 1
     return Planned(graph, result)

@@ -9,6 +9,7 @@ import pytest
 from remat.solver import Progress, solve
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain, resnet_like
 
 
@@ -45,9 +46,10 @@ def test_a_listener_hears_the_first_schedule_before_the_search_ends(solver: str)
     graph = resnet_like(8)
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
     heard: list[Progress] = []
-    result = solve(graph, budget_bytes, solver, progress=heard.append, time_limit_s=3.0)
+    result = solve(graph, budget_bytes, solver, progress=heard.append, time_limit_s=AMPLE_S)
     first = next(p for p in heard if p.best_overhead is not None)
-    assert first.seconds < 0.9 * result.wall_s
+    assert first is not heard[-1]
+    assert first.seconds < result.wall_s
     found = [p for p in heard if p.best_overhead is not None]
     assert all(a.best_overhead >= b.best_overhead for a, b in pairwise(found))  # type: ignore[operator]
     assert all(a.bound_overhead <= b.bound_overhead for a, b in pairwise(heard))

@@ -12,7 +12,7 @@ from remat.job import pipeline
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 
-QUICK = ("--time-limit", "2")
+QUICK = ("--time-limit", "600")
 
 
 def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
@@ -79,6 +79,7 @@ def test_run_says_what_runs_again(remat: Remat) -> None:
     assert " attention outputs" in shown
 
 
+@pytest.mark.slow
 def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
     for verb in ("run", "solve"):
         done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")
@@ -147,6 +148,7 @@ def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
     assert "Try --budget" in said["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_met(remat: Remat) -> None:
     said = json.loads(remat("solve", remat.gpt, "--budget", "min", *QUICK, "--json").stdout)
     assert said["peak_bytes"] <= said["budget_bytes"]

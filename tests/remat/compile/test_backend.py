@@ -22,8 +22,9 @@ from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, CaptureError, SolverError
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep
+from tests.limits import AMPLE_S
 
-FEW = {"replays": 5, "time_limit_s": 5.0}
+FEW = {"replays": 5, "solver": "cut", "time_limit_s": AMPLE_S}
 
 
 @pytest.fixture(autouse=True)

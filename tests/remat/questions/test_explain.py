@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import msgspec
 import pytest
 
 import remat
@@ -21,8 +20,10 @@ from remat.schedules.verdicts.forced import DRAWS, HANDED_OVER, forced
 from remat.schedules.verdicts.staying import staying
 from remat.solver import solve
 from remat.solver.result import Result, judged
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.models import make
-from tests.solver.traced_gpt import peak_bytes_of, traced_gpt
+from tests.solver.traced_gpt import priced_gpt, traced_gpt
 
 
 def chain() -> TrainingGraph:
@@ -44,7 +45,7 @@ def chain() -> TrainingGraph:
 def explained_chain() -> tuple[TrainingGraph, Result, Explanation]:
     graph = chain()
     result = solve(graph, 1160, "exhaustive")
-    return graph, result, remat.explain(graph, result, why_of=["a", "b"], each_s=5)
+    return graph, result, remat.explain(graph, result, why_of=["a", "b"], each_s=AMPLE_S)
 
 
 def said_of(found: Explanation, question: str) -> list[str]:
@@ -97,20 +98,6 @@ def test_by_hand_why_a_is_recomputed_and_b_is_kept() -> None:
 
 
 @functools.cache
-def priced_gpt() -> TrainingGraph:
-    """A GPT whose ops cost what they move, so that a busy machine changes no plan."""
-    graph = traced_gpt("written out")
-    sizes = {value.name: value.size_bytes for value in graph.values}
-
-    def priced(op: Op) -> Op:
-        moved_bytes = sum(sizes[name] for name in (*op.inputs, *op.outputs))
-        per_byte = 0.01 if "mm" in op.target else 0.001
-        return msgspec.structs.replace(op, cost_us=1.0 + per_byte * moved_bytes)
-
-    return msgspec.structs.replace(graph, ops=tuple(map(priced, graph.ops)))
-
-
-@functools.cache
 def planned() -> tuple[TrainingGraph, Result]:
     graph = priced_gpt()
     return graph, solve(graph, peak_bytes_of(graph) * 3 // 4, "cut")
@@ -118,7 +105,7 @@ def planned() -> tuple[TrainingGraph, Result]:
 
 @functools.cache
 def explained() -> Explanation:
-    return remat.explain(*planned(), why_of="blocks.1.mlp", each_s=5)
+    return remat.explain(*planned(), why_of="blocks.1.mlp", each_s=AMPLE_S)
 
 
 def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
@@ -187,7 +174,7 @@ def test_what_leaves_no_choice_is_said_and_not_solved() -> None:
     assert "it saves the random stream where it stands" in state.forced
     assert "there is no choice" in why_text(state, result.budget_bytes)
     ample_bytes = peak_bytes_of(graph) * 19 // 20
-    kept = solve(graph, ample_bytes, "cut", keep=["blocks.0.mlp"], time_limit_s=3)
+    kept = solve(graph, ample_bytes, "cut", keep=["blocks.0.mlp"], time_limit_s=AMPLE_S)
     (pinned, *_) = why(graph, kept, ["blocks.0.mlp.1"])
     assert pinned.forced == "pinned by --keep 'blocks.0.mlp'"
     with pytest.raises(GlobError, match=r"'blocks\.7' matches no module"):
@@ -205,7 +192,7 @@ def test_what_was_forced_names_draws_handed_over_values_and_pins() -> None:
     assert (DRAWS in reasons) == (again > 0)
     ample_bytes = peak_bytes_of(graph) * 19 // 20
     pinned = solve(
-        graph, ample_bytes, "cut", keep=["*.attn"], recompute=["*.mlp.1"], time_limit_s=3
+        graph, ample_bytes, "cut", keep=["*.attn"], recompute=["*.mlp.1"], time_limit_s=AMPLE_S
     )
     assert pinned.schedule is not None
     said = [one.reason for one in forced(graph, pinned.schedule)]
@@ -229,7 +216,7 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
     result = solve(graph, peak_bytes_of(graph) * 19 // 20, "cut")
     full = solve(graph, result.budget_bytes, "full")
     assert full.schedule is not None
-    found = remat.explain(graph, full, each_s=2)
+    found = remat.explain(graph, full, each_s=AMPLE_S)
     assert found.simple is not None
     assert found.simple.slower <= 0.01
     (said,) = said_of(found, "rule")
@@ -244,14 +231,14 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
 
 def test_a_step_that_fits_needs_no_rule() -> None:
     graph = chain()
-    found = remat.explain(graph, solve(graph, 2000, "cut"), each_s=1)
+    found = remat.explain(graph, solve(graph, 2000, "cut"), each_s=AMPLE_S)
     assert found.simple is None
     assert said_of(found, "rule")[0].startswith("nothing is recomputed: the step fits as it is")
 
 
 def test_cut_is_set_against_greedy_solvers_by_real_solves() -> None:
     graph, result = planned()
-    found = against_greedy(graph, result.budget_bytes, each_s=5)
+    found = against_greedy(graph, result.budget_bytes, each_s=AMPLE_S)
     assert found.cut.overhead == pytest.approx(result.overhead)
     times = [one.overhead for one in found.tried if one.fits]
     assert times == sorted(times)
@@ -277,6 +264,6 @@ def test_a_whole_gib_is_said_as_such() -> None:
     steps += [Compute("gb"), Free("b"), Compute("a"), Compute("ga")]
     made = Schedule.for_graph(large, steps, budget_bytes=32 * 2**30, solver="cut")
     result = judged(large, made, budget_bytes=32 * 2**30, lower_bound_us=0.0)
-    found = remat.explain(large, result, each_s=2)
+    found = remat.explain(large, result, each_s=AMPLE_S)
     assert found.is_whole_gib
     assert said_of(found, "memory")[0].startswith("1 GiB more saves")

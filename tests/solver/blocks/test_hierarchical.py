@@ -21,6 +21,8 @@ from remat.solver.blocks.options import block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, find_blocks, shape_of
 from remat.solver.problem import Problem
 from remat.solver.search import Progress
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import (
     MIB,
     Tape,
@@ -30,10 +32,6 @@ from tests.solver.random_graphs import (
     resnet_like,
     unet_like,
 )
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
 
 
 def blocks_of(graph: TrainingGraph, group: int = 1) -> tuple[list[Block], list[int]]:
@@ -201,7 +199,7 @@ def test_many_layers_cost_no_more_than_cut_takes_on_few(percent: int, cut_overhe
 )
 def test_schedules_are_valid_at_several_budgets(graph: TrainingGraph, percent: int) -> None:
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    found = solve(graph, budget_bytes, "hierarchical", time_limit_s=5)
+    found = solve(graph, budget_bytes, "hierarchical", time_limit_s=AMPLE_S)
     if found.schedule is None:
         assert found.least_feasible_bytes > budget_bytes
     else:

@@ -12,6 +12,7 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.solver import solve
 from remat.solver.bounds.least_peak import floor_of, least_peak_bound_bytes
 from remat.solver.problem import Problem, working_set_bytes
+from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import (
     chain,
@@ -121,7 +122,7 @@ def test_a_pinned_output_stays() -> None:
 @pytest.mark.parametrize("graph", [resnet_like(4), unet_like(2), gpt_like(1), chain(8)])
 def test_no_schedule_known_has_a_lower_peak(graph: TrainingGraph) -> None:
     problem = Problem.of(graph)
-    known = solve(graph, 0, "cut", time_limit_s=10.0)
+    known = solve(graph, 0, "cut", time_limit_s=AMPLE_S)
     assert least_peak_bound_bytes(problem) <= known.least_feasible_bytes
     assert least_peak_bound_bytes(problem) == least_peak_bound_bytes(problem)
 

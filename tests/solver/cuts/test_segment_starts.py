@@ -16,6 +16,7 @@ from remat.solver.cuts.starts import take_segments
 from remat.solver.search import Search
 from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain, gpt_like, resnet_like
 
 Build = Callable[[], TrainingGraph]
@@ -54,7 +55,7 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     tried: list[Search] = []
     monkeypatch.setattr(cut, "take_segments", tried.append)
     graph = build()
-    search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=8.0)
+    search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=AMPLE_S)
     cut.begin(search, store_all_state(search.problem), 1e-3)
     assert bool(tried) is is_tried
 

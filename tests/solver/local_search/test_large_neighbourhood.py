@@ -12,8 +12,9 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_by_stage
 from remat.solver.search import Search
+from tests.graphs import peak_bytes_of
 from tests.solver.random_graphs import gpt_like
-from tests.solver.tight_cases import peak_bytes_of, tight_cases
+from tests.solver.tight_cases import tight_cases
 
 
 def around(graph: TrainingGraph, budget_bytes: int, first: str, **options: Any) -> Any:

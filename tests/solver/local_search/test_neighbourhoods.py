@@ -17,11 +17,13 @@ from remat.solver.local_search.events import EventBuilder, EventProgram, Runs, c
 from remat.solver.local_search.large_neighbourhood import runs_by_stage, sequence_of_runs
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import training_graphs
-from tests.solver.tight_cases import TightCase, peak_bytes_of, tight_cases
+from tests.solver.tight_cases import TightCase, tight_cases
 
-ENOUGH = TryLimits(deterministic=5.0, seconds=30.0)
+ENOUGH = TryLimits(deterministic=5.0, seconds=AMPLE_S)
 """So that any program of these tests is searched to its end."""
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.problem import Problem
@@ -17,6 +16,7 @@ from remat.solver.segments.lower_set import Family, LowerSet, lower_set_state
 from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
 from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.store_all import store_all_state
+from tests.graphs import peak_bytes_of
 from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like
 
 NETWORKS = {
@@ -25,10 +25,6 @@ NETWORKS = {
     "gpt1": functools.partial(gpt_like, 1),
 }
 UNLIMITED_BYTES = 1 << 60
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
 
 
 def forward_graphs(count: int, n_ops: int, n_forward: int) -> Iterator[ForwardGraph]:

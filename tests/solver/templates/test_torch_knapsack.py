@@ -19,16 +19,10 @@ from remat.solver.templates.knapsack import KnapsackTable, greedy_knapsack, ilp_
 from remat.solver.templates.min_cut import cheapest_saved
 from remat.solver.templates.template import Template, read_in_backward, template_sequence
 from remat.solver.templates.torch_knapsack import Partition, banned_ops, store_all_saved_bytes
+from tests.graphs import peak_bytes_of
 from tests.paths import ROOT
 from tests.solver.random_graphs import random_graph
-from tests.solver.traced_gpt import (
-    ATTENTION,
-    by_template,
-    peak_bytes_of,
-    recomputed,
-    saved_bytes,
-    traced_gpt,
-)
+from tests.solver.traced_gpt import ATTENTION, by_template, recomputed, saved_bytes, traced_gpt
 
 CASES = ROOT.parent / "shared" / "bench" / "pytorch_knapsack.json"
 
