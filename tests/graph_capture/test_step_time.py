@@ -130,7 +130,7 @@ class Clock(CpuMeter):
 def test_the_runs_of_a_step_take_turns_in_both_orders() -> None:
     ran: list[int] = []
     runs = [partial(ran.append, number) for number in range(4)]
-    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.Runs(*runs))
+    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.WholeRuns(*runs))
     rounds.some()
     share = len(ran)
     rounds.whole(priced("plain"))
@@ -144,7 +144,7 @@ def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
     told_us = [*round_us, *(2 * each_us for each_us in reversed(round_us)), *round_us]
     graph = priced("plain")
     name = next(op.name for op in graph.ops if op.phase == "forward")
-    runs = step_time.Runs(*[lambda: None] * 4, again=(name,))
+    runs = step_time.WholeRuns(*[lambda: None] * 4, again=(name,))
     found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(graph)
     assert found is not None
     expected = 5e6, 1e6, 1e6
