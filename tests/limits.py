@@ -30,7 +30,11 @@ class LateClock:
         is_found = progress.best_overhead is not None
         self._left -= self._doing in progress.doing if self._doing else is_found
         if self._left <= 0:
-            self._ahead_s = 2 * AMPLE_S
+            self.end()
+
+    def end(self) -> None:
+        """All time is up."""
+        self._ahead_s = 2 * AMPLE_S
 
 
 def solved_in_rounds(

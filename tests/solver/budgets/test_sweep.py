@@ -190,7 +190,12 @@ def test_when_time_is_up_every_budget_has_a_result(
 ) -> None:
     graph, late = resnet_like(4), LateClock(monkeypatch)
     budgets = [peak_bytes_of(graph) * percent // 100 for percent in (60, 70, 80)]
-    found = sweep(graph, budgets, gap=0.0, time_limit_s=AMPLE_S, progress=late)
+
+    def after_the_first(done: int, total: int) -> None:
+        if done:
+            late.end()
+
+    found = sweep(graph, budgets, gap=0.0, time_limit_s=AMPLE_S, progress=after_the_first)
     assert any(result.status == "time limit" for _, result in found.points)
     check_front(graph, found)
 
