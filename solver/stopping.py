@@ -180,3 +180,31 @@ ONE_BUDGET = Seconds(part=1.5)
 so those that need it may take more."""
 SECOND_SOLVE = Seconds(least_s=1.0)
 """The solve at the least peak that the first solve has named."""
+
+# ---- orders (`orders`), chosen on layered graphs
+
+FIRST_LOOK = Seconds(part=0.3)
+"""The first look at the given order, of the whole limit."""
+ANY_ORDER_BOUND = Seconds(most_s=10.0, part=0.1)
+"""The bound for every order, of the whole limit."""
+OTHER_ORDER = Seconds(part=0.3)
+"""Each other order: half to find it, half for a first look at it."""
+FULL_SOLVE, FULL_SOLVE_IN_NEED = Seconds(part=0.2), Seconds(part=0.75)
+"""A full solve before others: where there is a schedule, and where there is none."""
+REFINED_ORDER = Seconds(part=0.05)
+"""The solve in a refined order, of the whole limit."""
+LEAST_SOLVE_S = 0.2
+"""Seconds left below which no further solve is begun."""
+VAIN_ORDERS = Rounds(12)
+"""Refined orders in a row that do not help."""
+DROPPED_RUNS = Rounds(12)
+"""Repeated runs that are tried to be left out of an order."""
+
+# ---- other solvers (`blocks`, `exact`, `policies`)
+
+BLOCK_NODES = Nodes(200)
+"""A program that makes an option of a block."""
+CUT_FIRST = Seconds(part=1 / 3)
+"""`cut`, from which `retention` starts."""
+LEAST_PEAK_TRIES = Rounds(10)
+"""Budgets at which a policy is run to find its least peak. Each halves the range."""

@@ -26,7 +26,7 @@ from benchmarks.comparison.methods import DoesNotApplyError, Variant
 from benchmarks.comparison.models import SUITES, Trainee
 from benchmarks.comparison.sac_ilp import ilp
 from benchmarks.comparison.turns import Quiet, Turns
-from remat.graph_capture.devices.memory_events import measure_peak
+from remat.graph_capture.memory_events import measure_peak
 
 JUDGED = ("inductor", "remat_compiled")
 """Methods whose gradients are held against those of the compiled step that keeps everything."""

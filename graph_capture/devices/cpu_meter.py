@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
 from remat.graph_capture.devices.meter import PASSES, Run, StepMemory, median_of
+from remat.graph_capture.memory_events import RegionMemory, measure_peak, measure_regions
 
 OFTEN, APART_S = 9, 0.1
 """Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.device_table import CPU, CUDA
-from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
+from remat.graph_capture.memory_events import RegionMemory, without_garbage
 
 SETTLE_S = 0.3
 """The device works for so long before the first op is timed, so that its clocks have risen."""

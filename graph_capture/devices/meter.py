@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from remat.graph_capture.devices.memory_events import RegionMemory
+from remat.graph_capture.memory_events import RegionMemory
 
 Run = Callable[[], Any]
 

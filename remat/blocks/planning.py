@@ -9,7 +9,6 @@ over blocks gets less room.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -25,6 +24,7 @@ from remat.schedules.assemble import assembled
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.given_blocks import GivenBlocks
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
 from remat.solver.sequence import end_of_forward, schedule_of
@@ -66,7 +66,7 @@ class BlockPlanner:
         self, traced: TracedBlocks, priced: TrainingGraph, sharding: Sharding, time_limit_s: float
     ) -> None:
         self.traced = traced
-        self.end_s = time.monotonic() + time_limit_s
+        self.clock = Clock(time_limit_s)
         ops_of = {
             path: list(one.at[path].op_of.values())
             for path in traced.blocks
@@ -84,7 +84,7 @@ class BlockPlanner:
     @cached_property
     def _shared(self) -> GivenBlocks:
         spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
-        left_s = max(self.end_s - time.monotonic(), 0.0)
+        left_s = max(self.clock.left_s, 0.0)
         return GivenBlocks.of(self.alone, spans, self._communication_bytes(), left_s)
 
     def _communication_bytes(self) -> list[int]:
@@ -107,15 +107,15 @@ class BlockPlanner:
 
     def plan(self, budget_bytes: int) -> BlocksPlan:
         """The fastest plan found within the budget; its result is infeasible if none fits."""
-        began_s = time.monotonic()
+        began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
         result = judged(
             self.graph,
             msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
             budget_bytes=budget_bytes,
             lower_bound_us=self.graph.time_us,
-            wall_s=time.monotonic() - began_s,
-            cut_short=time.monotonic() > self.end_s,
+            wall_s=began.elapsed_s,
+            cut_short=self.clock.left_s < 0,
         )
         return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
 

@@ -10,7 +10,6 @@ no gradients are asked for, Inductor runs as it is.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,7 +75,7 @@ def _require_cpu(example_inputs: Sequence[Any]) -> None:
 
 def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pair:
     """Choose what Inductor compiles, and keep what was chosen for `compiled_plans`."""
-    began_s = time.monotonic()
+    clock = Clock()
     step.calls = asked.calls
     search = PlanSearch(step, asked)
     stock = search.stock()
@@ -97,7 +96,7 @@ def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pa
             gap=found.result.gap if found.result else 0.0,
             recomputed=_recomputed(found),
             replays=1 + len(search.tried),
-            seconds=time.monotonic() - began_s,
+            seconds=clock.elapsed_s,
             schedule=found.schedule,
         )
     )

@@ -6,7 +6,6 @@ seconds each part took.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -23,6 +22,7 @@ from remat.questions.why import why
 from remat.schedules.verdicts.forced import forced
 from remat.schedules.verdicts.peak_holders import peak_holders
 from remat.solver.budgets.worth import price_of_gib
+from remat.solver.clock import Clock
 from remat.solver.result import Result
 
 EACH_S = 10.0
@@ -40,9 +40,9 @@ class _Parts:
     def timed(self, name: str, make: Callable[[], T]) -> T:
         if self.progress is not None:
             self.progress(name)
-        began_s = time.monotonic()
+        clock = Clock()
         made = make()
-        self.seconds[name] = round(time.monotonic() - began_s, 3)
+        self.seconds[name] = round(clock.elapsed_s, 3)
         return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
@@ -14,6 +13,7 @@ from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
+from remat.solver.clock import Clock
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
 from remat.solver.stopping import NAMING
@@ -89,10 +89,10 @@ def sweep(
     check_jobs(jobs)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     unmodified_bytes = unmodified(graph).peak_bytes
     asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
-    left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
+    left_s = max(clock.left_s, 0.0)
     shared: dict[str, Any] = {
         "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
         "unmodified_bytes": unmodified_bytes, **options

@@ -11,10 +11,10 @@ from torch import nn
 
 from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.devices.device_table import CPU, allocated_on
-from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.memory_events import measure_live
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.untouched import untouched

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.devices.cpu_meter import CpuMeter
-from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
+from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.keeping_time import bytes_for_backward
 from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US

@@ -7,7 +7,6 @@ eager runs it, so its one option is to keep all.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from remat.schedules.schedule import Compute
 from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
 from remat.solver.blocks.options import TURN, BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
@@ -60,7 +60,7 @@ class GivenBlocks:
         beside_bytes : for each op, bytes live beside it that the knapsack would not see.
             Buffers of FSDP2 are such: a block's own graph does not show them.
         """
-        end_s = time.monotonic() + time_limit_s
+        clock = Clock(time_limit_s)
         problem = Problem.of(graph)
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
@@ -71,7 +71,7 @@ class GivenBlocks:
             shape = (given, shape_of(problem, reads, block))
             if shape not in known:
                 limits = LIMITS if given else 0
-                found = block_options(small, limits, lambda: end_s - time.monotonic())
+                found = block_options(small, limits, lambda: clock.left_s)
                 known[shape] = found if given else _keeping_all(found)
             tables.append(known[shape])
         layers = list(zip(blocks, tables, strict=True))

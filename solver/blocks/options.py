@@ -28,13 +28,13 @@ from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.stage import recomputed_in
 from remat.solver.state import State
+from remat.solver.stopping import BLOCK_NODES
 from remat.solver.store_all import store_all_state
 
 TURN = "remat.tangents"
 """Target of the turn. It opens backward, so it runs before any other backward op."""
 GAP = 2.0
 """Absolute gap of each program, in ten-thousandths of the block's time."""
-NODE_LIMIT = 200
 LOW_PEAK = 0.5
 """How far a low-peak option goes: this share of the way from its peak to the least possible."""
 
@@ -129,7 +129,7 @@ def _option_of(state: State) -> BlockOption:
 def _keep(problem: Problem, limit_bytes: int, left_s: float) -> State | None:
     """Least recomputation with at most `limit_bytes` kept."""
     program = CutProgram(problem, (problem.n_forward,), limit_bytes)
-    limits = Limits(time_limit_s=left_s, absolute_gap=GAP, node_limit=NODE_LIMIT)
+    limits = Limits(time_limit_s=left_s, absolute_gap=GAP, node_limit=BLOCK_NODES.most)
     solution = program.solve(limits)
     if solution.values is None:
         return None

@@ -27,12 +27,11 @@ from remat.solver.exact.retention_model import RetentionEffort, RetentionModel, 
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.sequence import ops_of
+from remat.solver.stopping import CUT_FIRST, Seconds
 from remat.solver.store_all import store_all_state
 
 RAISED = (2, 3)
 """Most computations of an op, one after the other, where that is chosen for the user."""
-CUT_PART = 1 / 3
-"""The most that `cut` may take of the time limit."""
 CLOSED = 1e-9
 """With a gap of at most this, nothing is left to find."""
 
@@ -92,8 +91,8 @@ class Retention:
 
     def _begin(self, search: Search) -> None:
         """Run `cut` for its part of the time, or all of it on a graph that is too large."""
-        part = CUT_PART if search.problem.n_ops <= self.most_ops else 1.0
-        with search.clock.limited_to(part * search.clock.time_limit_s):
+        part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
+        with search.clock.limited_to(part.of(search.clock.time_limit_s)):
             Cut(gap=0.0).run(search)
         search.cut_short = search.out_of_time()
 

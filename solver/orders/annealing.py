@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from remat.solver.clock import Clock
 from remat.solver.orders.live_curve import LiveCurve, OrderMove
 
 CHECKS_EVERY = 1000
@@ -46,7 +46,7 @@ def anneal(
 
     Deterministic for a state of `source`, unless `time_limit_s` ends it early.
     """
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     n_ops = len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
     best, best_energy = curve.ops(), energy
@@ -56,9 +56,7 @@ def anneal(
     temperature = cooling.hottest_bytes
     factor = (cooling.coldest_bytes / cooling.hottest_bytes) ** (1 / cooling.moves)
     for tried in range(cooling.moves):
-        if best_energy == 0 or (
-            tried % CHECKS_EVERY == 0 and time.monotonic() - began_s > time_limit_s
-        ):
+        if best_energy == 0 or (tried % CHECKS_EVERY == 0 and clock.left_s < 0):
             break
         temperature *= factor
         if tried % FULL_EVERY == 0:

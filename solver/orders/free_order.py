@@ -13,8 +13,8 @@ Cost: some seconds of annealing and a look for each order, then the time limit, 
 is closed. Shortcomings: order and recomputation are chosen in turn, not at once; the bound is
 weak on wide graphs.
 
-The parts of the time limit and of the budget below were chosen on layered graphs. Parts of the
-time end by the clock, so two runs may differ.
+The parts of the budget below were chosen on layered graphs. Parts of the time limit
+(`stopping`) end by the clock, so two runs may differ.
 """
 
 from __future__ import annotations
@@ -30,27 +30,24 @@ from remat.solver.orders.refinement import Roomier, cheaper_start, roomier_start
 from remat.solver.orders.reorder import better_order, lowest_order
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Progress
+from remat.solver.stopping import (
+    ANY_ORDER_BOUND,
+    FIRST_LOOK,
+    FULL_SOLVE,
+    FULL_SOLVE_IN_NEED,
+    LEAST_SOLVE_S,
+    OTHER_ORDER,
+    REFINED_ORDER,
+    VAIN_ORDERS,
+    Seconds,
+)
 
-LOOK_PART = 0.3
-"""Part of the time limit that the first look at the given order may take."""
-BOUND_PART, BOUND_S = 0.1, 10.0
-"""Part of the time limit, and most seconds, for the bound on every order."""
-ORDER_PART = 0.3
-"""Part of the time left for each other order: half to find it, half for a first look at it."""
 AIMS = (1.0, 0.9, 0.0)
 """Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
 FEW_OPS = 300
 """Larger graphs get one other order at first. Refining that is a better use of the time."""
-FULL_PART, REST_PART = 0.2, 0.75
-"""Part of the time left for a full solve before others: with a schedule, and without one."""
-REFINED_PART = 0.05
-"""Part of the time limit for the solve in a refined order."""
 TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
 """Parts of the budget that refined orders aim for, in turn."""
-IN_VAIN = 12
-"""Refining ends after so many refined orders in a row that do not help."""
-LEAST_S = 0.2
-"""Seconds left below which no further solve is begun."""
 GIVEN, LOWEST = "the given order", "the order of lowest peak"
 REPEATABLE = (GIVEN, LOWEST)
 """Orders that do not depend on the budget. A least budget is named from these alone.
@@ -93,19 +90,19 @@ class FreeOrder:
         is_unproved = not self.attempts.is_proved(self.gap)
         self.attempts.cut_short = is_unproved and (
             self.attempts.is_interrupted
-            or self.clock.left_s <= LEAST_S
+            or self.clock.left_s <= LEAST_SOLVE_S
             or any(r.status == "time limit" for r in self.attempts.latest.values())
         )
         return self.attempts.result(self.clock.elapsed_s)
 
     def _run(self) -> None:
         given = tuple(range(len(self.graph.ops)))
-        self._attempt(GIVEN, given, Share(LOOK_PART * self.clock.time_limit_s, is_look=True))
+        self._attempt(GIVEN, given, Share(FIRST_LOOK.of(self.clock.time_limit_s), is_look=True))
         if self._is_open():
             self._prove()
         for aim in AIMS:
             if self._is_open() and self._is_worth(aim):
-                self._look_at_order(aim, ORDER_PART * self.clock.left_s)
+                self._look_at_order(aim, OTHER_ORDER.of(self.clock.left_s))
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
@@ -119,7 +116,7 @@ class FreeOrder:
 
     def _is_open(self) -> bool:
         """Whether something is left to do, and time."""
-        return not self.attempts.is_proved(self.gap) and self.clock.left_s > LEAST_S
+        return not self.attempts.is_proved(self.gap) and self.clock.left_s > LEAST_SOLVE_S
 
     def _attempt(self, name: str, order: Order, share: Share) -> None:
         share = share._replace(progress=self._listener(name))
@@ -137,7 +134,7 @@ class FreeOrder:
             known.is_infeasible = known.least_bound_bytes > self.budget_bytes
         bound_us = free_bound_us(
             self.graph, self.budget_bytes,
-            time_limit_s=min(BOUND_S, BOUND_PART * self.clock.time_limit_s, self.clock.left_s),
+            time_limit_s=min(ANY_ORDER_BOUND.of(self.clock.time_limit_s), self.clock.left_s),
             enough_us=known.best.rank[0] / (1 + self.gap),
         )  # fmt: skip
         if bound_us == float("inf"):
@@ -171,15 +168,15 @@ class FreeOrder:
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
         for i, look in enumerate(looks):
             if self._is_open() and self._may_be_better(look):
-                self._take_further(look, FULL_PART if look.result.schedule else REST_PART)
+                self._take_further(look, FULL_SOLVE if look.result.schedule else FULL_SOLVE_IN_NEED)
             if not i:
                 self._refine()
         best = self.attempts.best
         if self._is_open() and best.result.status == "time limit":
-            self._take_further(best, 1.0)
+            self._take_further(best, Seconds())
 
-    def _take_further(self, attempt: Attempt, part: float) -> None:
-        share = Share(part * self.clock.left_s, start=attempt.result.schedule)
+    def _take_further(self, attempt: Attempt, limit: Seconds) -> None:
+        share = Share(limit.of(self.clock.left_s), start=attempt.result.schedule)
         self._attempt(attempt.name, attempt.order, share)
 
     def _may_be_better(self, look: Attempt) -> bool:
@@ -191,9 +188,9 @@ class FreeOrder:
     def _refine(self) -> None:
         """Orders with room for the best schedule's runs, and solves in them, in turn."""
         in_vain = tried = 0
-        while self.attempts.has_schedule and self._is_open() and in_vain < IN_VAIN:
+        while self.attempts.has_schedule and self._is_open() and in_vain < VAIN_ORDERS.most:
             best = self.attempts.best
-            limit_s = min(REFINED_PART * self.clock.time_limit_s, self.clock.left_s)
+            limit_s = min(REFINED_ORDER.of(self.clock.time_limit_s), self.clock.left_s)
             self._tell("looking for an order with more room")
             found = self._roomier(best.result, tried, limit_s)
             tried += 1

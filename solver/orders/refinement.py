@@ -22,23 +22,22 @@ layer, it came to 2.9-3.0 % on 500 ops and 1.9 % on 1,000 within 90 s; the turns
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
+from remat.solver.clock import Clock
 from remat.solver.ordering import Order, predecessors, reordered
 from remat.solver.orders.annealing import Cooling, anneal
 from remat.solver.orders.live_curve import LiveCurve, Lived, OpFacts, with_end_of_forward
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.sequence import end_of_forward, ops_of, schedule_of
+from remat.solver.stopping import DROPPED_RUNS
 
 MOVES_PER_RUN = 200
 MOST_MOVES = 150_000
-DROPS = 12
-"""How many repeated runs `cheaper_start` tries to leave out, each with an eighth of the moves."""
 HOTTEST, COLDEST = 4.0, 0.05
 """Temperatures, in mean bytes of a value. They are low, to improve the order, not replace it."""
 
@@ -77,13 +76,13 @@ def cheaper_start(
     None if no run could be left out.
     """
     assert found.schedule is not None, "only a schedule can be refined"
-    began_s, source = time.monotonic(), random.Random(seed)
+    clock, source = Clock(time_limit_s), random.Random(seed)
     problem = Problem.of(graph)
     runs = ops_of(problem, found.schedule)
     is_better = False
-    for _ in range(DROPS):
+    for _ in range(DROPPED_RUNS.most):
         repeated = _repeated(runs)
-        left_s = time_limit_s - (time.monotonic() - began_s)
+        left_s = clock.left_s
         if not repeated or left_s <= 0:
             break
         costs_us = [problem.cost_us[runs[i]] + 1e-9 for i in repeated]

@@ -21,12 +21,11 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.sequence import recomputed_by_stage
 from remat.solver.state import State
+from remat.solver.stopping import LEAST_PEAK_TRIES
 from remat.solver.store_all import store_all_state
 
 MakePolicy = Callable[[Problem, int], Policy]
 """From the graph and the bytes of room beside what is resident."""
-LEAST_TRIES = 10
-"""Runs that look for the least peak; each halves the range."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _bisect_least_peak(
     that an infeasible result names finds this schedule again.
     """
     low_bytes, high_bytes = range_bytes
-    for _ in range(LEAST_TRIES):
+    for _ in range(LEAST_PEAK_TRIES.most):
         middle_bytes = (low_bytes + high_bytes) // 2
         if middle_bytes in (low_bytes, high_bytes) or search.out_of_time():
             break

@@ -23,11 +23,11 @@ from remat.graph_capture.devices.device_table import (
     check_device,
     table_name,
 )
-from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
 from remat.graph_capture.joint import batch_norm
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message
+from remat.graph_capture.memory_events import RegionMemory
 from remat.graph_capture.prices import op_prices, pricing
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.refuse import refuse_module

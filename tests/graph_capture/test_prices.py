@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from remat.graph_capture import trace
-from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
+from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.graph_capture.prices import op_prices, pricing
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import PriceCache

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture import trace
-from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.joint.nodes import copy_of
+from remat.graph_capture.memory_events import measure_peak
 from remat.graph_capture.prices.booking import booked, costs_of, with_costs
 from remat.graph_capture.prices.keeping_time import Costs
 from remat.graph_capture.prices.price_cache import WholeStep
