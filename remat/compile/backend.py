@@ -28,6 +28,7 @@ from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budg
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+from remat.solver.clock import Clock
 
 
 def backend(
