@@ -1,5 +1,7 @@
 # make demo   plan, rewrite and check the example GPT at 60 % of its peak; build/demo.html shows it
-# make test   the tests, side by side on the cores there are; one by one: PYTEST_ARGS="-n 0"
+# make test   the tests, side by side on the cores there are; one by one: PYTEST_ARGS="-n 0".
+#             Without those marked slow (.ci/run runs them: PYTEST_ARGS="-m slow"), clock, which
+#             read a clock and want a quiet machine, and gpu
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
 # make notebooks  runs notebooks/ and keeps them, with their outputs, in build/notebooks
@@ -11,7 +13,8 @@ PYTHON ?= python3
 BUDGET ?= 60%
 MODEL ?= examples/gpt.py:factory
 PYTEST_ARGS ?=
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# By file, whose tests share captures and plans; in order, in which the last files are short.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

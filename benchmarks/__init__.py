@@ -1,1 +1,13 @@
-"""Benchmarks: graphs, instance files, and what each solver makes of them."""
+"""Benchmarks: what solvers make of many graphs, and what plans make of real training steps.
+
+Run as `python -m benchmarks.NAME`; each says more with `--help`:
+
+- solvers: `solvers` (every solver on every graph), `solver_table` and `order_table` (the tables of
+  docs/solvers.md), `graphs` and `layered` (the graphs), `instance` (one graph from a file),
+  `references` (graphs whose optimum is known), `scaling` (cost of a plan against graph size);
+- training steps: `training` (ours beside what others do; its parts are in `comparison/`),
+  `examples`, `runtime`, `compiled_rewritten`, `torch_checkpoint`, `gpu_zoo`.
+
+The rest serves these: `networks/`, `cell`, `instance_format`, `kept_memory`. Results that the
+documents show are in `results/`.
+"""

@@ -1,8 +1,9 @@
 """One cell of the solver benchmark, solved in a process of its own.
 
-`in_own_process` starts it and kills it with all its children where it overruns; run as a
-program, this file reads one request as JSON from standard input and prints what it found.
-A request without a solver asks for the sizes of the graph.
+In its own process the memory of a solve can be measured, and a solve that overruns can be killed.
+`in_own_process` starts it, and kills it with all its children if it overruns. Run as a program,
+this file reads one request as JSON from standard input and prints what it found. A request
+without a solver asks for the sizes of the graph.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.graphs import graph, peak_bytes, working_set_bytes
+from remat.schedules.simulate import overhead_of
 from remat.solver import Progress, make_solver, solve
 from remat.solver.backends.apart import end_idle
 
 ROOT = Path(__file__).parents[1]
 GRACE_S, GRACE_FACTOR = 60.0, 2.0
+"""A process is killed after so many times its limit and so many seconds more."""
 CAPTURE_S = 300.0
+"""Seconds more if it may have to capture the graph."""
 LEAST_BUDGET_BYTES = 1
+"""A budget that nothing fits, so that the solver names the least that it knows to do."""
 PACKAGES = ("torch", "ortools", "pulp", "numpy")
 
 
 def in_own_process(request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """What the request's process printed; an `error` where it failed or was killed."""
+    """What the request's process printed; an `error` if it failed or was killed."""
     patience_s = GRACE_FACTOR * limit_s + GRACE_S + (0 if "solver" in request else CAPTURE_S)
     began_s = time.monotonic()
     process = subprocess.Popen(
@@ -88,11 +93,10 @@ def solved(name: str, solver: str, budget_bytes: int, time_limit_s: float) -> di
     seconds = time.monotonic() - began_s
     end_idle()
     is_found = result.schedule is not None
-    base_us = made.time_us or 1.0
     return {
         "status": result.status,
         "overhead": result.overhead if is_found else None,
-        "bound_overhead": max(result.lower_bound_us, made.time_us) / base_us - 1,
+        "bound_overhead": overhead_of(result.lower_bound_us, made.time_us),
         "gap": result.gap if is_found else None,
         "seconds": seconds,
         "first_feasible_seconds": (found_at or [seconds])[0] if is_found else None,
@@ -108,7 +112,7 @@ def solved(name: str, solver: str, budget_bytes: int, time_limit_s: float) -> di
 
 
 def _options(text: str) -> dict[str, Any]:
-    """``a=1,b=free`` as options; what is no Python literal is taken as a string."""
+    """The options in ``a=1,b=free``; what is no Python literal is a string."""
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -126,8 +130,8 @@ def _versions() -> dict[str, str]:
 def memory_bytes() -> int:
     """The most memory that this process, or the largest of its children, had resident.
 
-    Linux hands the highest use of a parent on to its children in `ru_maxrss`, so this
-    process's own is read from ``VmHWM``.
+    On Linux a child begins with its parent's `ru_maxrss`, so this process reads its own from
+    ``VmHWM``.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit

@@ -1,9 +1,9 @@
 """The examples at falling budgets: `python benchmarks/examples.py --out results.json`.
 
 Runs `remat run` on each example at 80, 60 and 45 % of its unmodified peak, and prints what
-was predicted beside what was measured. Ends with status 1 if anything differs from eager,
-a measured peak exceeds its budget or rises as the budget falls, a predicted peak is off by
-more than 1 %, or an overhead falls as the budget falls.
+was predicted beside what was measured. Ends with status 1 if anything differs from eager, if
+a measured peak exceeds its budget or rises as the budget falls, if a predicted peak is off by
+more than 1 %, or if an overhead falls as the budget falls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(example: str, percent: int) -> dict[str, Any]:
 
 
 def complaints(example: str, found: list[dict[str, Any]]) -> list[str]:
-    """What is not as it should be in the runs of one example, largest budget first."""
+    """The faults in the runs of one example, largest budget first."""
     said: list[str] = []
     for percent, run in zip(PERCENTS, found, strict=True):
         plan = run["plan"]

@@ -1,10 +1,10 @@
 """Predicted beside measured on a CUDA device: `python -m benchmarks.gpu_zoo --out FILE.json`.
 
 Each example, and each model of `tests/zoo` that is installed, is captured, priced, planned,
-rewritten and run on the device. Kept are the device with its versions, and by model the
+rewritten and run on the device. The file keeps the device with its versions and, for each model,
 predicted and measured peaks and step times of the plan for `--budget` of the unmodified peak.
-Ends with status 1 if a plan differs from eager, a peak is off by more than 2 %, or the sum of
-prices by more than 10 % of the measured step.
+Ends with status 1 if a plan differs from eager, if a peak is off by more than 2 %, or if the sum
+of prices is off by more than 10 % of the measured step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from remat.graph_capture.errors import RematError
 from remat.job import pipeline
 from remat.job.factory import Loaded, load
 from remat.job.json_report import report_json
+from remat.job.request import Request
+from remat.job.stopwatch import Stopwatch
 from tests.zoo.catalogue import ZOO
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -51,12 +53,11 @@ def _of_the_zoo(case: Any) -> Loaded:
 
 
 def measured(build: Build, device: str, budget: str) -> dict[str, Any]:
-    """What `remat run --json` says of a model, for the least budget where `budget` is below it."""
-    stages = pipeline.Stages()
-    report = None
+    """What `remat run --json` says of a model, at the least budget if `budget` is too small."""
+    stopwatch, report = Stopwatch(), None
     for asked in (budget, "min"):
-        request = pipeline.Request(asked, time_limit_s=LIMIT_S, device=device)
-        report = pipeline.run(build().on(device), request, stages)
+        request = Request(asked, time_limit_s=LIMIT_S, device=device)
+        report = pipeline.run(build().on(device), request, stopwatch)
         if report.result.schedule is not None:
             break
     assert report is not None
@@ -74,7 +75,7 @@ def errors(said: dict[str, Any]) -> dict[str, float]:
 
 
 def complaints(said: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """The faults of a model's figures."""
     found, off = list(said["failures"]), said["errors"]
     if abs(off["plan_peak_bytes"]) > PEAK_ERROR:
         found.append(f"the peak is off by {100 * off['plan_peak_bytes']:.1f} %")

@@ -1,9 +1,9 @@
 """The graphs that solvers are compared on, by name: `python -m benchmarks.graphs [NAME ...]`.
 
-Networks are captured on a CPU without being run and priced by `benchmarks/roofline.py`, so
-that a graph is the same on any machine. They are kept as JSON in ``$REMAT_CACHE/benchmarks``
-or ``~/.cache/remat/benchmarks``, under a hash of all sources they depend on. Reading one
-from there imports no torch.
+Networks are captured on a CPU without being run, and priced by `benchmarks/networks/roofline.py`.
+So a graph is the same on any machine. Captured graphs are kept as JSON in
+``$REMAT_CACHE/benchmarks`` or ``~/.cache/remat/benchmarks``, under a hash of all sources they
+depend on. Reading one from there imports no torch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ LAYERED = {
     for seed in range(3)
 }
 CHAIN = "chain64"
-SOURCES = ("networks.py", "network_modules.py", "roofline.py")
+SOURCES = ("benchmarks/networks", "graph_capture", "examples/unet.py")
+"""Files and folders of which a captured graph is made."""
 MIB = 1 << 20
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `graph` takes here; instance files only where they are present."""
+    """Every name that `graph` takes here; instance files only if they are present."""
     return (*NETWORK_NAMES, CHAIN, *LAYERED, *(BENCH_PREFIX + path.stem for path in _files()))
 
 
@@ -112,8 +113,8 @@ def _network(name: str) -> TrainingGraph:
 
 def captured(name: str) -> TrainingGraph:
     """Capture and price a network; `graph` keeps what this returns."""
-    from benchmarks.networks import NETWORKS
-    from benchmarks.roofline import roofline
+    from benchmarks.networks.catalogue import NETWORKS
+    from benchmarks.networks.roofline import roofline
     from remat.graph_capture.tracing.trace import trace
 
     traced = trace(**NETWORKS[name]())
@@ -122,10 +123,11 @@ def captured(name: str) -> TrainingGraph:
 
 def _sources() -> str:
     """SHA-256 of what a captured graph depends on."""
-    own = [ROOT / "benchmarks" / name for name in SOURCES]
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
-    for path in (*own, *sorted((ROOT / "graph_capture").glob("*.py"))):
-        digest.update(path.read_bytes())
+    for place in SOURCES:
+        path = ROOT / place
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else (path,):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -4,8 +4,8 @@ Prints one JSON object and nothing else to standard output; costs are in the fil
 `benchmarks/instance_format.py` says what a file holds. `--out` writes the sequence of node
 ids in the order computed, recomputations included; each result is freed after its last use.
 
-Ends with status 0, with 2 and one line on standard error where the request cannot be read,
-and with 3 where no schedule was found within the budget.
+Ends with status 0 if a schedule was found within the budget, with 3 if none was. If the request
+cannot be read, ends with status 2 and one line on standard error.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from remat.solver import Progress, Result, make_solver, solver_class
 WRONG, NOTHING_FITS = 2, 3
 ORDERS = ("fixed", "free")
 LEAST_GAP = 1e-6
-"""Costs are exact here, not measured: a solve goes on while this much may be gained."""
+"""Costs are exact here, not measured, so a solve goes on while this much may be gained."""
 PASSED_ON = ("order", "workers", "seed", "gap")
 PROOF_SLACK = 1e-6
-"""Relative error allowed for in a bound before it is rounded up to a whole cost."""
+"""Relative error that a bound may have; it is allowed for before rounding up to a whole cost."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG, f"{self.prog}: {message}\n")
@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass
 class History:
-    """Listens to a solver: what was known when, in the unit of cost."""
+    """Listens to a solver and notes what was known when, in the file's unit of cost."""
 
     instance: Instance
     base: float
@@ -83,13 +83,13 @@ class History:
 
 
 def closing_gap(instance: Instance) -> float:
-    """The gap at which a solve ends: half a unit where costs are whole, which is a proof."""
+    """The gap at which a solve ends. If costs are whole, half a unit is a proof."""
     base = sum(node.cost for node in instance.nodes)
     return 0.5 / base if instance.costs_are_whole and base else LEAST_GAP
 
 
 def rounded_bound(bound: float, cost: Number | None, *, whole: bool) -> Number:
-    """The bound as it is shown: up to a whole number where costs are, never above `cost`."""
+    """The bound as it is shown: rounded up if costs are whole, and never above `cost`."""
     if whole:
         up = math.ceil(bound - PROOF_SLACK * max(1.0, abs(bound)))
         bound = up if up >= bound * (1 - PROOF_SLACK) and up >= math.floor(bound) else bound
@@ -103,7 +103,7 @@ def sequence_of(instance: Instance, schedule: Schedule) -> list[Id]:
 
 
 def options_for(solver: str, asked: argparse.Namespace, instance: Instance) -> dict[str, object]:
-    """What was asked for, as far as that solver has such an option.
+    """The options that were asked for and that the solver has.
 
     Raises
     ------
@@ -206,6 +206,7 @@ def _parser() -> _Parser:
         "--constants",
         choices=("resident", "apart"),
         default="apart",
+        # Budgets that come with such graphs are parts of the peak of their values alone.
         help="whether the file's constant_bytes count towards the budget",
     )
     parser.add_argument("--out", type=Path, help="JSON file for the sequence of node ids")

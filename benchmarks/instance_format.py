@@ -1,10 +1,12 @@
-"""Instance files: a graph of nodes with costs and bytes, as JSON, read, checked and written.
+"""Instance files: a graph of nodes with costs and bytes, as JSON.
+
+Graphs of others come in this form.
 
 One object with `nodes` (`id`, `cost`, `bytes`, and a `name` if there is one), `edges` (pairs
 of ids, producer first), `order` (ids in the order of first computations; without it, the
-first order that the edges allow) and `constant_bytes`, which are resident. Other fields are
-left unread. Nothing need be live at the end. Memory while a node is computed: all live
-results, its own included.
+first order that the edges allow) and `constant_bytes`, which are resident. Other fields are not
+read. Nothing need be live at the end. While a node is computed, memory holds all live results,
+its own included.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ SHOWN = 12
 
 
 class InstanceError(ValueError):
-    """The file is no instance; says what was found and where."""
+    """The file is no instance; the message says what was found and where."""
 
 
 class Node(msgspec.Struct, frozen=True):

@@ -4,15 +4,15 @@ The kind of graph on which MOCCASIN is measured, after Gagrani et al. 2022, "Neu
 topological ordering for computation graphs", appendix A (https://arxiv.org/abs/2207.05899).
 Four such graphs are published with it (https://github.com/haoming-codes/moccasin). The names
 of their files give n = 100, 250, 500 and 1000 with w = 0.27, 0.43, 0.36 and 0.31, and nlv = 0.75,
-ed = 0.2, scd = 0.14 throughout. How these act was read off the first, RL1, whose 19 inner layers
-of 2 to 9 nodes, 194 edges between neighbouring layers and 33 others the rules below give back;
-those of 250 and 500 nodes have 22 and 31 inner layers, where these rules make 24 and 37:
+ed = 0.2, scd = 0.14 throughout. What these mean was read off the first graph, RL1. The rules below
+give back its 19 inner layers of 2 to 9 nodes, its 194 edges between neighbouring layers and its 33
+others. The graphs of 250 and 500 nodes have 22 and 31 inner layers; these rules make 24 and 37.
 
 - width w: mean nodes in a layer over the number of layers;
 - layer variability nlv: a layer has (1 ± nlv) times the mean, uniformly;
-- edge density ed: between layers of a and b nodes there are max(a, b) edges, by which no
-  node is left alone, and ed of all other pairs, which widen a band along the diagonal;
-- skip density scd: share of all edges that join layers that are no neighbours.
+- edge density ed: between layers of a and b nodes there are max(a, b) edges, so that no node
+  is left alone, and ed of all other pairs, which widen a band along the diagonal;
+- skip density scd: share of all edges that join layers which are no neighbours.
 
 A source feeds the whole first layer, the whole last layer feeds a sink; both cost nothing.
 Costs are uniform in 1..1000; bytes are exponential with mean 3,000, cut to 80..6,200, in
@@ -20,8 +20,8 @@ tens: RL1 has 80..6,150 with median 1,600.
 
 The given orders of the published graphs are not layer by layer: they leave a layer before
 it is done and come back. In RL1 the next node stands, on average, at 0.72 of those that are
-ready, the longest ready being at 0 and the newest at 1; a place drawn as √u gives that back.
-`by_layers` asks for the order layer by layer instead.
+ready: 0 is the longest ready, 1 the newest. A place drawn as √u gives that back. `by_layers` asks
+for the order layer by layer instead.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _edges(shape: Shape, layers: list[range], source: random.Random) -> set[Edge
 
 
 def _band(a: int, b: int, density: float, source: random.Random) -> set[Edge]:
-    """Pairs around the diagonal of an grid of a by b: each row and column has one, then more."""
+    """Pairs around the diagonal of a grid of a by b: one for each row and column, then more."""
     most = max(a, b)
     pairs = dict.fromkeys((i * a // most, i * b // most) for i in range(most))
     border: list[Edge] = []

@@ -1,7 +1,7 @@
 """Writes docs/solvers.md's table of orders: `python -m benchmarks.order_table [RESULTS.json]`.
 
 The file holds `auto` and `auto:order=free` on layered graphs at percentages of the peak, as
-`benchmarks.solvers` writes them; the table stands between `<!-- orders -->` and `<!-- /orders -->`.
+`benchmarks.solvers` writes them. The table is between `<!-- orders -->` and `<!-- /orders -->`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compares solves with the known optima of a folder of instances.
 
-`python -m benchmarks.references FOLDER` solves every instance of which the file holds a
-published or exhaustively proved result, prints one line for each, and ends with status 1
-if any is missed. The chains of the folder are compared in `tests/solver/chains/test_chains.py`.
+`python -m benchmarks.references FOLDER` solves every instance whose file holds a published
+result, or one proved by exhaustive search. It prints one line for each, and ends with status 1
+if any is missed. `tests/solver/chains/test_chains.py` compares the chains of the folder.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PUBLISHED = {
     "moccasin_rl1": [(41687, "fixed", 0.008, True), (37055, "fixed", 0.023, False),
                      (41687, "free", 0.0, False), (37055, "free", 0.003, False)],
 }  # fmt: skip
-"""Budget, order, overhead to reach to three places, whether a proof is due."""
+"""Budget, order, overhead to reach (to three places), whether a proof is due."""
 EXACT = ("checkmate_test", "checkmate_linear4")
 PROVED = ("moccasin_fcn8", "moccasin_vgg16")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One solve: `cost` is to be reached, None if nothing may fit."""
+    """One solve that must reach `cost`; None if nothing may fit."""
 
     name: str
     instance: Instance
@@ -47,7 +47,7 @@ def instance_of(data: dict[str, Any]) -> Instance:
 
 
 def apart(path: Path) -> Instance:
-    """The instance of a file, its constants left out of the budget."""
+    """The instance of a file, without its constants."""
     return msgspec.structs.replace(read_instance(path), constant_bytes=0)
 
 

@@ -1,13 +1,13 @@
 """What the rewritten step costs beyond its recomputation: `python -m benchmarks.runtime`.
 
-Three measurements, each of both steps in turn in one process, so that drift hits both, with freed
-memory kept by the allocator, so that no step pays for what another gave back:
+There are three measurements. Each runs its steps in turn in one process, so that drift hits all,
+and the allocator keeps freed memory, so that no step pays for what another gave back:
 
-- overhead of the runtime an op: the step that keeps everything against eager's, on a GPT so
+- the runtime's overhead for each op: the step that keeps everything against eager's, on a GPT so
   small that its kernels take next to no time;
-- the step that keeps everything against eager's on a GPT of width 256 with 6 layers;
-- overheads of plans at falling budgets, against the step that keeps everything, beside those
-  planned.
+- the step that keeps everything against eager's, on a GPT of width 256 with 6 layers;
+- overheads of plans at falling budgets, against the step that keeps everything, beside the
+  planned ones.
 
 `--out FILE` keeps the figures as JSON, `--device cuda` measures there.
 """
@@ -30,12 +30,11 @@ from torch import nn
 import remat
 from benchmarks.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
-from remat.graph_capture.devices.cpu_meter import device_name
+from remat.graph_capture.devices.cpu_meter import cpu_title
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)
 PERCENTS = (80, 60, 40)
-BATCHES = 5
 
 
 def model_and_batch(sizes: Sizes, device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -96,7 +95,7 @@ def rewritten(
 
 
 def per_op(device: str, rounds: int) -> dict[str, Any]:
-    """Microseconds an op that the runtime takes beyond eager's."""
+    """The microseconds that the runtime takes beyond eager, for each op."""
     graph, _, steps = rewritten(SMALL, device, {}, 0.0)
     found = times_us(steps, 20 * rounds)
     eager_us, plan_us = (statistics.median(found[name]) for name in ("eager", "keep all"))
@@ -110,7 +109,7 @@ def per_op(device: str, rounds: int) -> dict[str, Any]:
 
 
 def plans(device: str, rounds: int, time_limit_s: float) -> list[dict[str, Any]]:
-    """One row a plan of the wide GPT: planned and measured overhead."""
+    """One row for each plan of the wide GPT: planned and measured overhead."""
     budgets = {f"{percent} %": f"{percent}%" for percent in PERCENTS}
     _, results, steps = rewritten(WIDE, device, budgets, time_limit_s)
     found = times_us(steps, rounds)
@@ -156,7 +155,7 @@ def main() -> int:
             f"measured {100 * one['measured_overhead']:.1f} %"
         )
     if asked.out:
-        on = torch.cuda.get_device_name() if asked.device != "cpu" else device_name()
+        on = torch.cuda.get_device_name() if asked.device != "cpu" else cpu_title()
         facts = {"device": on, "torch": str(torch.__version__), "python": platform.python_version()}
         asked.out.write_text(json.dumps({**facts, "per_op": small, "plans": rows}, indent=1) + "\n")
     return 0

@@ -1,9 +1,9 @@
 """How the cost of a plan grows with the graph: `python -m benchmarks.scaling --out FILE`.
 
-A GPT of 12 to 200 layers is captured, priced from no earlier price, solved at 50 % of its peak and
-rewritten, each size in a process of its own; printed are seconds of each part, the peak of the
-process's memory, and the exponent of a power law fitted to the sums against the number of ops.
-Ends with status 1 if that is above 1.3.
+A GPT of 12 to 200 layers is captured, priced with no price known before, solved at 50 % of its peak
+and rewritten, each size in a process of its own. Printed are the seconds of each part, the peak of
+the process's memory, and the exponent of a power law fitted to the sums against the number of
+ops. Ends with status 1 if the exponent is above 1.3.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 import remat
 from benchmarks.cell import cpu_name
-from benchmarks.networks import gpt
+from benchmarks.networks.catalogue import gpt
 from remat.graph_capture import price, trace
 
 ROOT = Path(__file__).parents[1]

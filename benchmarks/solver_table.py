@@ -1,8 +1,8 @@
 """Writes docs/solvers.md's tables: `python -m benchmarks.solver_table [RESULTS.json]`.
 
-What stands between `<!-- table -->` and `<!-- /table -->` is made from the file that
-`benchmarks.solvers` wrote; what stands between `<!-- solvers -->` and `<!-- /solvers -->` from
-the headers of the solvers' files. All else in the document is left alone.
+What is between `<!-- table -->` and `<!-- /table -->` is made from the file that
+`benchmarks.solvers` wrote. What is between `<!-- solvers -->` and `<!-- /solvers -->` is made from
+the headers of the solvers' files. The rest of the document stays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import ast
 import json
 import math
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -27,34 +26,39 @@ Cells = list[dict[str, Any]]
 
 
 def header_lines() -> list[str]:
-    """One line a solver: the first paragraph of its file, and what it says it solves."""
+    """One line a solver: the first paragraph of its file."""
     lines: list[str] = []
     for name, place in TABLE.items():
         module = place.partition(":")[0].removeprefix("remat.")
         path = ROOT / f"{module.replace('.', '/')}.py"
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-        _, _, solves = " ".join(paragraphs[1:]).partition("Solves: ")
-        sentence = re.split(r"(?<=\.) (?=[A-Z])", solves, maxsplit=1)[0]
-        lines.append(f"- `{name}`: {paragraphs[0]}" + (f" Solves: {sentence}" if sentence else ""))
+        first, _, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        lines.append(f"- `{name}`: {' '.join(first.split())}")
     return lines
 
 
 def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
-    """All tables of the results."""
+    """The tables of the document: the best of each graph, and each solver over all of them."""
     lines = [made_on(cells), "", "### The best known of each graph", ""]
     lines += _best_table(graphs, cells)
-    lines += ["", "### Each solver over all cells", "", *_summary_table(cells)]
-    lines += ["", "### Overhead by solver"]
+    return [*lines, "", "### Each solver over all cells", "", *_summary_table(cells)]
+
+
+def detail_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
+    """The overhead and the seconds of each solver on each graph.
+
+    They are too long for the document, and go to a file beside the results.
+    """
+    lines = ["# Overhead by solver and graph", ""]
+    lines += [f"Made by `python -m benchmarks.solver_table`. {made_on(cells)}"]
     for graph in graphs:
         rows = _detail_table([cell for cell in cells if cell["graph"] == graph])
         if rows:
-            lines += ["", f"**{graph}**, {graphs[graph]['ops']} ops", "", *rows]
+            lines += ["", f"## {graph}, {graphs[graph]['ops']} ops", "", *rows]
     return lines
 
 
 def made_on(cells: Cells) -> str:
-    """On what, with what and when the figures were made."""
+    """The processor, versions, dates and limits with which the figures were made."""
     facts = {
         what: _distinct(str(cell[what]) for cell in cells if what in cell)
         for what in ("cpu", "date", "time_limit_s")
@@ -113,7 +117,7 @@ def _best(cells: Cells) -> str:
 
 
 def _bound(cell: dict[str, Any]) -> float:
-    """The bound that a cell proves for the captured order; none where others are allowed."""
+    """The bound that a cell proves for the captured order; 0 if other orders were allowed."""
     has_other_order = "order=free" in cell["solver"]
     return 0.0 if has_other_order else cell.get("bound_overhead") or 0.0
 
@@ -167,7 +171,7 @@ def _entry(cell: dict[str, Any]) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as a percentage; a negative one, of rounding, as none."""
+    """A fraction as a percentage; one below zero comes from rounding, and shows as zero."""
     return f"{100 * max(fraction, 0.0):.2f} %"
 
 
@@ -209,6 +213,8 @@ def main() -> int:
         cells = list(results["cells"].values())
         if cells:
             document = replaced(document, "table", table_lines(results["graphs"], cells))
+            details = detail_lines(results["graphs"], cells)
+            asked.results.with_suffix(".md").write_text("\n".join([*details, ""]))
     asked.docs.write_text(document)
     return 0
 

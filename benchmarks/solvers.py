@@ -1,11 +1,11 @@
 """Every solver on every graph: `python -m benchmarks.solvers --out RESULTS.json`.
 
-Budgets are w + f · (p - w) for f = 0.7, 0.5, 0.3, 0.15, with w what the largest op needs,
-resident bytes included, and p the peak of the unmodified step; and the least budget that
-`auto` knows to be feasible (`least`). `--fractions 80%` asks for so much of p. Each solve has
+Budgets are w + f · (p - w) for f = 0.7, 0.5, 0.3, 0.15. Here w is what the largest op needs,
+resident bytes included, and p is the peak of the unmodified step. One more budget is the least
+that `auto` knows to be feasible (`least`). `--fractions 80%` asks for so much of p. Each solve has
 a process of its own, whose memory is measured, and which is killed if it runs far past its
-limit. Cells that the file has already are skipped, so a run that was stopped goes on where it
-was; `--again` solves them anew.
+limit. Each cell is kept as soon as it is done. Cells that the file has already are skipped, so a
+run that was stopped goes on where it was; `--again` solves them anew.
 
 A solver may carry options: `--solvers cut auto:order=free,seed=1`.
 """
@@ -32,7 +32,7 @@ DEFAULT_OUT = ROOT / "benchmarks" / "results" / "solvers.json"
 
 
 class Results:
-    """The results file: facts of each graph, and one cell a (graph, f, solver)."""
+    """The results file: facts of each graph, and one cell for each graph, fraction and solver."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class Results:
 
 
 def budget_bytes(facts: dict[str, Any], fraction: str) -> int:
-    """The budget of a graph at a fraction, or its least one; 0 where that is unknown."""
+    """The budget of a graph at a fraction, or its least one; 0 if that is unknown."""
     if fraction == "least":
         return int(facts["least_bytes"])
     if fraction.endswith("%"):

@@ -1,7 +1,7 @@
-"""What torch's own checkpointing reaches with what a plan keeps: measured peaks on a small GPT.
+"""What torch's own checkpointing reaches if it keeps what a plan keeps: peaks on a small GPT.
 
-``python -m benchmarks.torch_checkpoint`` prints the table of `docs/files.md`, with the peaks of
-plain checkpoints around every n-th block below it. Bytes are beyond what is resident.
+``python -m benchmarks.torch_checkpoint`` prints the table of `docs/files.md`. Below it are the
+peaks of plain checkpoints around every n-th block. Bytes leave out what is resident.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.graph_capture.devices.memory_events import measure_peak
+from remat.graph_capture.memory_events import measure_peak
 from remat.job.factory import load
 from remat.questions.layer_checkpoints import candidates
 

@@ -1,9 +1,10 @@
 """Training steps made to fit, by everything that people use: `python -m benchmarks.training`.
 
 Each model of a suite is trained for a few steps as it is, with torch's own ways to save memory,
-and with plans at the peaks that those reach. Every row is measured in a process of its own, in
-turn with the unmodified step; rows that are in `--out` already are not measured again.
-`python -m benchmarks.comparison.document` makes docs/benchmarks.md of the results.
+and with plans. Budgets of plans are the peaks that the other rows reached, so that tables compare
+at equal peaks. Every row is measured in a process of its own, in turn with the unmodified step.
+Rows that are in `--out` already are not measured again.
+`python -m benchmarks.comparison.document` makes docs/benchmarks.md from the results.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"
 LIMIT_S = 900.0
 WORKERS = 4
-"""Rows under way at once on CPUs with more than one core; a GPU's memory is for one."""
+"""Rows under way at once on CPUs with more than one core. A GPU's memory is for one row."""
 Key = tuple[str, float]
 JUDGE: Key = (TORCHS_KEPT, 0)
-"""The row whose gradients those of other compiled rows are held against."""
+"""The row with whose gradients those of other compiled rows are compared."""
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
 SMOKE_SHARES = (0.3,)
 PERCENTS = (80, 60, 40)
@@ -61,7 +62,7 @@ class Results:
 
     @classmethod
     def at(cls, path: Path, suite: str) -> Results:
-        """What the file holds, or a beginning."""
+        """The results in the file, or none yet."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -80,11 +81,11 @@ class Results:
         return cls(path, {"suite": suite, **facts(suite), "seconds": 0.0, "rows": {}})
 
     def rows(self, model: str) -> list[Row]:
-        """Those of a model that were measured."""
+        """The rows of a model that were measured."""
         return [Row.read(key, kept) for key, kept in self.kept["rows"].get(model, {}).items()]
 
     def has(self, model: str, key: Key) -> bool:
-        """Whether the row was measured, or said not to apply."""
+        """Whether the row was measured, or does not apply to the model."""
         kept = self.kept["rows"].get(model, {}).get(name_of(key), {"error": "not yet"})
         return "error" not in kept or kept.get("does_not_apply", False)
 
@@ -108,7 +109,7 @@ class Results:
         print(f"{model:13}{name_of(key):28}batch {found.get('batch', found)}", flush=True)
 
     def write(self, spent_on: str = "seconds") -> None:
-        """The whole file, so that none is ever left half written; with the time since the last."""
+        """Write the whole file at once, so that none is left half written; add the time spent."""
         now_s = time.monotonic()
         self.kept[spent_on] = self.kept.get(spent_on, 0.0) + now_s - self.written_s
         self.written_s = now_s
@@ -131,7 +132,7 @@ def facts(suite: str) -> dict[str, Any]:
 
 
 def name_of(key: Key) -> str:
-    """As rows are called in the file."""
+    """The name of a row in the file."""
     return Row(*key, {}).name
 
 
@@ -161,7 +162,7 @@ class Suite:
         self.cores = ThreadPoolExecutor(1 if is_one else min(len(CORES), WORKERS))
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
-        """Measure the rows that are missing; several are under way at once."""
+        """Measure the rows that are missing, several at once."""
         folder = WORK / self.name / model
         folder.mkdir(parents=True, exist_ok=True)
         missing = [key for key in keys if not self.results.has(model, key)]
@@ -175,7 +176,7 @@ class Suite:
         list(self.workers.map(one, missing))
 
     def largest(self, model: str) -> None:
-        """The largest batches of a model, within its unmodified peak, or the sizes of GPUs."""
+        """The largest batches of a model within its unmodified peak, or the memory of GPUs."""
         eager = next(row for row in self.results.rows(model) if row.method == "eager")
         budgets = [eager.peak_bytes] if self.name != "gpu" else [gib << 30 for gib in GPU_GIB]
         turns = WORK / self.name / "turns"
@@ -190,7 +191,7 @@ class Suite:
             list(self.cores.map(one, missing, repeat(budget)))
 
     def run(self, model: str) -> None:
-        """All rows of a model; ours come last, at the peaks that others reached."""
+        """Measure all rows of a model; ours come last, at the peaks that others reached."""
         if not self.results.rows(model):
             shutil.rmtree(WORK / self.name / model, ignore_errors=True)
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
@@ -207,7 +208,7 @@ class Suite:
 
 
 def in_turn(slow: Iterable[Key], fast: Iterable[Key]) -> list[Key]:
-    """One of each, so that while those are set up that take long, others are timed."""
+    """One of each in turn, so that quick rows are timed while slow ones are set up."""
     pairs = zip_longest(slow, fast)
     return [key for pair in pairs for key in pair if key is not None]
 

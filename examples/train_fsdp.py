@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import remat
-from remat.graph_capture.devices.memory_events import measure_rank_peak
+from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 
 STEPS = 20
@@ -24,7 +24,7 @@ SMALLER = {"LAYERS": "4", "WIDTH": "128", "HEADS": "4", "SEQ": "64", "VOCAB": "2
 
 
 def batch_of(rank: int, vocab: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Random tokens and targets, other ones on each rank, to be learnt by heart."""
+    """Random tokens and targets, different on each rank; the model learns them by heart."""
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -32,11 +32,11 @@ def double_conv(before: int, after: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Four levels down, a bottom, four levels up, with a skip across each level."""
+    """Levels down, a bottom, levels up, with a skip across each level."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, levels: int = LEVELS) -> None:
         super().__init__()
-        widths = [width * 2**level for level in range(LEVELS + 1)]
+        widths = [width * 2**level for level in range(levels + 1)]
         pairs = list(itertools.pairwise(widths))
         self.stem = double_conv(3, width)
         self.pool = nn.MaxPool2d(2)

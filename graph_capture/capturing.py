@@ -1,4 +1,7 @@
-"""From a module and a batch to a priced graph."""
+"""Capture: from a module and a batch to a priced graph, by tracing, pricing and sharding.
+
+It stands above `tracing/`, `prices/` and `derived/`, which do not know of each other's order.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from torch import nn
 
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
-from remat.graph_capture.tracing.resident import Optimizer
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
@@ -33,7 +35,7 @@ def capture(
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
-    Nothing of the model is changed; on a device that is here its ops are run, on made data.
+    Nothing of the model is changed. On a device that is here its ops are run, on made data.
 
     Parameters
     ----------
@@ -42,12 +44,12 @@ def capture(
         part of the step, and the rewritten module returns its result.
     optimizer, accumulate : what stays allocated between steps: the state of ``sgd``,
         ``momentum`` or ``adamw``, and gradients that are added to.
-    device : ``cpu`` or ``cuda``, whose ops are measured, or a name of `devices.json`, such as
-        ``h100``, for which they are modelled: nothing runs, and the model may be on ``meta``.
-        Left at None, where the model is.
-    sharding : over ranks; the graph is then that of one rank. Of ``fsdp2`` it is for planning
+    device : left at None, where the model is. Either ``cpu`` or ``cuda``, whose ops are
+        measured; or a name of `devices.json`, such as ``h100``, for which they are modelled:
+        nothing runs, and the model may be on ``meta``.
+    sharding : over ranks; the graph is then that of one rank. With ``fsdp2`` it is for planning
         alone: what is rewritten is the step before it is sharded.
-    profile : prices measured before, here or elsewhere, or the file they are kept in.
+    profile : prices measured before, here or elsewhere, or the file that holds them.
 
     Raises
     ------
@@ -72,7 +74,7 @@ def price_for(
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.
 
-    Where `profile` has a price, it counts.
+    A price that `profile` has is taken.
     """
     if traced.recipe.is_modelled:
         from remat.graph_capture.prices.modelled import price_modelled

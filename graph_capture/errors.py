@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each says what was found, where, and what to do."""
+"""Errors that a user can meet. Each says what was found, where, and what to do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""The training graph: plain, frozen, torch-free facts about one training step.
+"""The training graph: plain, frozen facts about one training step.
 
-Everything that plans, judges or draws a step reads this file's classes, and nothing
-here imports torch, so a plan can be studied on a machine that has none.
+All that plans, judges or draws a step reads these classes. Nothing here imports torch, so a plan
+can be studied on a machine that has none.
+
+A schedule has no marker for the end of forward: forward ends right after the first run of the
+forward op that first runs last. What is live then and read later is saved for backward.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ Optimizer = Literal["none", "sgd", "momentum", "adamw"]
 
 
 class Value(msgspec.Struct, frozen=True):
-    """One storage: a tensor together with all views and aliases of it.
+    """One storage: a tensor with all its views and aliases.
 
     Attributes
     ----------
@@ -51,7 +54,7 @@ class Value(msgspec.Struct, frozen=True):
 
 
 class Op(msgspec.Struct, frozen=True):
-    """One node that creates storage, draws randomness or mutates.
+    """One node that creates storage, draws randomness or mutates. Views are no ops, and free.
 
     Attributes
     ----------
@@ -115,7 +118,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         in which they can run. values : every storage, resident ones included.
     forward_outputs : values that must be live when forward ends, in any schedule.
     outputs : values that must be live when the step ends. A value in both is in the
-        caller's hands in between and cannot be freed.
+        caller's hands in between, and cannot be freed.
     resident : bytes that no schedule changes. inputs : signature of the batch.
     device : for example ``cpu``. prices : how costs were obtained: ``unpriced``,
         ``measured``, ``modelled``, or ``mixed`` of the last two; each op says its own.
@@ -165,7 +168,11 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     @functools.cached_property
     def ordered_ops(self) -> tuple[str, ...]:
-        """Ops whose first runs keep their captured order: they draw, or have effects."""
+        """Ops whose first runs keep their captured order: they draw, or have effects.
+
+        They share one random stream and the buffers. An op that only the user wants kept is not
+        among them.
+        """
         states = {value.name for value in self.values if value.kind == "rng_state"}
         return tuple(
             op.name

@@ -1,7 +1,6 @@
-"""What a training graph must be for a schedule of it to mean anything.
+"""The rules that a training graph must keep for its schedules to mean anything.
 
-Each rule is checked in one pass, in time linear in the graph. Errors name the place and the
-way out.
+Each rule is checked in one pass over the graph. Errors name the place and the way out.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
     from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 MOST_BYTES = 1 << 62
-"""Sums below this, and twice as much, stay exact in 64-bit integers."""
+"""Sums below it stay exact in 64-bit integers, and so does twice a sum."""
 MOST_US = 1e100
-"""Sums and squares of less are finite."""
+"""Sums and squares of what is below it are finite."""
 
 
 def check_graph(graph: TrainingGraph) -> None:
@@ -91,7 +90,7 @@ def _check_producers(graph: TrainingGraph) -> None:
 
 
 def _check_outputs(graph: TrainingGraph, values: dict[str, Value]) -> None:
-    """What must be live exists, and at the end of forward as soon as then."""
+    """Outputs exist, and those of forward are made in forward."""
     for name in (*graph.forward_outputs, *graph.outputs):
         if name not in values:
             raise GraphError(f"output {name} is produced by no op")
@@ -105,7 +104,7 @@ def _check_outputs(graph: TrainingGraph, values: dict[str, Value]) -> None:
 
 
 def _check_sums(graph: TrainingGraph) -> None:
-    """Resident bytes are not negative; sums of bytes and of costs can be computed with."""
+    """Resident bytes are not negative; sums of bytes and of costs are not too large."""
     resident = msgspec.structs.asdict(graph.resident)
     for category, size_bytes in resident.items():
         if size_bytes < 0:

@@ -1,4 +1,8 @@
-"""What cannot be captured exactly is refused here, before anything runs."""
+"""Models that cannot be captured exactly are refused, before the trace or with its error.
+
+DTensors, hooks of submodules and the like are seen on the module itself. What fails while traced
+gets its place and a way out by `refusal`.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,7 @@ def refuse_module(model: nn.Module, device: str) -> None:
 
     Parameters
     ----------
-    device : that the step is captured for. Unless it is one of the table, ops are to be run on
-        tensors like the module's own.
+    device : that the step is captured for. Ops of one that is not in the table are run.
     """
     needs_storage = not is_in_table(device)
     for path, parameter in model.named_parameters():
@@ -85,7 +88,7 @@ def refuse_module(model: nn.Module, device: str) -> None:
 
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
-    """Refuse modules whose very kind rules out an exact graph."""
+    """Refuse a module whose class rules out an exact graph."""
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
             f"{path} is compiled by torch.jit, and its ops cannot be traced: use the module that "
@@ -106,12 +109,13 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; known by name, as importing the class takes long."""
+    """Whether a tensor is a DTensor."""
+    # Told by the name, as importing the class takes long.
     return type(tensor).__name__ == "DTensor"
 
 
 def distributed_message(path: str) -> str:
-    """What to tell about a parameter that is a DTensor."""
+    """The refusal of a parameter that is a DTensor."""
     return (
         f"parameter {path} is a DTensor: its module has been sharded or parallelised already, and "
         "only plain tensors can be planned. For FSDP2 make the plan first, then call fully_shard "
@@ -121,7 +125,7 @@ def distributed_message(path: str) -> str:
 
 
 def unheard_hook(hooks: list[tuple[str, nn.Module, str, Any]]) -> str:
-    """What to tell about a hook that a rewritten step would not call; empty if there is none.
+    """The refusal of a hook that a rewritten step would not call; empty if there is none.
 
     Parameters
     ----------
@@ -140,7 +144,7 @@ def unheard_hook(hooks: list[tuple[str, nn.Module, str, Any]]) -> str:
 
 
 def _foreign_global_hooks() -> bool:
-    """Whether a global hook is of other code than torch's, whose own (FlopCounterMode) watch."""
+    """Whether a global hook is not torch's own; those of `FlopCounterMode`, say, only watch."""
     tables = (
         torch_modules._global_forward_pre_hooks,
         torch_modules._global_forward_hooks,
@@ -161,7 +165,7 @@ def _hook_message(path: str, module: nn.Module, attribute: str) -> str:
 
 
 def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
-    """A `CaptureError` for whatever the trace raised, with its place and a way out."""
+    """A `CaptureError` for what the trace raised, with its place and a way out."""
     source = source_of_error(error.__traceback__)
     place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
     kind = type(error).__name__

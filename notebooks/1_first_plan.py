@@ -36,7 +36,7 @@ graph
 
 # %% [markdown]
 # **Solve.** The fastest schedule whose peak is at most 60 % of the peak of the unmodified step.
-# `gap` is how far it can be from the best there is; 0 is a proof that there is no better.
+# `gap` says how far it can be from the best there is; 0 proves that there is no better.
 
 # %%
 result = remat.solve(graph, "60%")
@@ -50,9 +50,9 @@ again = {op: n for op, n in result.schedule.computations().items() if n > 1}
 again
 
 # %% [markdown]
-# **Rewrite and check.** A module that carries the schedule out, with the same parameters, and a
-# comparison with the model: every gradient, output, buffer and random number, and the peaks that
-# the profiler measured.
+# **Rewrite and check.** `rewrite` makes a module that carries the schedule out, with the same
+# parameters. `check` compares it with the model: every gradient, output, buffer and random number,
+# and the peaks that the profiler measures.
 
 # %%
 fast = remat.rewrite(model, result.schedule)
@@ -83,7 +83,7 @@ plan = remat.plan_of(fast)
 plan
 
 # %% [markdown]
-# The plan is data: kept as a file, it is loaded in another process, where nothing is solved.
+# The plan is data. It is kept as a file and loaded in another process, where nothing is solved.
 
 # %%
 remat.save_plan(plan, "plan.json")

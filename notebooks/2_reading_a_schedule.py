@@ -91,7 +91,8 @@ print(Counter(op.target for op in again).most_common(5))
 Counter(op.module for op in again).most_common(5)
 
 # %% [markdown]
-# A row a layer, a column a run: first runs, runs again, and behind them what is kept.
+# Each row is a layer and each column a run: first runs and recomputations, and behind them what is
+# kept.
 
 # %%
 figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
@@ -99,16 +100,16 @@ _ = draw_ribbon(ax, graph, result.schedule)
 # %% [markdown]
 # ## All of it at once
 # `explain` says who holds the peak, which op sets the least budget, what a little more memory
-# would save, what was not open to choice, and what simpler rules would cost. `remat inspect
-# plan.json` and `remat explain plan.json` do so for a plan that is kept in a file.
+# would save, what left no choice, and what simpler rules would cost. `remat inspect plan.json` and
+# `remat explain plan.json` do the same for a plan that is kept in a file.
 
 # %%
 remat.explain(graph, result, each_s=3)
 
 # %% [markdown]
 # ## A schedule of your own
-# Anything that lists steps is a schedule. Here the first op runs twice in a row, which
-# the judge refuses and says why.
+# Anything that lists steps is a schedule. Here the first op runs twice in a row. The judge refuses
+# that, and says why.
 
 # %%
 wrong = remat.Schedule.for_graph(graph, [*steps[:1], *steps])

@@ -48,7 +48,7 @@ remat.price_of_gib(graph, result, time_limit_s=4)
 
 # %% [markdown]
 # ## Solvers side by side
-# `auto` is the one to train with. The others say what a rule that is simpler would cost:
+# `auto` is the one to train with. The others say what a simpler rule would cost:
 # checkpoints around each layer (`full`), around some of them (`every_n_layers`), eviction at run
 # time (`dtr`), segments (`chen_sqrt`).
 
@@ -59,7 +59,8 @@ figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
 _ = draw_front(ax, fronts, budget_bytes=result.budget_bytes)
 # %% [markdown]
 # ## A slider
-# In a notebook that runs, each move solves again. Below it, the same without a front end.
+# In a running notebook, each move of the slider solves again. The cell below it says the same
+# without a slider.
 
 # %%
 slider = remat.BudgetSlider(graph)

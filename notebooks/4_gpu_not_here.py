@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Planning for a GPU that you do not have
 # A model on torch's `meta` device needs no room for its weights, and its step is captured on the
-# CPU. Prices then come from a model of the device: its peak rates as the maker states them, at
-# assumed shares. Nothing is run, so read the times as a comparison of plans.
+# CPU. Prices come from a model of the device: assumed shares of the peak rates that its maker
+# states. Nothing is run, so read the times as a comparison of plans.
 
 # %%
 import torch
@@ -36,7 +36,7 @@ def big_model() -> nn.Module:
 
 
 def loss_fn(y: torch.Tensor) -> torch.Tensor:
-    """Something to descend."""
+    """Some loss to train by."""
     return y.float().square().mean()
 
 

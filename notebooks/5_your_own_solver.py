@@ -34,10 +34,10 @@ from remat.solver.templates.template import (
 
 # %% [markdown]
 # ## The rule
-# Keep what backward reads in the order of what it costs to make again for its bytes: the dearest
-# bytes first. Keep less and less of it until the step fits. `Problem` is the graph in integers, a
-# `Template` says which values forward keeps, and `Search` judges each schedule that it is offered
-# by `simulate` and remembers the fastest that fits.
+# Sort the values that backward reads by what each byte costs to compute again, the dearest first.
+# Keep all of them, then fewer and fewer, until the step fits. `Problem` is the graph in integers. A
+# `Template` says which values forward keeps. `Search` has `simulate` judge each schedule that it is
+# offered, and remembers the fastest that fits.
 
 
 # %%
@@ -50,7 +50,7 @@ class DearestBytes:
 
     def solve(self, graph: remat.TrainingGraph, budget_bytes: int) -> Result:
         """The fastest schedule of the rule whose peak is within the budget."""
-        search = Search(graph, budget_bytes, "dearest_bytes", self.time_limit_s, self.progress)
+        search = Search.of(self, "dearest_bytes", graph, budget_bytes)
         search.offer_sequence(range(search.problem.n_ops), or_least=True)
         wanted = dearest_first(search.problem)
         for count in range(len(wanted), -1, -max(len(wanted) // 32, 1)):
@@ -79,14 +79,14 @@ def keeping(problem: Problem, values: list[int]) -> Template:
 
 # %% [markdown]
 # ## The line in the table
-# In the package it is a line of `solver/__init__.py`; here the class is in this notebook.
+# In the package it is a line of `solver/table.py`; here the class is in this notebook.
 
 # %%
 TABLE["dearest_bytes"] = f"{DearestBytes.__module__}:DearestBytes"
 
 # %% [markdown]
 # ## Beside the others
-# It has a name now, so all that takes a solver takes it: `solve`, pins, `sweep`, `compare`.
+# It has a name now, so whatever takes a solver takes this one: `solve`, pins, `sweep`, `compare`.
 
 # %%
 torch.manual_seed(0)
@@ -112,7 +112,7 @@ print(f"{100 * (mine.time_us / best.lower_bound_us - 1):.2f} % above the bound")
 
 # %% [markdown]
 # ## And it trains
-# A schedule is a schedule, whoever made it: it is rewritten and checked as any other.
+# A schedule is a schedule, whoever made it: it is rewritten and checked like any other.
 
 # %%
 fast = remat.rewrite(model, mine.schedule)
@@ -122,6 +122,6 @@ print(f"{found.gradients} of {found.gradients_total} gradients are equal to the 
 print(f"peak {found.plan_peak_bytes} of {mine.budget_bytes} bytes")
 
 # %% [markdown]
-# To bring it into the package: one file `solver/dearest_bytes.py` whose docstring says what it
-# solves, at what cost, and where it is weak; the line in `TABLE`; and the tests over the table
-# take it from there. [`CONTRIBUTING.md`](../../CONTRIBUTING.md) has the steps.
+# To bring it into the package, write one file `solver/templates/dearest_bytes.py`, whose docstring
+# says what it solves, at what cost, and where it is weak, and add the line to `TABLE`. The tests
+# over the table take it from there. [`CONTRIBUTING.md`](../../CONTRIBUTING.md) has the steps.

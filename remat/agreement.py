@@ -1,4 +1,4 @@
-"""One plan for all ranks: the first makes it, and all make sure that they have the same step."""
+"""One plan for all ranks: the first rank makes it, after all have compared their steps."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def agreed(
 ) -> Plan:
     """What `make` returns on the first rank of `group`; without a group, what it returns here.
 
-    Ops are timed apart on each rank, so plans that ranks made by themselves would differ.
+    Each rank times ops by itself, so plans that ranks made by themselves would differ. Nothing is
+    exchanged without a group: ranks of a pipeline have different models and must not wait.
 
     Parameters
     ----------
-    make : called on the first rank only. kind : of what it returns, a msgspec struct.
+    make : called on the first rank only. kind : the msgspec struct that it returns.
     graph_hash : of the step on this rank.
 
     Raises
     ------
-    AgreementError : the step of a rank is not that of the first; names the ranks.
+    AgreementError : ranks have another step than the first; names them.
     RematError : what `make` raised on the first rank, on every rank.
     """
     if group is None:

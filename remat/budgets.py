@@ -1,4 +1,4 @@
-"""What a budget may look like, and how many bytes it means."""
+"""Budgets: how they are written, how many bytes they mean for a step, and solving for one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_
 from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.pins.globs import Globs
+from remat.solver.budgets.worth import least_peak
 from remat.solver.result import Result
 
+# A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
+# fragmentation come on top of it.
 RESERVE = 0.10
 """Share of the free memory that ``auto`` leaves to others."""
 
@@ -33,7 +35,7 @@ _UNITS = {
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
 
 UNBOUNDED_BYTES = 2**62
-"""A budget that binds nothing: for the schedules that a plan is compared with."""
+"""A budget that everything fits: for the schedules that a plan is compared with."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,51 @@ class Budget:
     kind: Literal["bytes", "share", "auto", "min"]
     size_bytes: int = 0
     share: float = 0.0
+
+    @property
+    def is_of_the_step(self) -> bool:
+        """Whether it is another number of bytes for another step on the same device."""
+        return self.kind in ("share", "min")
+
+    def bytes_for(
+        self,
+        graph: TrainingGraph,
+        *,
+        solver: str = "auto",
+        time_limit_s: float = 60.0,
+        **options: Any,
+    ) -> int:
+        """What it means for `graph`.
+
+        Per cents are of the unmodified peak. ``auto`` is what the model and the batch take plus
+        the memory that is free on their device less a tenth; for a modelled device, its memory
+        less a tenth. ``min`` is the least peak that `solver` knows with these pins and options.
+        """
+        if self.kind == "share":
+            return int(self.share * unmodified(graph).peak_bytes)
+        if self.kind == "auto":
+            return _auto_bytes_for(graph)
+        if self.kind == "min":
+            # The search for the least peak starts from the graph alone, never from a budget, so
+            # another process that asks for these bytes finds that they fit.
+            lost = solvers.solve(graph, 0, solver, time_limit_s=time_limit_s, **options)
+            return lost.least_feasible_bytes
+        return self.size_bytes
+
+    def solve(
+        self,
+        graph: TrainingGraph,
+        solver: str = "auto",
+        *,
+        time_limit_s: float = 60.0,
+        **options: Any,
+    ) -> Result:
+        """The outcome for `graph` at this budget."""
+        if self.kind == "min":
+            # The solve that names the least peak has its schedule at hand; `least_peak` keeps it.
+            return least_peak(graph, time_limit_s, solver=solver, **options)
+        budget_bytes = self.bytes_for(graph)
+        return solvers.solve(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
 
 
 def parse_budget(budget: str | SupportsIndex) -> Budget:
@@ -101,45 +148,24 @@ def _parse_text(text: str) -> Budget:
     return Budget("bytes", size_bytes=int(float(number) * _UNITS[unit]))
 
 
+def _auto_bytes_for(graph: TrainingGraph) -> int:
+    if is_in_table(graph.device):
+        return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
+    # What the step keeps resident is allocated already, so it is not among what is free.
+    resident = graph.resident
+    allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
+    return auto_bytes(graph.device) + allocated_bytes
+
+
 def auto_bytes(device: str = CPU) -> int:
     """What a device of this machine has free, less the reserve."""
     return int(free_bytes(device) * (1 - RESERVE))
 
 
 def unmodified(graph: TrainingGraph) -> Result:
-    """The step as eager runs it: every op once, nothing dropped before its last use."""
-    return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
+    """The step as eager runs it: every op once, nothing dropped before its last use.
 
-
-def resolve_budget(
-    graph: TrainingGraph,
-    budget: str | SupportsIndex,
-    *,
-    solver: str = "auto",
-    time_limit_s: float = 60.0,
-    keep: Globs = (),
-    recompute: Globs = (),
-    **options: Any,
-) -> int:
-    """Bytes that `budget` means for `graph`.
-
-    Per cents are of the unmodified peak, and ``min`` is the least peak that `solver` knows
-    for these pins and options. ``auto`` is what the model and the batch take plus the memory
-    that is free on its device less a tenth; for a modelled device, its memory less a tenth.
+    Its sizes are those of eager, which keeps larger dropout masks than a trace. Checkpoints of the
+    user's own are not in it: a plan replaces them.
     """
-    parsed = parse_budget(budget)
-    if parsed.kind == "share":
-        return int(parsed.share * unmodified(graph).peak_bytes)
-    if parsed.kind == "auto" and is_in_table(graph.device):
-        return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
-    if parsed.kind == "auto":
-        resident = graph.resident
-        allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
-        return auto_bytes(graph.device) + allocated_bytes
-    if parsed.kind == "min":
-        lost = solvers.solve(
-            graph, 0, solver,
-            time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options,
-        )  # fmt: skip
-        return lost.least_feasible_bytes
-    return parsed.size_bytes
+    return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")

@@ -1,4 +1,4 @@
-"""What a check found that is no failure, with what to do about it."""
+"""Checks against eager: whether one is run, what fails it, and what to do about the rest."""
 
 from __future__ import annotations
 
@@ -17,35 +17,11 @@ if TYPE_CHECKING:
 
     from remat.rewriter.checking.check import Check
 
-FRAGMENTED = 0.10
-"""Share of the peak that an allocator holds beside it, above which that is worth a word."""
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-
 CHECKED = ("outputs", "gradients", "buffers", "rng")
-
-
-def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
-    """On memory that is held without use, and on bits that eager does not repeat."""
-    said: list[str] = []
-    over_bytes = check.plan_peak_bytes - (budget_bytes or 0)
-    if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
-        said.append(
-            f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "
-            f"that are larger than what is asked for: start with {EXPANDABLE}"
-        )
-    reserved_bytes = check.plan_reserved_bytes or 0
-    if reserved_bytes > (1 + FRAGMENTED) * check.plan_peak_bytes:
-        said.append(
-            f"the allocator reserves {bytes_text(reserved_bytes)} for a peak of "
-            f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE}"
-        )
-    if check.unsteady:
-        said.append(
-            f"eager itself does not repeat {len(check.unsteady)} results to the last bit, such as "
-            f"{check.unsteady[0]}; the plan's are as near to eager's as eager's are to each other. "
-            "With torch.use_deterministic_algorithms(True) both repeat"
-        )
-    return tuple(said)
+"""What has to be equal to eager's, to the bit."""
+FRAGMENTED = 0.10
+"""Share of the peak that an allocator may hold beside it before the user is told."""
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -61,7 +37,10 @@ class Batch:
 
 
 def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
-    """Whether to run the unmodified step too: as asked, else if it fits into free memory."""
+    """Whether to run the unmodified step too: as asked, else if it fits into free memory.
+
+    Many use a plan because that step does not fit. They get a warning in place of the check.
+    """
     if check is not None:
         return check
     reason = why_unchecked(graph)
@@ -84,7 +63,7 @@ def why_unchecked(graph: TrainingGraph) -> str:
 def require_equal(
     model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None
 ) -> None:
-    """Run a step of both, and compare; also the peak, unless the budget is None.
+    """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
     Raises
     ------
@@ -121,3 +100,29 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
             f"{bytes_text(budget_bytes)}"
         )
     return found
+
+
+def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
+    """What to do about memory held without use, and about bits that eager does not repeat."""
+    said: list[str] = []
+    over_bytes = check.plan_peak_bytes - (budget_bytes or 0)
+    # The budget bounds what is asked of the allocator. Larger blocks are its own choice, so they
+    # are no failure.
+    if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
+        said.append(
+            f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "
+            f"that are larger than what is asked for: start with {EXPANDABLE}"
+        )
+    reserved_bytes = check.plan_reserved_bytes or 0
+    if reserved_bytes > (1 + FRAGMENTED) * check.plan_peak_bytes:
+        said.append(
+            f"the allocator reserves {bytes_text(reserved_bytes)} for a peak of "
+            f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE}"
+        )
+    if check.unsteady:
+        said.append(
+            f"eager itself does not repeat {len(check.unsteady)} results to the last bit, such as "
+            f"{check.unsteady[0]}; the plan's are as near to eager's as eager's are to each other. "
+            "With torch.use_deterministic_algorithms(True) both repeat"
+        )
+    return tuple(said)

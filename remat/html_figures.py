@@ -1,4 +1,4 @@
-"""How graphs, schedules, results and fronts look in a notebook: small tables of figures."""
+"""How graphs, schedules, results and fronts look in a notebook: small tables in HTML."""
 
 from __future__ import annotations
 

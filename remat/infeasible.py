@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from remat.formats import bytes_text
-from remat.solver.result import Result
+from remat.solver.result import OUT_OF_TIME, Result
 
 
 def infeasible_text(result: Result) -> str:
     """One sentence each: what was asked, what is possible, what holds it, what to try.
 
-    And, where the budget is below it, the floor; and what is proved to be needed.
+    And, where the budget is below it, the floor; and what is proved to be needed. A search that
+    the time limit ended is told apart: it names the limit, and asks for a longer one.
     """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
+    if result.message.startswith(OUT_OF_TIME):
+        return _late_text(result)
     if not least:
-        return f"no schedule within {asked} was found. {result.message or 'Raise the budget'}"
+        is_late = result.status == "time limit"
+        advice = "Allow a longer time limit" if is_late else "Raise the budget"
+        return f"no schedule within {asked} was found. {result.message or advice}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
     held = ", ".join(
         [f"resident and workspace {bytes_text(rest)}"]
@@ -28,6 +33,15 @@ def infeasible_text(result: Result) -> str:
         f"reach; its peak is held by {held}. {_floor_text(result)}Try --budget {least_mib}MiB, "
         "a smaller batch, or --budget min"
     )
+
+
+def _late_text(result: Result) -> str:
+    """What ended the search, and what was known by then: nothing is said about the budget."""
+    limit = result.message.split(". ")[0]
+    text = f"no schedule within {bytes_text(result.budget_bytes)} was found yet: {limit}"
+    if not result.least_feasible_bytes:
+        return text
+    return f"{text}. By then a schedule of {bytes_text(result.least_feasible_bytes)} was known"
 
 
 def _floor_text(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""The one-call functions: budgets as a person writes them, and the whole way to a module."""
+"""`remat.solve` and `remat.rematerialize`: a plan, or a module that follows it, in one call."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import remat.solver as solvers
 from remat.agreement import agreed
-from remat.budgets import parse_budget, resolve_budget
+from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.solved import Solved, facts_of
-from remat.solver.budgets.worth import least_peak
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
 
@@ -41,12 +39,13 @@ def solve(
     Parameters
     ----------
     graph : priced.
-    budget : bytes as an int, or ``"8GiB"``, ``"60%"``, ``"auto"``, ``"min"``.
+    budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
+        is free, ``"min"`` for the least peak known.
     solver : a name of `remat.solver`'s table.
     time_limit_s : wall clock, in seconds.
     keep : globs over module paths, such as ``"*.attn"``: what forward computes there is never
         recomputed. A glob covers all modules below those it matches.
-    recompute : globs as well: what backward reads from there is computed again in backward.
+    recompute : globs as well: what backward reads of these modules is computed again in backward.
     **options : of that solver; of `auto` for example ``order="free"``, which also tries
         other orders of first computations than the captured one.
 
@@ -59,13 +58,10 @@ def solve(
     BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
         that matches nothing, an op pinned both ways.
     """
-    asked: dict[str, Any] = {
-        "keep": as_globs(keep), "recompute": as_globs(recompute), **options
-    }  # fmt: skip
-    if parse_budget(budget).kind == "min":
-        return least_peak(graph, time_limit_s, solver=solver, **asked)
-    budget_bytes = resolve_budget(graph, budget)
-    return solvers.solve(graph, budget_bytes, solver, time_limit_s=time_limit_s, **asked)
+    return parse_budget(budget).solve(
+        graph, solver, time_limit_s=time_limit_s,
+        keep=as_globs(keep), recompute=as_globs(recompute), **options,
+    )  # fmt: skip
 
 
 def rematerialize(
@@ -96,20 +92,20 @@ def rematerialize(
 
     Parameters
     ----------
-    sharding : how the result is to be wrapped as a whole afterwards, by DDP or `fully_shard`; the
-        budget then is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
+    sharding : how you will wrap the result as a whole, by DDP or `fully_shard`; the budget then
+        is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
     group : ranks that are to follow the same plan: the first makes it. All of them must call.
     check : run a step of both modules and compare them, as `remat.check` does, before
-        returning. Left at None, that is done where the unmodified step fits into the
-        memory that is free, and left out with a warning where it does not. With a sharding,
-        whose buffers are not there yet, peaks are not compared with the budget.
-    compile : Inductor makes the code, of a plan whose code is seen to keep to the budget. Random
-        numbers are eager's; the rest is not to the bit, and is checked to a tolerance. Prices are
-        those of eager's ops: `torch.compile(model, backend="remat")` plans with Inductor's.
+        returning. None does so if the unmodified step fits into free memory, and warns if it
+        does not. With a sharding the peak is not compared with the budget, as the wrapper's
+        buffers are not there yet.
+    compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
+        are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's prices;
+        `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
 
     Raises
     ------
-    BudgetError : no schedule fits; the message names the least budget known to.
+    BudgetError : no schedule fits; the message names the least budget that is known to fit.
     RewriteError : the check found a difference, or a measured peak above the budget.
     AgreementError : ranks of the group have different models or batches.
     RematError : the model cannot be captured, or an option is unknown.
@@ -122,21 +118,11 @@ def rematerialize(
     from remat.schedules.before_sharding import before_sharding
 
     known = as_profile(profile)
-    if sharding.blocks:
-        raise RewriteError(
-            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
-            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
-        )
-    if compile and (sharding.kind != "none" or group is not None):
-        raise RewriteError(
-            "compile=True takes neither a sharding nor a group: Inductor's code is looked at for "
-            "one rank, without what a wrapper holds. Leave out compile=True, or train on one rank"
-        )
+    _require_compatible(sharding, group, compile)
     traced = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target,
         optimizer=optimizer, accumulate=accumulate, sharding=sharding,
     )  # fmt: skip
-
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
 
     def at(target: str | SupportsIndex) -> Solved:
@@ -164,3 +150,17 @@ def rematerialize(
         batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
         require_equal(model, module, batch, result.budget_bytes if is_bound else None)
     return module
+
+
+def _require_compatible(sharding: Sharding, group: ProcessGroup | None, is_compiled: bool) -> None:
+    """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
+    if sharding.blocks:
+        raise RewriteError(
+            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
+            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
+    if is_compiled and (sharding.kind != "none" or group is not None):
+        raise RewriteError(
+            "compile=True takes neither a sharding nor a group: Inductor's code is looked at for "
+            "one rank, without what a wrapper holds. Leave out compile=True, or train on one rank"
+        )

@@ -1,4 +1,4 @@
-"""One plan for each shape of batch: a module that plans as it meets them."""
+"""Batches of several shapes: a module that makes a plan when it first meets a shape."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from remat.budgets import parse_budget
 from remat.graph_capture.errors import PlanError, RewriteError, SolverError, StateChangedError
+from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import autocast_state
 from remat.one_call import rematerialize
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.own_forward import class_of_user
@@ -24,6 +24,7 @@ from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.schedule import Schedule
 
 MAX_PLANS = 16
+"""Plans that are kept. More are dropped with a warning: to plan at each step is slow."""
 OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
@@ -33,11 +34,11 @@ PLANNED_LATER = {"args", "kwargs", "target"}
 class PlanCache(SharedState, nn.Module):
     """A module that shares every attribute with the user's, and trains by a plan for each shape.
 
-    As a rewritten module does, it has the user's ``__dict__`` itself. In training mode with
-    gradients enabled, a call whose batch has a new signature (structure, shapes, strides, dtypes,
-    values of what is no tensor) or comes under another autocast makes a plan, and keeps it; so does
-    one for which what the model's code reads has changed, such as a dropout's p or what is trained.
-    Otherwise the user's own forward runs.
+    Like a rewritten module, it has the user's ``__dict__`` itself. A call in training mode with
+    gradients enabled runs by the plan for its signature: structure, shapes, strides, dtypes,
+    values of what is no tensor, and autocast. A new signature makes a plan. So does a change of
+    what the model's code reads, such as a dropout's p, or of what is trained. Any other call runs
+    the user's own forward.
     """
 
     _remat_plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
@@ -97,9 +98,9 @@ class PlanCache(SharedState, nn.Module):
             return
         cls._remat_plans.popitem(last=False)
         warnings.warn(
-            f"{type(cls._remat_original_module).__name__} was called with more than {cls._remat_max_plans} "
-            "signatures, and the plan that was used longest ago is given up: pad batches to "
-            "fewer shapes, or raise max_plans",
+            f"{type(cls._remat_original_module).__name__} was called with more than "
+            f"{cls._remat_max_plans} signatures, and the plan that was used longest ago is given up: "
+            "pad batches to fewer shapes, or raise max_plans",
             stacklevel=8,
         )
 
@@ -132,8 +133,8 @@ def plan_cache(
     ----------
     budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
         unmodified peak at each shape.
-    max_plans : how many plans are kept; of more, the one that was used longest ago is given up,
-        with a warning.
+    max_plans : how many plans are kept. One more drops the plan that was used longest ago, with a
+        warning.
 
     Raises
     ------

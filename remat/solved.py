@@ -1,4 +1,4 @@
-"""What was solved, and what a plan keeps of it."""
+"""A graph with what was solved on it, and what a plan keeps of both."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def facts_of(found: Solved) -> dict[str, Any]:
 
 
 def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
-    """`graph`, if the schedule was made for it; None where that is one before it was sharded."""
+    """`graph`, if the schedule was made for it; None for one of the step before it is sharded."""
     return graph if graph.hash == schedule.graph_hash else None
 
 
 def predicted(result: Result, prices: str) -> Prediction:
-    """What a plan keeps of a result, whose figures come from `simulate` and such prices."""
+    """What a plan keeps of a result: figures of `simulate`, by such prices."""
     return Prediction(
         peak_bytes=result.peak_bytes,
         time_us=result.time_us,

@@ -1,10 +1,13 @@
 """A schedule as a policy for torch's own selective activation checkpointing.
 
-For those who stay with `torch.utils.checkpoint`. The gradients are eager's whatever a policy
-says; it only chooses what is saved. Torch recomputes all of the rest of a checkpointed function
-at once: around a whole model that peaks as high as no checkpoint at all. So there is a policy
-for each module that is checkpointed, and its peak may still be above that of the schedule, which
-recomputes each op when it is needed, and no other.
+This is for those who stay with `torch.utils.checkpoint`. A policy only chooses what is saved, so
+the gradients are eager's whatever it says. Torch recomputes all the rest of a checkpointed function
+at once; around a whole model, that peaks as high as no checkpoint at all. So each checkpointed
+module gets a policy of its own. Even then the peak may be above the schedule's, which recomputes an
+op alone, and only when it is needed.
+
+Torch's policies see an op, not its module. So ops are told apart by occurrence: the n-th run of an
+op in a module is the n-th in the graph. A wrong count would cost memory or time, never bits.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from remat.schedules.schedule import Schedule
 class OccurrencePolicy:
     """A policy for `create_selective_checkpoint_contexts` around one module.
 
-    It counts how often each op has run, in forward and in recomputation apart, and saves those
-    runs that the schedule keeps. Ops that the graph does not have, such as views, are recomputed,
-    and so are ops in place, whose results others may change.
-    The count is of one forward; `contexts` begins a fresh one each time.
+    It counts the runs of each op, in forward and in recomputation apart, and saves those that the
+    schedule keeps. Ops that the graph does not have, such as views, are recomputed. So are ops in
+    place, whose results later ops may change. The policy counts one forward; `contexts` begins a
+    fresh count for each.
 
     Attributes
     ----------
-    kept : by op, whether each of its runs in forward is kept.
+    kept : for each op, whether each of its runs in forward is kept.
     """
 
     def __init__(self, kept: Mapping[str, tuple[bool, ...]], *, is_fresh: bool = False) -> None:
@@ -66,7 +69,7 @@ class OccurrencePolicy:
 
 
 def _functional(op: str) -> tuple[str, bool]:
-    """The op's name in a captured graph, ``aten.relu`` for ``aten.relu_``; whether it differs."""
+    """The op's name in a captured graph (``aten.relu`` for ``aten.relu_``); whether it differs."""
     packet, _, overload = op.rpartition(".")
     return f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
 
@@ -74,17 +77,22 @@ def _functional(op: str) -> tuple[str, bool]:
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> OccurrencePolicy:
-    """What `schedule` keeps in a module, for torch's own selective checkpointing.
+    """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing.
 
     ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
-    gradients. The peak may be above the schedule's: all of `module` is recomputed at once,
-    so name each block rather than the whole model.
+    gradients. All of `module` is recomputed at once, so the peak may be above the schedule's: name
+    each block rather than the whole model.
+
+    Parameters
+    ----------
+    graph : that `schedule` was made for. module : path of the module that is checkpointed; empty
+        for the whole model.
 
     Raises
     ------
     ScheduleError : the schedule was made for another graph.
-    RewriteError : forward changes buffers or its batch, which torch would do again; or the
-        graph has no op in `module`.
+    RewriteError : forward changes buffers or its batch, which torch would do again when it
+        recomputes; or the graph has no op in `module`.
     """
     schedule.check_made_for(graph)
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]

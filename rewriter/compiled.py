@@ -22,10 +22,10 @@ from remat.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A callable step, the two GraphModules that it carries out, and facts of its gradients.
+    """A callable step, the two GraphModules that it carries out, and facts about its gradients.
 
-    `carried` are attributes of modules that each step sets. `by_inductor` says whose code it runs:
-    Inductor's, or our own.
+    `carried` are attributes of modules that each step sets. `by_inductor` says whether it runs
+    Inductor's code or our own.
     """
 
     call: Callable[..., Any]
@@ -37,7 +37,9 @@ class CompiledStep:
 
 
 def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace; a trace can be compiled once.
+    """Carry out `schedule` on a fresh trace.
+
+    A trace can be compiled only once, since AOTAutograd uses up its metadata.
 
     Raises
     ------
@@ -61,10 +63,10 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         compilers.extend(make_compilers(joint, *emitted))
         return emitted[0], emitted[1]
 
-    # Donated buffers serve Inductor; with them AOTAutograd refuses retain_graph=True.
+    # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
     state = trace.descriptors._aot_state
     state.fw_metadata.bw_donated_idxs = []
-    # A backward compiled later would be so in the middle of the first training step.
+    # Otherwise Inductor would compile backward in the middle of the first training step.
     state.aot_config = dataclasses.replace(
         state.aot_config, force_non_lazy_backward_lowering=by_inductor
     )

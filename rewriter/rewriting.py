@@ -13,8 +13,9 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing import trace as tracing
+from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Recipe, Trace, recipe_for, trace_recipe
+from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.user_module.module import RematModule, make_module
@@ -42,16 +43,16 @@ def rewrite(
 
     Parameters
     ----------
-    args, kwargs, loss_fn, target : as given to `capture`. Not needed in the process that
-        captured `model`; in another one they are what the model is traced on.
-    trace : a trace of `model` at hand, to save tracing again.
-    prediction, priced : what is known of the schedule, and the graph behind it, to be kept in the
-        module's plan.
-    compile : whether Inductor makes the code. The random stream then is eager's still, to the
-        bit, and so is every random number; what is computed from them is not: fused kernels round
-        otherwise. Gradients are those of the same module with everything kept, compiled, as far
-        as its kernels are the same ones. Peaks of the code can differ from the schedule's;
-        `rematerialize` looks for one whose code keeps to the budget.
+    args, kwargs, loss_fn, target : as given to `capture`. In the process that captured `model`
+        they are not needed; in another one, the model is traced on them.
+    trace : a trace of `model`, if there is one, to save tracing again.
+    prediction, priced : what was predicted of the schedule, and its priced graph. Both are kept in
+        the module's plan.
+    compile : whether Inductor makes the code. The random stream and every random number stay
+        eager's to the bit. Results do not, since fused kernels round differently. Gradients are
+        those of the same module compiled with everything kept, where both have the same kernels.
+        The code's peak can differ from the schedule's; `rematerialize` looks for a schedule whose
+        code keeps the budget.
 
     Warns
     -----
@@ -60,8 +61,8 @@ def rewrite(
     Raises
     ------
     ScheduleError : the schedule was made for another model or batch.
-    RewriteError : nothing is known of the batch the schedule was made for.
-    CaptureError : the model has become one that cannot be captured.
+    RewriteError : the batch that the schedule was made for is not known here.
+    CaptureError : the model has changed, and cannot be captured any more.
     """
     refuse_rewritten(model)
     if not isinstance(schedule, Schedule):
@@ -100,7 +101,7 @@ def module_for(
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
-    """Say by how much the code that Inductor makes of a schedule exceeds its budget."""
+    """Warn if the code that Inductor makes of a schedule exceeds its budget."""
     from remat.rewriter.inductor.compiler import code_peak_bytes
     from remat.rewriter.inductor.lowering import ReplayError
 
@@ -148,6 +149,10 @@ def _trace_for(
 
 
 def _traced_again(model: nn.Module, recipe: Recipe) -> Trace:
-    """A trace of the ops that run here, whatever device the recipe's plan is for."""
+    """A trace of the ops that run here, whatever device the recipe's plan is for.
+
+    Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
+    made for a GPU cannot be trained with by mistake.
+    """
     device = CPU if recipe.is_modelled else recipe.device
     return trace_recipe(model, dataclasses.replace(recipe, device=device))

@@ -1,9 +1,15 @@
-"""The schedule of a whole step whose blocks are rewritten one by one, as it will run.
+"""The schedule of a whole step whose blocks are rewritten one by one.
 
-A block runs forward as one, and backward as one, by its own schedule. Around blocks each op runs
-once. What crosses from one to another lives as autograd has it: arguments for as long as the call
-they are given to, gradients for as long as the backward they are given to, what a backward reads
-of forward until it is last read, buffers of communication until that is done.
+The forward of a block is one call, and so is its backward; each follows the block's own schedule.
+Ops outside blocks run once. Values that cross from one call to another live as autograd has it:
+
+- arguments, as long as the call that they are given to;
+- gradients, as long as the backward that they are given to;
+- what a backward reads of forward, until it is last read;
+- buffers of communication, until the communication is done.
+
+The simulator judges the schedule that is put together here, not those of the blocks. While it is
+over the budget, the blocks get less.
 """
 
 from __future__ import annotations
@@ -33,9 +39,9 @@ def assembled(
 
     Parameters
     ----------
-    graph : in which the ops of each block stand together.
-    steps_of : the steps of each block in forward and in backward, in names of `graph`; frees are
-        those of values that only the block sees.
+    graph : of the whole step; the ops of each block stand together in it.
+    steps_of : by block, its steps in forward and in backward, in names of `graph`. They free only
+        values that nothing outside the block sees.
     path_of : the block of each op that is in one.
     """
     items: list[_Item] = []
@@ -56,7 +62,7 @@ def _op(graph: TrainingGraph, name: str) -> Op:
 
 
 def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
-    """All steps, with frees of the values that no block frees itself."""
+    """All steps, and frees for the values that no block frees itself."""
     of_forward = {v for op in graph.ops if op.phase == "forward" for v in op.outputs}
     at_step: dict[tuple[int, int], list[str]] = {}
     at_end: dict[int, list[str]] = {}
@@ -75,7 +81,7 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
 
 
 def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
-    """Whether a step is communication, which lets go at once of what it reads last."""
+    """Whether a step is communication: it lets go of what it reads as soon as it is done."""
     if j >= len(item.steps):
         return False
     step = item.steps[j]
@@ -83,7 +89,7 @@ def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
 
 
 def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:
-    """Item and step at which each value is last made or read, of those that are to be freed."""
+    """For each value that is to be freed: the item and the step that last make or read it."""
     lasting = {value.name for value in graph.values if not value.producer} | set(graph.outputs)
     lasting |= {step.value for item in items for step in item.steps if isinstance(step, Free)}
     last: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""The schedule of a step that was planned as sharded, for the step that is rewritten."""
+"""From the schedule of a sharded step to that of the step which is rewritten."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from remat.schedules.schedule import Compute, Schedule, Step
 
 
 def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
-    """`schedule` without what `graph` does not have; the very one if it was made for it.
+    """`schedule` without the steps that `graph` does not have; unchanged if made for `graph`.
 
-    Where a whole model is sharded as one, communication comes first and last. What the plan does
-    after the last op of `graph`, such as to free gradients once they are reduced, is the wrapper's
-    business.
+    The model is sharded as a whole, so communication comes first and last. Steps after the last op
+    of `graph` are left out: freeing gradients once they are reduced is the wrapper's business.
     """
     if schedule.graph_hash == graph.hash:
         return schedule

@@ -1,4 +1,9 @@
-"""Whether a kept plan still is what the simulator says of it."""
+"""Whether a kept plan still is what the simulator says of it.
+
+Anyone can edit a file. So what a plan says of its peak and its times is not believed: its schedule
+is simulated again on the graph that it keeps. Loading a plan for training does not look at that
+graph, since it traces one of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from remat.schedules.plan import AGAIN, Plan, Prediction
 from remat.schedules.simulate import Simulation, simulate
 
 AGREEMENT = 1e-9
-"""Relative difference of two times that come from the same sum."""
+"""Largest relative difference of two times that come from the same sum."""
 
 
 def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
@@ -16,13 +21,13 @@ def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simul
 
     Raises
     ------
-    PlanError : the plan keeps no graph, its schedule breaks a rule of it, or what the plan says of
-        itself is not what the simulator says: it was edited, or is stale.
+    PlanError : the plan keeps no graph; or its schedule breaks a rule, or its figures are not
+        those of the simulator, so it was edited or is stale.
     """
     if plan.graph is None:
         raise PlanError(
-            f"{name} keeps no graph with prices, as a plan that was rewritten by hand or made by "
-            f"an older release: name its model too (MODEL --plan {name}), or make it again with "
+            f"{name} keeps no graph with prices: it was rewritten by hand, or made by an older "
+            f"release. Name its model too (MODEL --plan {name}), or make it again with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
     try:

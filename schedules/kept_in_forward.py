@@ -7,7 +7,11 @@ from remat.schedules.schedule import Compute, Fetch, Schedule
 
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
-    """Index after the step that first computes the last forward op; None if one never runs."""
+    """Index after the first run of the forward op that first runs last; None if one never runs.
+
+    Forward ends there. A schedule has no marker for it: what runs again after that point runs in
+    the backward graph.
+    """
     left = {op.name for op in graph.ops if op.phase == "forward"}
     for i, step in enumerate(schedule.steps):
         if not left:
@@ -36,7 +40,7 @@ def kept_occurrences(
     """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
 
     An op is kept if it runs once and leaves something live for backward. Entry i is the i-th
-    run of that target in captured order, in `module` and those below it.
+    run of that target in captured order. Only ops in `module`, or in modules below it, count.
     """
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}

@@ -1,7 +1,8 @@
 """Plans: a schedule with all that another process needs to rewrite the model to it, as JSON.
 
-A plan holds no tensor, no weight and no code. `docs/files.md` states the format, and
-`docs/plan.schema.json` is its JSON schema.
+A plan holds facts: no tensor, no weight and no code. So reading one runs no code of others.
+`docs/files.md` states the format, and
+`docs/plan.schema.json` is its JSON schema, which `tests/rewriter/test_plans.py` writes and checks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
 
 
 class TensorLeaf(msgspec.Struct, frozen=True, tag="tensor"):
-    """A tensor of the batch: all that a plan relies on of it."""
+    """A tensor of the batch: all that a plan relies on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -87,7 +88,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """Of what made the plan."""
+    """Versions of torch and remat that made the plan."""
 
     torch: str
     remat: str
@@ -98,15 +99,17 @@ class Plan(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    model : name of the model's class. state : its parameters and buffers, every name of each.
+    model : name of the model's class. state : its parameters and buffers, a tied one under each
+        of its names.
     in_eval : submodules that were in eval mode. batch : the signature of the batch.
-    loss_fn : name of the loss function, empty without one; the function itself is not kept.
-    autocast : one entry a type of device. resident : bytes that live through the step.
-    told_compiling, told_exporting : what the model's code was told while it was traced.
-    device, title : what the plan is for, such as ``cpu``, and the very machine.
-    prediction : None where the schedule was rewritten without its graph's prices.
-    graph : with the prices behind the prediction, so that the plan can be read without the model;
-        rewriting does not look at it. None where it was not at hand.
+    loss_fn : name of the loss function, empty without one. The function itself is not kept.
+    autocast : one entry for each type of device. resident : bytes that live through the step.
+    told_compiling, told_exporting : whether torch told the model's code, while it was traced,
+        that it was being compiled or exported.
+    device : what the plan is for, such as ``cpu``. title : the name of that machine.
+    prediction : None if the schedule was rewritten without the prices of its graph.
+    graph : with the prices behind the prediction, so that the plan can be shown without the model
+        and without torch. Rewriting does not look at it. None if it was not at hand.
     """
 
     model: str
@@ -160,7 +163,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def is_plan(data: bytes) -> bool:
-    """Whether the text says of itself that it is a plan, of whatever version."""
+    """Whether the text says that it is a plan, of any version."""
     try:
         header: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -190,8 +193,3 @@ def _check_header(data: bytes | str, name: str) -> None:
             f"{name} has schema version {header.get('schema_version')}, this release reads "
             f"{SCHEMA_VERSION}. {AGAIN}"
         )
-
-
-def json_schema() -> bytes:
-    """The JSON schema of plan files, as `docs/plan.schema.json` holds it."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2) + b"\n"

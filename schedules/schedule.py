@@ -44,15 +44,15 @@ Option = str | int | float | bool | None
 class Schedule(msgspec.Struct, frozen=True):
     """A training step, op by op, and what it was made for.
 
-    Forward ends right after the first run of the last forward op; what is live there is
-    what the rewritten forward saves for backward.
+    Forward ends right after the first run of the forward op that first runs last. What is live
+    there, and read later, is what the rewritten forward saves for backward.
 
     Attributes
     ----------
     steps : what to do, in order. The same op may be computed any number of times.
     graph_hash, inputs, signatures : of the graph it was made for.
-    budget_bytes : the budget it was solved for, 0 where there was none.
-    solver, options : who made it, and with which options.
+    budget_bytes : the budget it was solved for, 0 without one.
+    solver, options : what made it, and with which options.
     """
 
     steps: tuple[Step, ...]

@@ -1,7 +1,8 @@
 """The only judge: what a schedule needs, step by step, in bytes and in time.
 
-Short, solver-free and slow enough to be obviously right. Every peak, time and
-overhead that the product prints comes from `simulate`.
+This file is short, knows no solver, and is slow enough to be obviously right. Every peak, time,
+overhead and gap that `remat` prints comes from `simulate`. Solvers keep faster books of their own;
+each of their schedules is judged here once before it leaves `solver/`.
 """
 
 from __future__ import annotations
@@ -45,18 +46,26 @@ class Simulation(msgspec.Struct, frozen=True):
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     """Replay `schedule` over `graph` and check every rule.
 
-    While an op runs its inputs, its outputs, its workspace, everything retained and all
-    that is resident are live. Outputs that were live already keep their copy; the copy
-    that a recomputation makes of them counts only while it runs.
+    While an op runs, all of these are live: what is resident, every value that has not been
+    freed, the op's inputs, outputs and workspace. An output that was live already keeps its copy;
+    the second copy that the run makes of it counts only while the op runs.
 
     Raises
     ------
-    ScheduleError : made for another graph, or a step that breaks a rule (an input that
-        is not live, a pinned op computed twice, an output of the step lost, ...); the
+    ScheduleError : the schedule was made for another graph, or a step breaks a rule (an input
+        is not live, a pinned op is computed twice, an output of the step is lost, ...). The
         message names the step and the op.
     """
     schedule.check_made_for(graph)
     return _Replay(graph).run(schedule.steps)
+
+
+def overhead_of(time_us: float, base_us: float) -> float:
+    """`time_us` as an overhead over a step of `base_us`: 0 or more, also where that takes no time.
+
+    For times of schedules and for lower bounds on them.
+    """
+    return max(time_us / base_us - 1, 0.0) if base_us else 0.0
 
 
 class _Replay:
@@ -70,6 +79,8 @@ class _Replay:
         self.bytes = graph.resident.total_bytes
         self.time_us = 0.0
         self.forward_left = graph.n_forward
+        # The caller holds outputs of forward until the step ends. New values of buffers are outputs
+        # of forward alone: AOTAutograd copies them into the buffers as forward ends.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
@@ -87,12 +98,11 @@ class _Replay:
                 op = self._op_at(step)
                 workspace = op.workspace_bytes if op else 0
         self._check_end(len(steps))
-        base_us = self.graph.time_us
         return Simulation(
             peak_bytes=peak_bytes,
             peak_step=peak_step,
             time_us=self.time_us,
-            overhead=self.time_us / base_us - 1 if base_us else 0.0,
+            overhead=overhead_of(self.time_us, self.graph.time_us),
             live_bytes=tuple(curve),
             held_at_peak=tuple(sorted(at_peak, key=lambda name: -self.size[name])),
             workspace_at_peak_bytes=workspace,
@@ -137,7 +147,12 @@ class _Replay:
         return running
 
     def _check_order(self, i: int, op: Op) -> None:
-        """First runs may be in any order, but for draws, effects and what opens backward."""
+        """First runs may come in any order that gives the same bits.
+
+        Ops that draw share one random stream, and ops with effects share the buffers: these keep
+        their captured order. `remat.tangents` opens backward.
+        `tests/rewriter/test_reordered.py` trains random orders against eager.
+        """
         if op.name in self.rank:
             due = self.graph.ordered_ops[self.ordered_done]
             self._require(

@@ -7,10 +7,11 @@ A solver is one file with a frozen dataclass whose fields are its options, and o
 from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.contract import Solver
 from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs
-from remat.solver.result import Holding, Result
-from remat.solver.search import Listener, Progress, Solver
+from remat.solver.result import Holding, Result, naming_the_limit
+from remat.solver.search import Listener, Progress
 from remat.solver.table import TABLE, make_solver, solver_class
 
 __all__ = [
@@ -68,9 +69,11 @@ def solve(
     if keep or recompute:
         from remat.solver.pins.pinned import solve_pinned
 
-        return solve_pinned(
+        found = solve_pinned(
             graph, budget_bytes, solver, keep, recompute,
             time_limit_s=time_limit_s, progress=progress, **options,
         )  # fmt: skip
-    made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
-    return made.solve(graph, budget_bytes)
+    else:
+        made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
+        found = made.solve(graph, budget_bytes)
+    return naming_the_limit(found, time_limit_s)

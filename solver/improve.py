@@ -1,8 +1,9 @@
 """Bound and schedule brought together: lazy cuts from below, neighbourhoods from above.
 
-A round solves the program of the cuts so far in one thread while neighbourhoods of the best
-schedule are searched in the others; both are waited for before either is used, so the
-outcome depends on the seed and the number of workers, not on who was first.
+A round solves the program of the cuts so far in one thread, while the others search
+neighbourhoods of the best schedule. It waits for both before it uses either. So the outcome
+depends on the seed and the number of workers, and not on who was first. With one worker the
+two take turns.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ from dataclasses import dataclass, field, replace
 from remat.solver.backends.background import Task
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
-from remat.solver.cuts.cut import is_large, is_open, limits_of, take_climbed
+from remat.solver.cuts.cut import limits_of, take_climbed
 from remat.solver.local_search.events import Runs
 from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.search import Search
+from remat.solver.stopping import (
+    CUTS,
+    FIRST_ROUND,
+    LARGE_CUTS,
+    LAST_LARGE_ROUND,
+    ROUND,
+    STALLED_CUTS,
+    Seconds,
+)
 
-EFFORT, FIRST_EFFORT = 3.0, 0.5
-"""Seconds, about, that a round has at least; measured in what does not depend on the clock.
-The first round has less, each further one twice as much."""
 CP_SAT_S = 2.5
-"""Seconds for a unit of CP-SAT's deterministic time here, building its programs included."""
+"""Seconds that a unit of CP-SAT's deterministic time took, with the building of its programs."""
 ITERATION_S = 4e-4
-"""What HiGHS needs for an iteration of the simplex algorithm here, cuts and the rest included."""
+"""Seconds that HiGHS took for an iteration of the simplex algorithm, with cuts and the rest.
+
+Both only turn counted effort into about seconds; a faster machine does the same work sooner.
+"""
 GROWTH = 1.5
 """How much longer the next program of cuts is expected to take."""
-BOUND_S = 25.0
-"""Seconds that one program of cuts may take, at first."""
 PATIENCE = 1.6
-"""Growth of that time after a program that did not end in it."""
-NARROW, SLOW = 0.01, 0.9
-"""On large graphs with a gap below the first, a round that leaves more than the second part of
-it is the last."""
-LARGE_BOUND_S = 4.0
-"""`BOUND_S` on large graphs, where one cut says nearly all."""
-STALLED = 3
-"""Rounds in a row that raise no bound, after which cuts are given up."""
+"""Growth of what a program of cuts may take, after one that did not end in it."""
 
 
 @dataclass(slots=True)
@@ -49,22 +50,22 @@ class Improvement:
     seed: int = 0
     workers: int = 2
     stalled: int = 0
-    bound_s: float = field(init=False)
+    cuts_limit: Seconds = field(init=False)
     effort: float = 0.0
-    least_effort: float = FIRST_EFFORT
+    least_effort: float = FIRST_ROUND.most
     guide: Runs = ()
     around: LargeNeighbourhoods | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.bound_s = LARGE_BOUND_S if is_large(self.search) else BOUND_S
+        self.cuts_limit = LARGE_CUTS if self.search.is_large else CUTS
 
     def run(self) -> None:
         """Rounds until there is nothing left to do."""
         is_slow = False
-        while is_open(self.search, self.gap) and not is_slow:
+        while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
-            self.least_effort = min(2 * self.least_effort, EFFORT)
-            has_cuts = not self.lazy.is_done and self.stalled < STALLED
+            self.least_effort = min(2 * self.least_effort, ROUND.most)
+            has_cuts = not self.lazy.is_done and self.stalled < STALLED_CUTS.most
             is_searched = self.around is not None and self.around.is_exhausted
             if not has_cuts and (is_searched or self.search.best is None):
                 return
@@ -72,7 +73,7 @@ class Improvement:
                 self._round_of_both()
             else:
                 self._search_around(self.workers, self.least_effort / CP_SAT_S)
-            is_slow = is_large(self.search) and NARROW > self.search.gap > SLOW * open_gap
+            is_slow = self.search.is_large and LAST_LARGE_ROUND.is_last(self.search.gap, open_gap)
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
@@ -88,38 +89,41 @@ class Improvement:
                 found = solving.wait()
         for climbed in found:
             take_climbed(self.search, climbed)
+            # The guide of neighbourhoods need not fit, but it recomputes little: the stages in
+            # which it does are worth a try.
             if climbed.start is not None and climbed.solution.finished:
                 self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
         if not found[-1].solution.finished:
-            self.bound_s *= PATIENCE
+            self.cuts_limit = self.cuts_limit.longer(PATIENCE)
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
         self.stalled = 0 if is_higher else self.stalled + 1
 
     def _programs(self, open_gap: float) -> list[Climbed]:
         """Programs of cuts, each refined by the one before, until a round is filled.
 
-        What is known of schedules meanwhile is not looked at: it depends on the clock.
+        Schedules that neighbourhoods find meanwhile are left aside: when they come depends on
+        the clock.
         """
         found: list[Climbed] = []
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
             found.append(self.lazy.climb(self._limits(open_gap)))
             self.effort = GROWTH * ITERATION_S * found[-1].solution.iterations
-            spent += max(self.effort, FIRST_EFFORT / 10)
+            spent += max(self.effort, FIRST_ROUND.most / 10)
             if not found[-1].solution.finished:
                 break
         return found
 
     def _limits(self, open_gap: float) -> Limits:
         limits = limits_of(self.search, self.lazy, self.gap, open_gap)
-        return replace(limits, time_limit_s=min(limits.time_limit_s, self.bound_s))
+        return replace(limits, time_limit_s=self.cuts_limit.of(limits.time_limit_s))
 
     def _search_around(self, workers: int, effort: float) -> None:
         """Neighbourhoods of the best schedule known."""
         best_us = self.search.best_key[0] - self.search.graph.time_us
         if self.around is None:
             self.around = LargeNeighbourhoods(
-                self.search, lambda: not is_open(self.search, self.gap), self.seed
+                self.search, lambda: not self.search.is_open(self.gap), self.seed
             )
         elif best_us < self.around.cost_us * (1 - 1e-9):
             self.around.restart()

@@ -1,7 +1,7 @@
 """What a schedule keeps of what backward reads, and what it computes again, by kind of op.
 
-Attention is counted apart, by cores (`attention_core`), whether it is one fused op or written
-out: its output is kept where the op that makes it runs once.
+Attention is counted apart, by cores (`attention_core`), be it one fused op or written out. Its
+output is kept if the op that makes it runs once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Attention(msgspec.Struct, frozen=True):
 class Kind(NamedTuple):
     """Forward ops of one kind, and how many of them run again.
 
-    Counted are those from which backward reads and those that run again; `recomputed_us` is
-    the time of the further runs.
+    An op counts if backward reads from it, or if it runs again. `recomputed_us` is the time of
+    the further runs.
     """
 
     kind: str

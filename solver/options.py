@@ -1,4 +1,4 @@
-"""Rules for the numbers that every solver is given: its budget and the options that many share."""
+"""The options of a solver: what a plan records of them, and rules for those that many share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 
 from remat.graph_capture.errors import SolverError
+from remat.schedules.schedule import Option
 
 INTEGER = (int, np.integer)
 REAL = (int, float, np.integer, np.floating)
@@ -21,6 +22,8 @@ WHOLE: dict[str, tuple[int, float]] = {
     "workers": (1, math.inf),
 }
 """Least and most of options that are whole numbers."""
+NO_OPTIONS = ("time_limit_s", "progress")
+"""Fields of a solver that are no options of a plan: they say how to search, not for what."""
 NUMBERS = ("gap", "time_limit_s")
 """Options that are finite numbers from 0 on."""
 
@@ -33,6 +36,15 @@ def check_options(solver: Any) -> None:
             _check_whole(option.name, value, *WHOLE[option.name])
         elif option.name in NUMBERS:
             check_number(option.name, value)
+
+
+def options_of(solver: Any) -> dict[str, Option]:
+    """The options of `solver`, a dataclass, as a plan records them."""
+    return {
+        field.name: getattr(solver, field.name)
+        for field in dataclasses.fields(solver)
+        if field.name not in NO_OPTIONS
+    }
 
 
 def check_number(name: str, value: Any) -> None:

@@ -123,9 +123,9 @@ def least_needed_bytes(problem: Problem) -> int:
 
 
 def kept_with(graph: TrainingGraph, name: str, make: Callable[[], T]) -> T:
-    """What `make` returned when first asked under `name`; it ends with the graph object.
+    """What `make` returned when it was first asked under `name` for this graph object.
 
-    Neither files nor copies nor other processes see it.
+    It is kept as long as the object. Files, copies and other processes do not see it.
     """
     known = vars(graph)
     key = PREFIX + name

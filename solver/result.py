@@ -15,6 +15,10 @@ Status = Literal["optimal", "feasible", "infeasible", "time limit"]
 
 INTERRUPTED = "interrupted"
 """How the message of a solve begins that Ctrl-C ended."""
+OUT_OF_TIME = "the time limit of"
+"""How the message of a solve begins that the clock ended before it had a schedule that fits."""
+TOO_LARGE = "more than most_ops"
+"""In the message of a solver that left a graph alone for its size, whatever the time limit."""
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -40,10 +44,10 @@ class Result(msgspec.Struct, frozen=True):
     least_feasible_bytes : where infeasible, the least budget known to be feasible.
     least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
     held_at_peak : where infeasible, what holds the memory at that schedule's peak.
-    least_bound_bytes : where infeasible, no schedule's peak is below; 0 where not sought.
-    floor : where the budget is below it, what any schedule needs that never computes an
-        output of the step again, in captured order: the op that sets it, and the bytes.
-    attention : where something runs again, how much of attention does; None without it.
+    least_bound_bytes : where infeasible, no schedule has a lower peak; 0 where not sought.
+    floor : None unless the budget is below it. What any schedule in captured order needs that
+        never computes an output of the step again: the op that sets it, and the bytes.
+    attention : where something runs again, how much of attention does; None without any.
     message : what to say to the user beyond the figures.
     """
 
@@ -133,6 +137,22 @@ def judged(
         attention=attention_of(graph, schedule),
         message=message,
     )
+
+
+def naming_the_limit(result: Result, time_limit_s: float) -> Result:
+    """`result`; where the clock ended the search without a schedule, its message says so first.
+
+    Such an end says nothing about the budget, so more time is what to ask for.
+    """
+    is_late = result.schedule is None and result.status == "time limit"
+    if not is_late or result.message.startswith(INTERRUPTED) or TOO_LARGE in result.message:
+        return result
+    text = (
+        f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: allow a longer one "
+        "(time_limit_s, --time-limit)"
+    )
+    message = f"{text}. {result.message}" if result.message else text
+    return msgspec.structs.replace(result, message=message)
 
 
 def infeasible(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import Simulation, simulate
-from remat.solver.problem import Problem
+from remat.schedules.simulate import Simulation, overhead_of, simulate
+from remat.solver.clock import Clock
+from remat.solver.options import options_of
+from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
 from remat.solver.sequence import schedule_of
 from remat.solver.state import State
@@ -44,24 +45,36 @@ class Progress(msgspec.Struct, frozen=True):
 
 Listener = Callable[[Progress], None]
 
+MANY_OPS = 1000
+"""Graphs of more ops are large: what takes seconds there comes last, is done less often or not."""
+
 
 @dataclass(slots=True)
 class Search:
     """One solve of one graph at one budget.
 
-    `best` is the cheapest schedule found within the budget; `lowest`, where none fits, the
-    one of the least peak that can be found again whatever the budget. The listener hears of
-    every better schedule and bound at once, and of what is being done. `work` counts the moves
-    that repairs weighed: a measure of effort that is the same on every machine.
+    Attributes
+    ----------
+    progress : called with every better schedule and bound at once, and with what is done next.
+    options : recorded in each schedule. clock : of the time limit.
+    best : the fastest schedule found within the budget; `best_state` its bits, if it has some.
+    best_key : its time and its peak.
+    lowest : if none fits, the schedule of least peak among those found without looking at the
+        budget, so that a solve at that peak finds it again.
+    bound_us : no schedule within the budget takes less.
+    proved_infeasible : no schedule fits. cut_short : the clock, or Ctrl-C, ended the search.
+    message : what the result will say beyond the figures. doing : what comes next, in words.
+    floor, least_bound_bytes : as in a `Result`.
+    work : moves that repairs weighed: a measure of effort that is the same on every machine.
     """
 
     graph: TrainingGraph
     budget_bytes: int
     solver: str
-    time_limit_s: float = 60.0
-    listener: Listener | None = None
+    time_limit_s: InitVar[float] = 60.0
+    progress: Listener | None = None
     options: dict[str, Option] = field(default_factory=dict[str, Option])
-    began_s: float = field(default_factory=time.monotonic)
+    clock: Clock = field(init=False)
     problem: Problem = field(init=False)
     best: Schedule | None = field(default=None, init=False)
     best_state: State | None = field(default=None, init=False)
@@ -77,19 +90,25 @@ class Search:
     least_bound_bytes: int = field(default=0, init=False)
     work: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, time_limit_s: float) -> None:
+        self.clock = Clock(time_limit_s)
         self.problem = Problem.of(self.graph)
         self.bound_us = self.graph.time_us
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the solve began."""
-        return time.monotonic() - self.began_s
+    @classmethod
+    def of(cls, solver: Any, name: str, graph: TrainingGraph, budget_bytes: int) -> Search:
+        """The search of one `solve` of `solver`, with its time limit, listener and options.
+
+        `solver` is a dataclass as `Solver` describes it, `name` its name in the table.
+        """
+        return cls(
+            graph, budget_bytes, name, solver.time_limit_s, solver.progress, options_of(solver)
+        )
 
     @property
     def left_s(self) -> float:
         """Seconds left of the time limit."""
-        return self.time_limit_s - self.elapsed_s
+        return self.clock.left_s
 
     @property
     def gap(self) -> float:
@@ -97,6 +116,41 @@ class Search:
         if self.best is None:
             return float("inf")
         return self.best_key[0] / self.bound_us - 1 if self.bound_us > 0 else 0.0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the graph has so many ops that slow steps come last."""
+        return self.problem.n_ops > MANY_OPS
+
+    def is_open(self, gap: float) -> bool:
+        """Whether the gap is above `gap`, something may fit, and there is time."""
+        return self.gap > gap and not self.proved_infeasible and not self.out_of_time()
+
+    def has_room(self) -> bool:
+        """Whether each op's own working set, and what must be live at the end, is in the budget.
+
+        Where it is not, the message says what takes more.
+        """
+        need_bytes, what = self._worst_working_set()
+        end_bytes = sum(self.problem.size_bytes[v] for v in self.problem.needs[self.problem.n_ops])
+        room_bytes = self.budget_bytes - self.problem.resident_bytes
+        if need_bytes > room_bytes:
+            need_bytes += self.problem.resident_bytes
+            self.message = f"{what} alone needs {need_bytes} bytes with what is resident"
+        elif end_bytes > room_bytes:
+            self.message = (
+                f"what must be live when the step ends, gradients above all, takes {end_bytes} "
+                f"bytes beside {self.problem.resident_bytes} that are resident"
+            )
+        return max(need_bytes, end_bytes) <= room_bytes
+
+    def _worst_working_set(self) -> tuple[int, str]:
+        """The most bytes that the first run of an op needs, and which op that is."""
+        problem = self.problem
+        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
+        op = self.graph.ops[worst]
+        place = f" ({op.module})" if op.module else ""
+        return working_set_bytes(problem, worst), f"op {op.name}{place}"
 
     def out_of_time(self) -> bool:
         """Whether the time limit has been hit, which the result will then say."""
@@ -124,11 +178,12 @@ class Search:
 
     def tell(self) -> None:
         """Tell the listener what is known."""
-        if self.listener is None:
+        if self.progress is None:
             return
-        base_us = self.graph.time_us or 1.0
-        best = None if self.best is None else self.best_key[0] / base_us - 1
-        self.listener(Progress(self.elapsed_s, best, self.bound_us / base_us - 1, self.doing))
+        base_us = self.graph.time_us
+        best = None if self.best is None else overhead_of(self.best_key[0], base_us)
+        bound = overhead_of(self.bound_us, base_us)
+        self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
         """Record that no schedule of this budget takes less than `bound_us`."""
@@ -203,7 +258,7 @@ class Search:
             best,
             budget_bytes=self.budget_bytes,
             lower_bound_us=min(self.bound_us, best_us),
-            wall_s=self.elapsed_s,
+            wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
             message=self.message,
         )
@@ -216,7 +271,7 @@ class Search:
                 solver=self.solver,
                 budget_bytes=self.budget_bytes,
                 lower_bound_us=self.bound_us,
-                wall_s=self.elapsed_s,
+                wall_s=self.clock.elapsed_s,
                 message=self.message,
             )
         found = simulate(self.graph, self.lowest)
@@ -224,15 +279,9 @@ class Search:
         proof = "no schedule fits" if self.proved_infeasible else "no schedule found that fits"
         text = f"{proof} {self.budget_bytes} bytes; {found.peak_bytes} bytes are known to do"
         text = f"{text}. {self.message}" if self.message else text
-        lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, self.elapsed_s, text)
+        lost = infeasible(
+            self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
+        )
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit")
         return lost
-
-
-class Solver(Protocol):
-    """What every class named in `TABLE` offers."""
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found whose true peak is within `budget_bytes`, and a bound."""
-        ...

@@ -1,6 +1,7 @@
 """Schedules as sequences of ops: each op any number of times, values freed after last use.
 
-The form in which chains, online policies, templates and constraint programs speak.
+The form in which chains, online policies, templates and constraint programs say what runs
+when. It can say all that a schedule may do but offload; the frees are placed here, for all.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
     """Steps that run the ops of `sequence`, each value freed as early as can be.
 
     A use reads the latest computation before it. A value is freed right after its last use
-    before it is made again; a run of an op of several outputs leaves live ones as they are.
-    A run that would make nothing that is not live, is left out. Where an input was never
-    made, `simulate` will name it.
+    before it is made again. An op of several outputs that runs again leaves those that are
+    live as they are, and a run whose outputs are all live is left out. An input that was never
+    made is an error of `simulate`, which names it.
     """
-    lost_after = _last_uses(problem, sequence)
+    lost_after = _lost_after(problem, sequence)
     live = bytearray(problem.n_values)
     steps: list[Step] = []
     for position, op in enumerate(sequence):
@@ -48,7 +49,7 @@ def steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
     return steps
 
 
-def _last_uses(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
+def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     """For each position the values that nothing reads between it and their next making."""
     lost: list[list[int]] = [[] for _ in sequence]
     wanted = bytearray(problem.n_values)
@@ -94,13 +95,3 @@ def recomputed_by_stage(problem: Problem, sequence: Sequence[int]) -> list[list[
         else:
             stages[following].append(op)
     return stages
-
-
-def keeps_order(problem: Problem, sequence: Sequence[int]) -> bool:
-    """Whether every op runs, and first runs are in the problem's order."""
-    following = 0
-    for op in sequence:
-        if op > following:
-            return False
-        following += op == following
-    return following == problem.n_ops

@@ -6,8 +6,10 @@ cheapest recomputations of stage t are the closure of what op t reads and what i
 on, through inputs that are not carried: local to the stage. So the time of a schedule is
 the sum of its stages, its peak their maximum, and moving one bit touches few stages.
 
-The study behind this: Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R
-eliminated.
+Repairs and fills live on that. What bits cannot say is that an op runs twice within a stage,
+or first runs in another order; a sequence of ops (`sequence`) can.
+
+These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R eliminated.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Option, Schedule
 from remat.solver.problem import Problem
 from remat.solver.stage import Stage, emit, replay_stage
 
@@ -188,9 +190,15 @@ class State:
         """Stage t as the bits now have it; `stages` is left as it was."""
         return replay_stage(self.problem, self.rows[t], self.rows[t + 1], self.starts[t], t)
 
-    def schedule(self, *, budget_bytes: int = 0, solver: str = "") -> Schedule:
+    def schedule(
+        self,
+        *,
+        budget_bytes: int = 0,
+        solver: str = "",
+        options: dict[str, Option] | None = None,
+    ) -> Schedule:
         """The schedule these bits stand for."""
         steps = emit(self.problem, self.rows, self.stages)
         return Schedule.for_graph(
-            self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver
+            self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver, options=options
         )

@@ -8,8 +8,8 @@ import importlib
 from typing import Any, cast
 
 from remat.graph_capture.errors import SolverError
+from remat.solver.contract import Solver
 from remat.solver.options import check_options
-from remat.solver.search import Solver
 
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",

@@ -1,4 +1,4 @@
-"""Prices of a test run go to a folder of their own; Ctrl-C is heard in tests of it.
+"""Prices of a test run are fixed and go to a folder of their own; Ctrl-C is heard in tests of it.
 
 A shell that starts a job in the background lets it ignore the signal. Tests that run side by side
 share the cores: torch's threads, of which each would have as many as there are cores, would
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,6 +23,10 @@ if SIDE_BY_SIDE > 1:
     # Before torch is imported, which reads it, as do the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // SIDE_BY_SIDE)))
 
+# A busy machine draws examples slowly, which is no fault of theirs.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def price_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -29,3 +34,22 @@ def price_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REMAT_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prices_without_a_clock(price_cache: Path) -> Iterator[None]:
+    """Of captured models, so that their plans are the same however busy the machine is."""
+    from tests.fixed_prices import REPLACED, patched
+
+    with patched(REPLACED):
+        yield
+
+
+@pytest.fixture
+def clocked(tmp_path: Path) -> Iterator[Path]:
+    """Ops and steps are timed, as they are for users; the prices go to this folder."""
+    from tests.fixed_prices import CLOCKED, patched
+
+    with patched(CLOCKED) as patch:
+        patch.setenv("REMAT_CACHE", str(tmp_path))
+        yield tmp_path

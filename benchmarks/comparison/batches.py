@@ -1,7 +1,7 @@
 """The largest batch that fits a budget by each method, and what a step then costs.
 
-A CPU has no memory to run out of, so a batch fits if the profiler sees no more than the budget
-allocated. On a GPU, the allocator is told that it has no more.
+A CPU does not run out at the budget, so a batch fits if the profiler sees no more than that
+allocated. On a GPU the allocator is told that it has no more.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CHECKPOINTS: tuple[tuple[str, float], ...] = (
     ("sequential", 0),
 )  # fmt: skip
 METHODS = (*CHECKPOINTS, ("remat", 0.10), ("remat", 0.30))
-"""The amount of ours is the overhead that is allowed."""
+"""The number of ours is the overhead that is allowed."""
 GPU_GIB = (16, 24, 40, 80)
 EACH_S = 5.0
 
 
 def largest(holds: Callable[[int], bool], first: int, guess: int) -> int:
-    """The largest size that holds, 0 if none: sizes between one that does and one that does not.
+    """The largest size that holds, by bisection; 0 if none does.
 
     `first` and `guess` are tried before any other.
     """
@@ -108,7 +108,7 @@ def by_plan(suite: str, model: str, overhead: float, budget: int) -> dict[str, A
 def found(
     suite: str, model: str, method: str, amount: float, budget: int, turns: Path
 ) -> dict[str, Any]:
-    """The largest batch of a method under a budget, in this process; timed when it has its turn."""
+    """The largest batch of a method within a budget, found in this process."""
     torch.set_num_threads(1)
     if suite == "gpu":
         share = budget / torch.cuda.get_device_properties(0).total_memory

@@ -1,7 +1,8 @@
 """docs/benchmarks.md, from committed results: `python -m benchmarks.comparison.document`.
 
-Ends with status 1, and writes nothing, if a row is lost whose cause nobody wrote down in
-`benchmarks/comparison/causes.py`, or a cause is there for a row that is not lost.
+A row is lost if another's step is faster than ours at no higher peak. The program writes nothing
+and ends with status 1 if a lost row has no cause in `benchmarks/comparison/causes.py`, or if a
+cause is there for a row that is not lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 INTRODUCTION = Path(__file__).with_name("introduction.md")
 NOISE = 0.02
-"""How much slower is slower: two processes that run the same step differ by as much."""
+"""Ours counts as slower from this on: two processes that run the same step differ by as much."""
 TITLES = {
     "eager": "unmodified", "checkpoint": "checkpoint, every", "selective": "selective checkpoint",
     "sequential": "checkpoint_sequential", "sac_ilp": "sac_ilp", "aot": "compile, eager-like",
@@ -33,7 +34,7 @@ TITLES = {
 
 
 def title(row: Row) -> str:
-    """As the tables call a row."""
+    """The name of a row in the tables."""
     if row.method in ("aot", "inductor"):
         return f"{TITLES[row.method]}" + ("" if row.amount == 1 else f", budget {row.amount:g}")
     return TITLES[row.method] + (f" {row.amount:g}" if row.method == "checkpoint" else "")
@@ -62,9 +63,9 @@ class Model:
         self.others = [row for row in self.rows if row.method not in OURS]
 
     def slower(self) -> Iterator[tuple[Row, Row | None, float]]:
-        """Rows of others that are faster than ours at their peak, that of ours, and by how much.
+        """Each row of others that is faster than ours at its peak, our row, and by how much.
 
-        By infinity where there is none of ours.
+        Without a row of ours it is faster by infinity.
         """
         for row in front(self.others):
             ours = best_within(self.ours, row.peak_bytes)
@@ -73,7 +74,7 @@ class Model:
                 yield row, ours, by
 
     def losses(self) -> list[tuple[Row, Row | None, float]]:
-        """Those that are faster by more than the noise."""
+        """The rows of others that are faster by more than the noise."""
         return [each for each in self.slower() if each[2] > NOISE]
 
     def description(self) -> str:
@@ -89,7 +90,7 @@ def overhead_off(row: Row) -> float:
 
 
 def section(model: Model) -> Iterator[str]:
-    """Front, and table at equal peaks."""
+    """The rows of a model, and a table at equal peaks."""
     yield f"### {model.name}\n\n{model.description()}\n"
     yield "| step | peak MB | time | gradients | on the front |"
     yield "|---|--:|--:|---|---|"
@@ -101,7 +102,7 @@ def section(model: Model) -> Iterator[str]:
             f"{'yes' if id(row) in on_front else ''} |"
         )
     for row in model.failed:
-        yield f"| {title(row)} | - | - | {row.kept['error'][:100]} | |"
+        yield f"| {title(row)} | - | - | {row.kept['error'].partition('. ')[0][:100]} | |"
     yield "\nAt equal measured peak, each row that no other of theirs beats:\n"
     yield "| theirs | peak MB | time | ours within it | peak MB | time |"
     yield "|---|--:|--:|---|--:|--:|"
@@ -135,9 +136,8 @@ def fidelity(models: list[Model]) -> Iterator[str]:
 def preparation(models: list[Model]) -> Iterator[str]:
     """Seconds before the first step is done."""
     yield (
-        "Rows are set up side by side on the same cores, and not equally many at a time: these are "
-        "longer than a row alone takes, and do not compare methods. On a CPU, what compilers first "
-        "import and probe for is done before.\n"
+        "Rows are set up side by side on the same cores: these are longer than a row alone takes, "
+        "and do not compare methods. On a CPU, what compilers first import is imported before.\n"
     )
     yield "| | " + " | ".join(model.name for model in models) + " |"
     yield "|---|" + "--:|" * len(models)
@@ -171,7 +171,7 @@ def batches(models: list[Model], kept: dict[str, Any]) -> Iterator[str]:
 
 
 def losses(suite: str, models: list[Model]) -> tuple[list[str], list[str]]:
-    """The table of what is lost, with causes, and what is wrong with the causes."""
+    """The table of lost rows with their causes, and what is wrong with the causes."""
     lines, wrong = (
         ["| model | theirs | ours within its peak | slower by | cause |", "|---|---|---|--:|---|"],
         [],

@@ -20,7 +20,7 @@ MARKS = {
     "remat": ("remat", "#d55e00", "o"),
     "remat_compiled": ("remat, compiled", "#8b2500", "D"),
 }
-"""Colours of Okabe and Ito, told apart by the colour-blind; shapes tell as well."""
+"""Colours of Okabe and Ito, which the colour-blind can tell apart; shapes differ as well."""
 COLUMNS = 3
 WORST = 1.5
 """Rows that take more than 2.5 times eager's step are left out of the picture."""

@@ -1,4 +1,4 @@
-"""Which of the measured rows are worth having: none other has both less memory and less time."""
+"""Which measured rows are worth having: those that no other beats in both memory and time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 OURS = ("remat", "remat_compiled")
 TORCHS_KEPT = "keep_all"
-"""Torch's compiled step that keeps everything: a row that others are held against, no method."""
+"""Torch's compiled step that keeps everything: no method, but the judge of others' gradients."""
 CLOSE = 0.03
-"""Budgets within this share of each other are measured once."""
+"""Of budgets that differ by less than this share, only one is measured."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def front(rows: Iterable[Row]) -> list[Row]:
 
 
 def targets(rows: Sequence[Row], more: Sequence[int]) -> list[int]:
-    """Peaks of rows, but for those a little above another, and those of `more` close to none."""
+    """Budgets of ours: the peaks of `rows`, then `more`, each unless it is close to another.
+
+    Peaks that others reached let the tables compare at equal peaks.
+    """
     found: list[int] = []
     for peak in [*sorted(row.peak_bytes for row in rows), *more]:
         if all(abs(peak / other - 1) > CLOSE for other in found):

@@ -1,7 +1,7 @@
 """What people do today to make a step fit, each as a change of a model for one step.
 
-A method takes a trainee and an amount and gives what stands in for its model, and a context in
-which a step of it runs.
+A method takes a trainee and an amount. It gives what is called in place of the model, and a
+context in which a step of it runs.
 """
 
 from __future__ import annotations
@@ -127,14 +127,14 @@ def _around(trainee: Trainee, paths: tuple[str, ...], options: dict[str, Any]) -
 
 
 class KeepAll(CustomPartitionerFn):
-    """Everything that backward reads is kept: what gradients of compiled steps are held against."""
+    """Keeps everything that backward reads; gradients of compiled steps are compared with it."""
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-        """As torch cuts a step where it recomputes nothing."""
+        """Torch's own partition that recomputes nothing."""
         return default_partition(gm, joint_inputs, num_fwd_outputs=kwargs["num_fwd_outputs"])
 
     def uuid(self) -> None:
-        """Not to be cached."""
+        """None, so that nothing made with it is cached."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepAll:
         return self
@@ -159,7 +159,7 @@ def compiled_keeping_all(trainee: Trainee) -> Variant:
 
 
 def decomposed_keeping_all(trainee: Trainee) -> Variant:
-    """As the eager-like compiler runs the step, nothing recomputed."""
+    """The step as the eager-like compiler runs it, nothing recomputed."""
     backend = aot_autograd(
         fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=default_partition,
         decompositions=select_decomp_table,

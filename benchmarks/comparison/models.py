@@ -1,8 +1,8 @@
-"""The compared models, by suite: for two cores small, for a GPU of the published sizes.
+"""The compared models, by suite: small ones for two cores, published sizes for a GPU.
 
-The shapes for a CPU keep kinds of ops and proportions, and are narrow enough that a step takes a
-fraction of a second; transformers and the LSTM are less deep as well, as Inductor takes half a
-minute for eight layers and compiles each model more than ten times.
+The models for a CPU keep the kinds of ops and their proportions. They are narrow enough that a
+step takes a fraction of a second. Transformers and the LSTM are less deep as well: Inductor takes
+half a minute for eight layers, and compiles each model more than ten times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.comparison.modules import LSTM, Classifier, DiffusionUNet, ViT
-from benchmarks.network_modules import (
+from benchmarks.networks.modules import (
     Attention,
     Block,
     Experts,

@@ -1,4 +1,10 @@
-"""This project's two ways to make a step fit, with what they predict."""
+"""This project's two ways to make a step fit, with what they predict.
+
+What a plan predicts depends on how ops are priced. Three of eight plans of the LSTM had been 3 to
+6 points dearer than planned, when ops, the step and its two forwards were each priced in one go.
+With prices taken in passes and in turn, four plans of it at 19,410,628 bytes were off by 1.2,
+1.2, 2.5 and .9 points, in 57 rounds each.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +34,8 @@ LIMIT_S = 10.0
 class Planned:
     """A variant, its step that keeps everything if there is one, and what was predicted.
 
-    `facts` are those of the variant's first step, and asked for before any other is compiled.
+    `facts` are of the variant's first step. They must be asked for before anything else is
+    compiled.
     """
 
     variant: Variant
@@ -81,9 +88,9 @@ def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
 
 
 def _keeping_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """As the backend compiles its plan that keeps everything, without the search for others.
+    """Compile as the backend does the plan that keeps everything, without its search for others.
 
-    Its code is the same in all rows of a model, and generated in the first.
+    The code is the same in all rows of a model, so the first row generates it.
     """
     (outputs,) = gm.graph.output_node().args
     partitioner = Partitioner(_everything_kept, len(pytree.tree_leaves(outputs)))

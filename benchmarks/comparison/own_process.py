@@ -1,6 +1,7 @@
 """A measurement in a process of its own, forked from one that has only imported.
 
-An import takes seconds, and a suite has hundreds of rows.
+The imports take seconds, and a suite has some 300 rows: each importing by itself would take a
+quarter of an hour.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ Answer = dict[str, Any]
 
 
 class OwnProcesses:
-    """Starts them, all with the same settings in their environment.
+    """Starts processes, all with the same settings in their environment.
 
-    Only one can be made in a process: the one that forks reads the environment when it starts.
+    A process can make only one of these: its fork server reads the environment when it starts.
     """
 
     def __init__(self, settings: Mapping[str, str], limit_s: float) -> None:
@@ -55,6 +56,6 @@ def _send(connection: Connection, function: Callable[..., Answer], args: tuple[A
 
 
 def _cause(error: Exception) -> str:
-    """The last line of the report that names an error: compilers wrap those of others."""
+    """The last line of the report that names an error, since compilers wrap errors of others."""
     lines = "".join(traceback.format_exception(error)).strip().splitlines()
     return next((line for line in reversed(lines) if "Error" in line), lines[-1])

@@ -1,4 +1,4 @@
-"""What rows import and find out while they compile, done once before they are forked."""
+"""What every row imports and probes for when it compiles: done once, before rows are forked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """One measurement, in a process of its own.
 
-The step of the method and the unmodified one run in turn, so that drift hits both; times are
-medians of their ratios in a round.
+The step of the method and the unmodified one run in turn, so that drift hits both. Times are
+medians of their ratios in a round, on one thread, by the processor's clock. The overhead of a
+plan of ours is held against our own step that keeps everything, in the same process: between two
+processes, ratios to the unmodified step differ by 2 %, and by more while others use the machine.
 """
 
 from __future__ import annotations
@@ -24,19 +26,25 @@ from benchmarks.comparison.methods import DoesNotApplyError, Variant
 from benchmarks.comparison.models import SUITES, Trainee
 from benchmarks.comparison.sac_ilp import ilp
 from benchmarks.comparison.turns import Quiet, Turns
-from remat.graph_capture.devices.memory_events import measure_peak
+from remat.graph_capture.memory_events import measure_peak
 
 JUDGED = ("inductor", "remat_compiled")
 """Methods whose gradients are held against those of the compiled step that keeps everything."""
 AWAITED_S = 300.0
+"""How long a row waits for gradients that another row is to write."""
 GRADIENTS, DECOMPOSED, FASTEST = "gradients.pt", "decomposed.pt", "fastest_s"
 SEED = 3
 SMALL = 1e-3
-"""Part of the largest gradient's norm below which one may be nothing but rounding, as that of a
-bias before a norm is."""
+"""A gradient smaller than this part of the largest may be nothing but rounding.
+
+That of a bias before a norm is.
+"""
 RIGHT = 0.02
-"""Relative error up to which gradients count as right. Kernels that fuse otherwise round
-otherwise, and batch norm makes that larger; gradients of other random numbers are off by 1."""
+"""Relative error up to which gradients count as right.
+
+Kernels that are fused differently round differently, and batch norm makes that larger. Gradients
+of other random numbers are off by 1.
+"""
 
 
 class Bench:
@@ -68,12 +76,15 @@ class Bench:
         return [p.grad.clone() for p in self.parameters if p.grad is not None]
 
     def rounds(self, *variants: Variant) -> Callable[[], Round]:
-        """Warms each up; a call then takes a step of each in turn, after the first in both orders.
+        """Warm each up; a call then takes a step of each in turn.
 
-        The processor's seconds on a CPU, the clock's on a GPU.
+        Times are the processor's seconds on a CPU, the clock's on a GPU.
         """
         for variant in variants:
             self.step(variant)
+        # The first is the unmodified step, and the others follow in either order in turn. On a
+        # shared machine that step is fast by chance, the next one .6 as much, the one after .4.
+        # In one order the two that are compared would get unequal shares of its luck.
         orders = cycle([[0, *range(1, len(variants))], [0, *range(len(variants) - 1, 0, -1)]])
 
         def measure() -> Round:
@@ -94,7 +105,7 @@ class Bench:
         return time.perf_counter()
 
     def peaks(self, variant: Variant) -> dict[str, int]:
-        """Bytes at the peak of a step, with parameters, buffers and the batch."""
+        """Bytes at the peak of a step, parameters, buffers and the batch included."""
         for parameter in self.parameters:
             parameter.grad = None
         tensors = [*self.parameters, *self.trainee.model.buffers(), *self.trainee.args]
@@ -129,7 +140,7 @@ def variant_of(bench: Bench, method: str, amount: float) -> Variant:
 
 
 def planned_of(bench: Bench, method: str, amount: float, quiet: Quiet) -> ours.Planned:
-    """The variant by any method; predictions are ours alone."""
+    """The variant by any method; only ours come with predictions."""
     if method == "remat":
         with bench.autocast():
             return ours.rewritten(bench.trainee, int(amount), bench.device, quiet)
@@ -156,9 +167,11 @@ def measured(
 ) -> dict[str, Any]:
     """The row; gradients of the compiled step that keeps everything lie in `folder`.
 
-    Gradients are right if they are eager's or those: with other random numbers they cannot be
-    eager's, and torch 2.13's `default_partition` under Inductor gets a U-Net's attention wrong.
-    That step's row may be set up beside those that read them, so they wait for it.
+    Gradients are right if they are eager's, or those of the compiled step that keeps everything.
+    A compiled step draws other random numbers than eager, so its gradients cannot be eager's.
+    The compiled step alone is no judge either: torch 2.13's `default_partition` under Inductor
+    gets the attention of a U-Net wrong, where its min-cut partition and our cuts get eager's
+    gradients. Its row may be set up beside the rows that read its gradients, so they wait.
     """
     bench = make()
     eager = methods.eager(bench.trainee)
@@ -187,7 +200,7 @@ def measured(
 def times(
     bench: Bench, eager: Variant, planned: ours.Planned, turns: Turns, fastest: Path
 ) -> dict[str, Any]:
-    """The unmodified step's seconds, and what the others take over it and over each other."""
+    """Seconds of the unmodified step, and what the variant takes over it and over keeping all."""
     keep_all = [planned.keep_all] if planned.keep_all else []
     rounds, compared = bench.rounds(eager, planned.variant, *keep_all), (1, 2)
     timed = timed_calmly(rounds, turns, fastest, compared if keep_all else None)
@@ -199,21 +212,21 @@ def times(
 
 
 def _decomposed(bench: Bench, path: Path) -> list[Tensor]:
-    """Gradients of the decomposed step that keeps everything, as the first that asks has them."""
+    """Gradients of the decomposed step that keeps everything; the first that asks writes them."""
     if not path.exists():
         _write(bench.gradients(methods.decomposed_keeping_all(bench.trainee)), path)
     return torch.load(path)
 
 
 def _write(gradients: list[Tensor], path: Path) -> None:
-    """In one piece, for rows that look for them."""
+    """Write the file in one piece, since other rows may look for it."""
     part = path.with_suffix(f".{os.getpid()}")
     torch.save(gradients, part)
     part.replace(path)
 
 
 def _awaited(path: Path) -> list[Tensor]:
-    """What another row writes, which is under way if it is not there."""
+    """Gradients that another row writes. If they are not there, that row is under way."""
     began_s = time.monotonic()
     while not path.exists():
         if time.monotonic() - began_s > AWAITED_S:

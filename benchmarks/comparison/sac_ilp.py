@@ -63,7 +63,7 @@ def decided(
 
 
 def _context_of(stats: SACStats, kept: float) -> Any:
-    """Saves the ops that the program saves, by their order among those that it counts."""
+    """A context that saves the ops that the program saves, found by their order in the block."""
     decisions = get_optimal_checkpointing_policy_per_module(stats, kept)
 
     def contexts() -> Any:

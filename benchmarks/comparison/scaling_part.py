@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md on how the cost of a plan grows, made of a file of results."""
+"""The part of docs/benchmarks.md on how the cost of a plan grows, made from a results file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rows are set up side by side; one at a time has a core to itself, to time a step or its ops."""
+"""Rows are set up side by side; one at a time has a core to itself, to time a step or its ops.
+
+Solving takes a turn too. Setting up takes longest, so a suite would take several times as long
+if rows came one after the other. `cores` says what other work does to times.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ class Turns:
 
     Parameters
     ----------
-    family : the process whose descendants keep off that core; None if the others need not.
+    family : the process whose descendants keep off that core; None if they may stay.
 
     Attributes
     ----------
-    waited_s : for others, in all.
+    waited_s : seconds spent waiting for others, in all.
     """
 
     def __init__(self, path: Path, family: int | None = None) -> None:
@@ -32,11 +36,12 @@ class Turns:
 
     @contextmanager
     def alone(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """The only one to measure.
+        """Hold the turn, so that nobody else measures.
 
         Parameters
         ----------
-        unless : says that there is no need; asked again when others were waited for.
+        unless : says that no turn is needed. It is asked again after waiting, since another row
+            may have done the work.
         """
         with contextlib.ExitStack() as held:
             if not unless():
@@ -49,7 +54,7 @@ class Turns:
 
     @contextmanager
     def first(self, done: Path) -> Iterator[None]:
-        """Alone, unless it was done before, which the file `done` tells."""
+        """Hold the turn, unless the file `done` says that the work was done before."""
         with self.alone(unless=done.exists):
             yield
         done.touch()
@@ -67,20 +72,20 @@ class Turns:
 
 @dataclass(frozen=True)
 class Quiet:
-    """What a plan needs to itself: a core, where ops are timed and where it is solved.
+    """A turn for the parts of planning that need a core: timing ops, and solving.
 
     Attributes
     ----------
-    priced : a file that is there once ops were timed; rows after that find their prices kept.
+    priced : a file that exists once the model's ops were timed. Later rows find the prices kept.
     """
 
     turns: Turns
     priced: Path
 
     def pricing(self) -> AbstractContextManager[None]:
-        """Alone, unless prices are kept already."""
+        """Hold the turn, unless prices are kept already."""
         return self.turns.first(self.priced)
 
     def solving(self) -> AbstractContextManager[None]:
-        """Alone: a solver is given seconds, and would find less beside others."""
+        """Hold the turn: a solver is given seconds, and would find less beside others."""
         return self.turns.alone()

@@ -1,4 +1,8 @@
-"""The page of the Python API: every public name of `remat`, its functions first."""
+"""The page of the Python API: every public name of `remat`, its functions first.
+
+Like all pages that the code can say, it is made when the site is built and not committed. So no
+page says other than the code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page of the command line, as typer itself writes it from the verbs."""
+"""The page of the command line, as typer itself writes it from the verbs.
+
+It is made when the site is built, so it cannot say other than `remat --help`.
+"""
 
 from __future__ import annotations
 

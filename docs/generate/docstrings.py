@@ -1,8 +1,8 @@
 """Turns the sections of our docstrings into Markdown lists, as an extension of griffe.
 
-The house writes numpy's sections with a name and its meaning on one line, several names at a
-time where they belong together (`keep, recompute : globs`). A numpy parser takes what follows
-the colon for a type.
+We write numpy's sections with a name and its meaning on one line, and several names at a time
+where they belong together (`keep, recompute : globs`). A numpy parser would take what follows the
+colon for a type.
 """
 
 from __future__ import annotations

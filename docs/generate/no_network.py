@@ -1,4 +1,8 @@
-"""Fails the build where a page would fetch a script, style, font or picture from elsewhere."""
+"""Fails the build where a page would fetch a script, style, font or picture from elsewhere.
+
+Pages are read without a network, so they use no fonts or scripts of other hosts, and no mermaid,
+which the theme would fetch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The notebooks as pages, with what they showed when `make notebooks` ran them."""
+"""The notebooks as pages, with what they showed when `make notebooks` ran them.
+
+Notebooks are text (`notebooks/*.py`, jupytext's percent format). The `.ipynb` files are not
+committed, as their outputs would be in every diff: `make notebooks` makes them in
+`build/notebooks`, runs them, and keeps what they show. Notebooks that only plan do so for a device
+of the table, so their figures are the same on every machine.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lays the packages out as they are installed, so that the API can be read without importing it.
 
 Import names and folders differ (`remat.solver` is `solver/`), and mkdocstrings finds sources by
-folder. Modules are copied: of a link it would follow the target, and look beside that.
+folder. Modules are copied, not linked: it would follow a link and look beside its target.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The pictures of the concepts page and its report, drawn when the site is built.
 
-They are of the step of `examples/gpt.py`, as `make demo` plans it, but priced for a device of the
+They show the step of `examples/gpt.py`, as `make demo` plans it, but priced for a device of the
 table: measured prices would make another picture on every machine. Below each picture stands a
-sentence whose figures are those of `simulate`.
+sentence whose figures are those of `simulate`. Pictures are not committed, so a repository's
+browser shows the page without them.
 """
 
 from __future__ import annotations

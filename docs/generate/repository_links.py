@@ -1,7 +1,8 @@
 """Makes links to files outside `docs/` work on the site as they do in a repository's browser.
 
-Such a file gets a page that shows it, a folder one that lists its modules with their first lines.
-CONTRIBUTING.md and CHANGELOG.md become pages too.
+Such links are written for a repository's browser. On the site, a file gets a page that shows it,
+and a folder one that lists its modules with their first lines. CONTRIBUTING.md and CHANGELOG.md
+become pages too. So `mkdocs build --strict` can check every link.
 """
 
 from __future__ import annotations

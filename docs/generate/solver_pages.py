@@ -1,6 +1,7 @@
 """A page for each solver: what the header of its file says, and its options.
 
-Nothing is written twice: names come from `TABLE`, words from the file's own docstring.
+Nothing is written twice: names come from `TABLE`, words from the file's own docstring. A new
+solver has its page with its line in `TABLE`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The whole step with each block as one unit: its ops stand together, forward and backward."""
+"""The whole step with each block as one unit: its ops stand together, in forward and in backward.
+
+Blocks are solved and chosen on this graph, so that the measure stays the whole step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Item = tuple[Op, ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """The ops start..stop-1 of forward and back_start..back_stop-1 of backward are a block's."""
+    """A block: ops start..stop-1 in forward, and back_start..back_stop-1 in backward."""
 
     path: str
     start: int
@@ -31,7 +34,7 @@ class Unit:
 def with_units(
     graph: TrainingGraph, ops_of: Mapping[str, Sequence[str]]
 ) -> tuple[TrainingGraph, list[Unit]]:
-    """`graph` with its ops in an order in which blocks run as one, and where each block is.
+    """`graph` with its ops in an order in which each block runs as one, and the place of each.
 
     Parameters
     ----------
@@ -77,7 +80,7 @@ def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[Item]:
 
 
 def _in_order(items: Sequence[Item]) -> list[Item]:
-    """The items, each after those whose values it reads, else in their order."""
+    """The items in their order, but each after those whose values it reads."""
     maker = {value: i for i, item in enumerate(items) for op in item for value in op.outputs}
     readers: list[list[int]] = [[] for _ in items]
     waits_for = [0] * len(items)
@@ -107,7 +110,7 @@ def _in_order(items: Sequence[Item]) -> list[Item]:
 def ops_by_block(graph: TrainingGraph, pattern: str) -> dict[str, list[str]]:
     """Names of the ops of each module whose path matches a glob, by their module paths.
 
-    Backward ops without a module, such as sums of gradients, go with the op before them.
+    A backward op without a module, such as a sum of gradients, goes with the op before it.
 
     Raises
     ------

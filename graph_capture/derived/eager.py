@@ -1,4 +1,9 @@
-"""The step as eager runs it, where its memory differs from that of the captured graph."""
+"""The step as eager runs it, where its memory differs from that of the captured graph.
+
+The prediction of the unmodified step is made of it. It keeps everything, also what the user's own
+checkpoints make again; the step that is measured has these checkpoints. Not predicted: what
+variables of `forward` hold until it returns, and temporaries inside a C++ backward function.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,9 @@ _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 
 
 def as_eager(graph: TrainingGraph) -> TrainingGraph:
-    """`graph` with the sizes that the unmodified module has for it.
+    """`graph` with the sizes of values that the unmodified module has.
 
-    On a CPU, eager dropout keeps a mask of the input's dtype. A trace has
-    `aten.native_dropout` in its place, with the same results and a mask of one byte an
+    On a CPU, eager dropout keeps a mask of the input's dtype, and a trace one of a byte an
     element. No other difference is known.
     """
     if graph.device != "cpu":

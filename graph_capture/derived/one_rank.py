@@ -1,9 +1,15 @@
-"""What FSDP2 adds to the step of a rank: gathered buffers, reductions, shards.
+"""The step of one rank: with what FSDP2 adds to it, gathered buffers, reductions and shards.
 
-Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured. FSDP2 gathers a
-module's parameters right before its forward and its backward, and reduces its gradients right
-after. These are ops of the step, pinned where they stand, and their buffers are values, each read
-by the op that lets go of it. Their time is not predicted.
+FSDP2 gathers a module's parameters right before its forward and its backward, and reduces its
+gradients right after. When it does so is fixed, so it is part of the graph, not of the schedule.
+Each is an op, pinned where it stands. Its buffer is a value, read by the op that lets go of it. As
+workspaces of the ops beside them, buffers were wrong wherever an op of forward runs again in
+backward. Solvers see these as any op; the knapsack over blocks is told what they hold live.
+
+Their time is not predicted. Mixed precision policies are not counted. Where the loss is computed
+outside the model, the last buffer is freed a little earlier than here.
+
+Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
 """
 
 from __future__ import annotations
@@ -21,16 +27,16 @@ from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
 BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
-"""What runs right before a block's forward or backward, and right behind."""
+"""What runs right before a block's forward or backward, and right after."""
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 GLOO_COPIES = 1
-"""Copies of a whole buffer that gloo, which is what CPUs use, makes while it gathers or reduces."""
+"""Copies of a whole buffer that gloo makes while it gathers or reduces. CPUs use gloo."""
 
 
 @dataclass
 class _Group:
-    """Parameters that are gathered together: their bytes, and those with what FSDP2 pads."""
+    """Parameters that are gathered together: their bytes, without and with FSDP2's padding."""
 
     path: str
     parameters_bytes: int = 0
@@ -143,7 +149,12 @@ class _Fsdp:
         yield from self._reduce(self.root)
 
     def _gather(self, group: _Group, phase: Phase, freed: str, module: str | None = None) -> Op:
-        """Into one buffer; `freed` is one that is let go of then, `module` where that happens."""
+        """Gather the parameters of `group` into one buffer.
+
+        Parameters
+        ----------
+        freed : a buffer that is let go of then. module : where it runs; None for the group's.
+        """
         name = f"gathered_{phase}_{group.path}"
         return self._op(
             GATHER, phase, group.path if module is None else module, (freed,) if freed else (),
@@ -151,7 +162,7 @@ class _Fsdp:
         )  # fmt: skip
 
     def _unshard(self, group: _Group, phase: Phase) -> Op:
-        """From the buffer into the parameters."""
+        """Copy from the buffer into the parameters."""
         name = f"unsharded_{phase}_{group.path}"
         buffer = (f"gathered_{phase}_{group.path}",)
         return self._op(UNSHARD, phase, group.path, buffer, Value(name, group.gathered_bytes))
@@ -200,7 +211,10 @@ class _Fsdp:
         )  # fmt: skip
 
     def _input_bytes(self, group: _Group) -> int:
-        """Of the buffer that gradients are reduced in; padded as parameters, if all have one."""
+        """Bytes of the buffer that gradients are reduced in.
+
+        It is padded as parameters are, if each of them has a gradient.
+        """
         size_bytes = sum(value.size_bytes for value in group.gradients)
         if size_bytes == group.parameters_bytes:
             return group.gathered_bytes

@@ -10,7 +10,7 @@ from typing import Literal
 
 from remat.graph_capture.errors import DeviceError
 
-Kind = Literal["none", "ddp", "fsdp2"]
+ShardingKind = Literal["none", "ddp", "fsdp2"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Sharding:
         gradients; ``fsdp2``, where each has an equal part of parameters, gradients and
         optimizer state, as `fully_shard` of the whole model does.
     world_size : number of ranks.
-    blocks : of ``fsdp2``, a glob over the paths of modules that are sharded by themselves
-        first; none if empty.
+    blocks : of ``fsdp2``: a glob over the paths of modules that are sharded by themselves
+        first. Empty for none.
     """
 
-    kind: Kind = "none"
+    kind: ShardingKind = "none"
     world_size: int = 1
     blocks: str = ""
 
@@ -58,7 +58,6 @@ class Sharding:
 
 
 NO_SHARDING = Sharding()
-
 UNTIMED = "the time of communication is not counted"
 
 

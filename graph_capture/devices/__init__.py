@@ -1,1 +1,1 @@
-"""Devices: the table of those that are not here, meters for those that are."""
+"""Devices: the table of those that are not here, and meters for those that are."""

@@ -1,4 +1,8 @@
-"""The CPU as a meter: its clock, and the profiler's allocation events."""
+"""How a CPU is measured: by its clock, and by the profiler's allocation events.
+
+A CPU has no counter of its own for memory, and modes that watch tensors miss workspaces. Its name,
+by which kept prices are told apart, stands here too.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,19 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
 from remat.graph_capture.devices.meter import PASSES, Run, StepMemory, median_of
+from remat.graph_capture.memory_events import RegionMemory, measure_peak, measure_regions
 
+OFTEN, APART_S = 9, 0.1
+"""Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
 CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 USUAL_CACHE_BYTES = 1 << 20
+"""Taken for the second-level cache where the system does not say its size."""
 _SHIFTS = {"K": 10, "M": 20}
-OFTEN, APART_S = 9, 0.1
 
 
-def device_name() -> str:
-    """Processor model and thread count, by which prices differ."""
+def cpu_title() -> str:
+    """The title of this machine's CPU: its model and its thread count, by which prices differ."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -34,14 +40,11 @@ def device_name() -> str:
 
 
 class CpuMeter:
-    """The CPU: its clock, and the profiler's allocation events.
-
-    Other work slows a core for seconds on end, so that each op is timed a few times, seconds apart.
-    """
+    """The CPU."""
 
     def __init__(self) -> None:
         self.passes = PASSES
-        self.device, self.title = CPU, device_name()
+        self.device, self.title = CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
         self._others = torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
 
@@ -65,12 +68,11 @@ class CpuMeter:
         """Nothing: a CPU's clock is not ours to settle."""
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        """The median of 1 to 8 runs, each of which finds a core's own cache filled with others.
-
-        So it does after a few ops of a step.
-        """
+        """The median of 1 to 8 runs, each of which finds the core's cache full of other data."""
         del moved_bytes
 
+        # As after a few ops of a step. An op that finds its data where it left them is a fifth
+        # cheaper, in an LSTM or a U-Net, than the same op computed again in a step.
         def timed_us() -> float:
             self._others.add_(1)
             return self.step_us(run)
@@ -78,7 +80,7 @@ class CpuMeter:
         return median_of(timed_us, self.passes)
 
     def often_us(self, run: Run) -> float:
-        """The median of many `median_us`, for a number that all later prices hang on."""
+        """The median of many `median_us`, for a number that later prices are made of."""
         found: list[float] = []
         for _ in range(OFTEN):
             found.append(self.median_us(run))

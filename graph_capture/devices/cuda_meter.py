@@ -1,8 +1,10 @@
-"""How a CUDA device is measured: events for times, the caching allocator's counters for memory.
+"""How a CUDA device is measured: by events of its stream, and by the counters of its allocator.
 
-An op's price is the longer of two times: what the device takes, between two events that are
-queued while it still sleeps, so that no gap of the host's counts; and what the host takes to queue
-it. A step of large ops runs at the first, one of small ops at the second.
+An op costs the longer of two times. One is the device's, between two events that are queued while
+it still sleeps, so that no gap of the host counts. The other is the host's, to queue the op. A step
+of large ops runs at the first, one of small ops at the second.
+
+An op is timed once the device has worked for a while and two times in a row agree.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.device_table import CPU, CUDA
-from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
+from remat.graph_capture.memory_events import RegionMemory, without_garbage
 
 SETTLE_S = 0.3
-"""How long the device works before the first op is timed, so that its clocks have risen."""
+"""The device works for so long before the first op is timed, so that its clocks have risen."""
 SETTLED, MOST_WARM_UPS = 0.05, 10
-"""An op is warm once two runs in a row differ by less; after so many it is taken as it is."""
+"""An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
-"""More cycles than a microsecond has at the clocks of today's devices."""
+"""The first is more than a microsecond has at the clocks of today's devices."""
 PROBE = 64
 """Rows and columns of the product that makes cuBLAS allocate what it keeps."""
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -88,7 +90,7 @@ class CudaMeter:
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
         """The longer of the medians of what the device and what the host take.
 
-        An op whose inputs and outputs would fit into the L2 cache finds it filled with others.
+        An op whose inputs and outputs would fit into the L2 cache finds it full of other data.
         """
         is_flushed = moved_bytes < self.cache_bytes
         with torch.cuda.device(self.device):
@@ -97,9 +99,10 @@ class CudaMeter:
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
-        """By the bytes that are asked of the allocator, not by those that it gives.
+        """By the bytes asked of the allocator.
 
-        The callables have run before, so that what cuBLAS and cuDNN keep is there already.
+        The blocks that it gives depend on what was freed before. The callables have run before,
+        so that what cuBLAS and cuDNN keep is there already.
         """
         found: list[RegionMemory] = []
         with without_garbage():
@@ -121,7 +124,10 @@ class CudaMeter:
             return self._between_events_us(run)
 
     def step_memory(self, run: Run) -> StepMemory:
-        """By ``max_memory_allocated``, from an allocator that holds nothing in reserve."""
+        """By ``max_memory_allocated``, from an allocator that holds nothing in reserve.
+
+        Its blocks may be larger than what was asked for: that is told as ``rounding_bytes``.
+        """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -138,7 +144,7 @@ class CudaMeter:
         )
 
     def library_bytes(self) -> int:
-        """What cuBLAS keeps, in the thread of forward and in that of backward."""
+        """What cuBLAS keeps: once for the thread of forward, once for that of backward."""
         with torch.cuda.device(self.device), torch.enable_grad():
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()
@@ -188,7 +194,7 @@ class CudaMeter:
         return 1e3 * start.elapsed_time(end)
 
     def _flush(self) -> None:
-        """Fill the L2 cache with what no op reads."""
+        """Fill the L2 cache with data that no op reads."""
         if self._cache is None:
             size_bytes = max(self.cache_bytes, 1)
             self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -196,7 +202,7 @@ class CudaMeter:
 
 
 def _driver_version() -> str:
-    """As the driver's own file says it; ``unknown`` where there is none."""
+    """What the driver's own file says; ``unknown`` where there is none."""
     if not DRIVER.exists():
         return "unknown"
     found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text())

@@ -1,7 +1,11 @@
-"""Devices that can be planned for by name, owned or not: `devices.json`, checked and typed.
+"""Names of devices: the table of `devices.json`, which names can be planned for, and rounding.
 
-Rates are peaks as the makers state them, dense; `Efficiency` is what ops are taken to reach of
-them. Memory is in units of 10^9 bytes as sold, a little less than what a driver shows.
+A device of the table can be planned for without owning it. The table holds what makers state, with
+its source: dense peak rates, and memory in units of 10^9 bytes as sold, a little less than what a
+driver shows. `Efficiency` is the share of the peaks that ops are assumed to reach.
+
+Other names are ``cpu`` and ``cuda``, for devices of this machine. How a CUDA device rounds sizes up
+stands here too, as it holds for both.
 """
 
 from __future__ import annotations
@@ -19,12 +23,13 @@ from remat.graph_capture.errors import DeviceError
 CPU, CUDA = "cpu", "cuda"
 MODELLED = "modelled"
 """What `TrainingGraph.prices` says of a graph priced for a device of the table."""
-TABLE = Path(__file__).with_name("devices.json")
-GB = 1e9
-
 ALLOCATION_BYTES = 512
-"""What the CUDA caching allocator rounds every size up to."""
+"""The CUDA caching allocator rounds every size up to a multiple of it."""
+GB = 1e9
+TABLE = Path(__file__).with_name("devices.json")
+
 Allocated = Callable[[int], int]
+"""From bytes that are asked for to bytes that the allocator takes."""
 
 
 class Efficiency(msgspec.Struct, frozen=True):
@@ -39,9 +44,9 @@ class Device(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    title : in full. source : where its figures stand.
-    memory_gb, bandwidth_gb_s, link_gb_s : of its memory, and of the link to the host one way.
-    tflops : peak arithmetic by dtype; ``tf32`` is how tensor cores may round float32.
+    title : in full. source : of its figures.
+    memory_gb, bandwidth_gb_s : of its memory. link_gb_s : of the link to the host, one way.
+    tflops : peak arithmetic by dtype. ``tf32`` is float32 as tensor cores may round it.
     """
 
     title: str
@@ -62,7 +67,7 @@ class Device(msgspec.Struct, frozen=True):
         return self.bandwidth_gb_s * GB / 1e6
 
     def flops_per_us(self, dtype: str) -> float:
-        """Peak arithmetic of a dtype; that of float32 where the device has no own."""
+        """Peak arithmetic of a dtype; that of float32 where the table has none of it."""
         return self.tflops.get(dtype, self.tflops["float32"]) * 1e6
 
 
@@ -106,10 +111,10 @@ def modelled_device(name: str) -> Device:
 
 
 def table_name(title: str) -> str:
-    """The device of the table that a driver calls `title`; empty where it is none of them.
+    """The name in the table of a device that its driver calls `title`; empty if it is not there.
 
-    A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``; the longest name whose
-    parts all stand there in their order counts.
+    A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``. The longest name counts
+    whose parts all stand there in their order.
     """
     words = re.split(r"[^a-z0-9]+", title.lower())
     shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
@@ -127,7 +132,7 @@ def is_cuda(name: str) -> bool:
 
 
 def check_device(name: str) -> None:
-    """Raise `DeviceError`, before anything is traced, where `name` cannot be planned for."""
+    """Raise `DeviceError` if `name` cannot be planned for."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DeviceError(f"a device is named by a text such as 'cpu' or 'h100', not {name!r}")
     if is_cuda(name):
@@ -160,10 +165,11 @@ def _check_cuda(name: str) -> None:
 
 
 def rounded(size_bytes: int) -> int:
-    """Bytes that the CUDA caching allocator takes for so many."""
+    """Bytes that the CUDA caching allocator takes where `size_bytes` are asked for."""
+    # Blocks above 1 MiB may be larger, by up to 1 MiB each. That is not predicted.
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
 def allocated_on(device: str) -> Allocated:
-    """From bytes that are asked for to bytes that are taken, on `device`."""
+    """How the allocator of `device` rounds; a CPU's does not."""
     return rounded if is_cuda(device) else int

@@ -1,4 +1,7 @@
-"""Devices of this machine: their free memory, and how each is measured."""
+"""Devices of this machine: which meter measures each, and how much memory is free.
+
+This file stands above the meters, and imports each only when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def free_bytes(device: str = CPU) -> int:
-    """Memory of a device of this machine that new work may take, in bytes.
+    """Bytes that new work may take on a device of this machine.
 
-    On a CPU without swapping; on a CUDA device with what torch's allocator holds unused.
+    On a CPU, without swapping. On a CUDA device, what torch's allocator holds unused counts as
+    free.
     """
     if is_cuda(device):
         return _free_on_cuda(device)
@@ -46,7 +50,7 @@ def _free_from_sysconf() -> int:
 
 
 def meter_of(device: str) -> Meter:
-    """How a device of this machine is measured."""
+    """The meter of a device of this machine."""
     if is_cuda(device):
         from remat.graph_capture.devices.cuda_meter import CudaMeter
 

@@ -1,7 +1,7 @@
 """How a device is measured: the times and the memory of ops and of steps.
 
-A `Meter` is all that pricing and checking know of it; `CpuMeter` is here, that of a CUDA device
-in `cuda_meter.py`.
+A `Meter` is all that pricing and checking know of a device. There is one of a CPU
+(`cpu_meter.py`) and one of a CUDA device (`cuda_meter.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from remat.graph_capture.devices.memory_events import RegionMemory
+from remat.graph_capture.memory_events import RegionMemory
 
 Run = Callable[[], Any]
 
-MIN_RUNS, MAX_RUNS = 3, 25
-ENOUGH_US = 50_000.0
+MIN_RUNS, MAX_RUNS, ENOUGH_US = 3, 25, 50_000.0
+"""Runs of an op in all its passes, and the time after which no more are made."""
 PASSES = 3
+"""Of a CPU: of three, a median drops the one that falls into a slow spell (`op_times.py`)."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class StepMemory:
     ----------
     peak_bytes : the most that it has live above what was live when it began.
     rounding_bytes : of these, what the allocator gave beyond what was asked of it.
-    slack_bytes : at its peak held by the allocator and not given out; None where the device has
-        no allocator that holds any.
+    slack_bytes : held by the allocator at the peak and not given out; None if it holds none.
     """
 
     peak_bytes: int
@@ -45,8 +45,8 @@ class Meter(Protocol):
 
     Attributes
     ----------
-    device : ``cpu``, ``cuda:0``. title : the very machine, as profiles name it.
-    passes : how often the distinct ops of a step are gone through to time them.
+    device : such as ``cpu`` or ``cuda:0``. title : of the machine, as profiles name it.
+    passes : over the distinct ops of a step, in each of which all are timed.
     """
 
     device: str
@@ -55,7 +55,7 @@ class Meter(Protocol):
 
     @property
     def settings(self) -> str:
-        """What else its prices depend on; they are kept apart by it."""
+        """What else prices depend on. Those of other settings are kept in another file."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class Meter(Protocol):
         ...
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
-        """Memory of each callable, apart from what the iterable allocates between two."""
+        """Memory of each callable, without what the iterable allocates between two."""
         ...
 
     def step_us(self, run: Run) -> float:
@@ -97,7 +97,7 @@ class Meter(Protocol):
 
 
 def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:
-    """The median of the times of one of some passes: 3 to 25 in all, fewer the longer they are."""
+    """The median of the times of one pass: its share of 3 to 25, fewer the longer they are."""
     times: list[float] = []
     least, most, enough_us = MIN_RUNS // passes, MAX_RUNS // passes, ENOUGH_US / passes
     while len(times) < least or (len(times) < most and sum(times) < enough_us):

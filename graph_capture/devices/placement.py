@@ -1,7 +1,7 @@
-"""Where a step is captured: one device, which all of its tensors are on.
+"""A step is captured on one device, which all of its tensors are on.
 
-Fake CUDA autograd ends the process where torch sees no CUDA device. So a tensor of another
-device is refused before autograd can see it: in the model, in the batch, and as forward makes it.
+A tensor of another device is refused in the model, in the batch, and as soon as forward makes it.
+So autograd never sees a fake CUDA tensor where torch has no CUDA device: that ends the process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from remat.graph_capture.devices.device_table import CPU, CUDA, check_device, is
 from remat.graph_capture.errors import DeviceError
 
 HOST = (CPU, "meta")
+"""Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
 
 
 def resolved_device(name: str | None, model: nn.Module) -> str:
-    """`name` with its index; where it is None, the CUDA device that the model is on, else the CPU.
+    """`name`, with its index if it is ``cuda``; if it is None, the device that the model is on.
 
     Raises
     ------

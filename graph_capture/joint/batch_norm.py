@@ -1,8 +1,8 @@
-"""Batch norm in training: by whose kernels it runs, and how it runs again.
+"""Batch norm in training: whose kernels it runs, and how it runs again.
 
 A trace has `aten.native_batch_norm` whatever eager runs. On a CUDA device eager takes cuDNN's
-kernels where torch's own choice falls on them, and their last bits are others. Those nodes are
-changed here to the op that makes the same choice when it runs, and so is their backward.
+kernels where torch's own choice falls on them, and their last bits differ. Such nodes are changed
+here, with their backward, to the op that makes that choice when it runs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ AGAIN: dict[Any, tuple[Any, int]] = {
     TRACED: (TRACED_WITHOUT_STATISTICS, 3),
     CHOSEN: (WITHOUT_STATISTICS, 4),
 }
-"""For an op that also returns new running statistics, the one that runs in its place once these
-are made, and how many results both have before them."""
+"""For an op that also returns new running statistics: the op that computes the rest of it, and how
+many results both have before the statistics."""
 
 
 def makes_statistics(node: fx.Node) -> bool:
-    """Whether the node also returns new running statistics, which it must do only once."""
+    """Whether the node also returns new running statistics, which may be made only once."""
     return node.target is CHOSEN or (node.target is TRACED and bool(node.args[5]))
 
 
@@ -97,7 +97,7 @@ def reserved(x: Tensor) -> Tensor:
 
 
 def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-    """Give `node` the op `target`, whose results have the reserve between them."""
+    """Give `node` the op `target`, which returns the reserve before the new statistics."""
     node.target, node.args = target, args
     for picked in list(node.users):
         index = picked.args[1]

@@ -1,8 +1,9 @@
-"""A block's own training graph, found again inside that of the whole model, node by node.
+"""A block's own training graph, found inside that of the whole model, node by node.
 
-A block that is compiled by itself sums gradients inside itself first. Where the whole step has
-the very ops of the block, wired alike, in the block's order, the bits are the same; elsewhere
-the block is refused.
+A block that is compiled by itself sums gradients inside itself first. If the whole step has the
+very ops of the block, wired alike and in the block's order, the bits are the same. Else the block
+is refused, before anything runs. Scalars, constants and views are compared too, so two blocks share
+one compiled step only if they compute the same of their own parameters.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ class BlockMatch:
 
     Attributes
     ----------
-    op_of : op of the whole graph for each op of the block's own, tangents left out.
-    value_of : value of the whole graph for each value of the block's own.
-    state_of : name in the model of each parameter and buffer that the block's graph takes, by
-        its name in the block.
+    op_of : op of the whole graph, by op of the block; without tangents.
+    value_of : value of the whole graph, by value of the block.
+    state_of : name of a parameter or buffer in the model, by its name in the block.
     """
 
     op_of: dict[str, str]
@@ -40,6 +40,11 @@ class BlockMatch:
 
 @dataclass
 class _Matcher:
+    """Nodes of the block with those of the whole graph that they were found to be.
+
+    `trail` holds what the comparison at hand has bound, to take back if it fails.
+    """
+
     block: Joint
     whole: Joint
     of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
@@ -77,12 +82,12 @@ class _Matcher:
         return type(a) is type(b) and a == b
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two nodes stand for the same tensor; views are followed to what they view."""
+        """Whether two nodes stand for the same tensor. Views are followed to what they view."""
         a, b = _behind_aliases(a), _behind_aliases(b)
         if a in self.of_node:
             return self.of_node[a] is b
         if a.op == "placeholder":
-            return _fits(a, b) and self._bind(a, b)
+            return _looks_alike(a, b) and self._bind(a, b)
         if a.op == "get_attr":
             return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
         if a.name in self.block.node_of_op:
@@ -108,7 +113,7 @@ def _behind_aliases(node: fx.Node) -> fx.Node:
     return node
 
 
-def _fits(a: fx.Node, b: fx.Node) -> bool:
+def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether an input of the block and what the model gives it look alike.
 
     A gradient may have other strides: it is made contiguous before the block's backward.
@@ -166,15 +171,15 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
     for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=True):
         if not matcher.is_same_op(mine, theirs):
             raise CaptureError(
-                f"block {path} by itself runs {_shown(mine)} in forward where the model runs "
-                f"{_shown(theirs)}, though on the same inputs: its forward depends on something "
+                f"block {path} by itself runs {_op_text(mine)} in forward where the model runs "
+                f"{_op_text(theirs)}, though on the same inputs: its forward depends on something "
                 "that is no argument. Pass that as an argument, or plan the whole model with "
                 "remat.rematerialize"
             )
 
 
 def _match_backward(matcher: _Matcher, path: str) -> None:
-    """Ops of others may stand between those of the block, as long as none of its own is missing."""
+    """Find the block's ops in the model's backward, where ops of others may stand between them."""
     own, graph = matcher.block.graph, matcher.whole.graph
     backward = iter(graph.ops[graph.n_forward :])
     begun = False
@@ -187,13 +192,13 @@ def _match_backward(matcher: _Matcher, path: str) -> None:
                 break
         else:
             raise CaptureError(
-                f"block {path} by itself runs {_shown(mine)} in backward, and the model does not "
+                f"block {path} by itself runs {_op_text(mine)} in backward, and the model does not "
                 "have it there: gradients would be summed in another order, and their last bits "
                 "differ. That is so where an input of the block is used beside the block too. "
                 "Narrow the pattern, or plan the whole model with remat.rematerialize"
             )
 
 
-def _shown(op: Op) -> str:
+def _op_text(op: Op) -> str:
     place = ", ".join(part for part in (op.target, op.module, op.source) if part)
     return f"op {op.name} ({place})"

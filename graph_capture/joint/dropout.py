@@ -3,8 +3,16 @@
 A trace replaces dropout by `aten.native_dropout`, which scales by 1 / (1 - p) rounded
 from double precision. Eager divides in the tensor's own precision, which for some p
 (0.04, 0.15, 0.45, ...) is another float32, and for most p another bfloat16 in backward.
-The nodes are changed here to ops that scale as eager does. The mask stays one byte an element, but
-is read as a number: kernels for a CPU convert bool much slower than uint8.
+The nodes are changed here to ops that scale as eager does.
+
+The mask stays one byte an element, where eager keeps a whole float. So even the plan that keeps
+everything needs less than the unmodified step, whose prediction takes eager's size
+(`derived/eager.py`).
+
+The mask is read as uint8, since kernels for a CPU convert bool much slower. For 512 x 768 elements
+on an AVX-512 machine, the product with bool takes 0.44 ms, and making a float of the bool first
+0.07. So `aten.native_dropout_backward` took 0.56 ms, the op here takes 0.22, and eager's product
+0.17.
 """
 
 from __future__ import annotations
@@ -40,7 +48,7 @@ def dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> T
 
 
 def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`x` times eager's noise, in the noise's own storage where that is laid out as the product."""
+    """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
     noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
     return noise.mul_(x) if _has_layout_of_product(noise, x) else x.mul(noise)
 
@@ -80,7 +88,7 @@ def make_dropout_exact(gm: fx.GraphModule) -> None:
 
 
 def _change_backward(dropout: fx.Node, scale: float) -> None:
-    """Let every backward node that reads the mask of `dropout` scale by `scale`."""
+    """Change every backward node that reads the mask of `dropout` to one that scales by `scale`."""
     masks: list[fx.Node] = [user for user in dropout.users if user.args[1] == 1]
     while masks:
         for user in list(masks.pop().users):

@@ -1,9 +1,9 @@
-"""Gradients in the layout of their parameters, copied inside the step where they are not.
+"""Gradients that are laid out unlike their parameters are copied inside the step.
 
-Autograd keeps the gradient it is given only if it is laid out as the parameter is, and copies
-it otherwise (`AccumulateGrad`, the "gradient layout contract"). Eager copies each as soon as
-backward has made it; a compiled step hands over all of them at its end, and the copy would come
-on top of all others. So the copy is an op of the step, right after the gradient.
+Autograd keeps a gradient only if it is laid out as the parameter is, and copies it otherwise
+(`AccumulateGrad`, the "gradient layout contract"). Eager copies each as soon as backward has made
+it. A compiled step hands over all gradients at its end, so that copies would come on top of the
+peak. Here the copy is an op of the step, right after the gradient.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ def lay_out_gradients(gm: fx.GraphModule, num_forward_outputs: int) -> None:
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
-        if not isinstance(node, fx.Node) or like is None or _fits(node.meta["val"], like):
+        if not isinstance(node, fx.Node) or like is None or _autograd_keeps(node.meta["val"], like):
             continue
         if node not in copies:
-            copies[node] = _copied(gm, node, like)
+            copies[node] = _laid_out_copy(gm, node, like)
         results[i] = copies[node]
     if copies:
         end.args = (tuple(results),)
         gm.recompile()
 
 
-def _fits(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether autograd keeps a gradient of such strides; a sparse one is refused elsewhere."""
-    if gradient.layout != torch.strided:
+def _autograd_keeps(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether autograd keeps a gradient of such strides."""
+    if gradient.layout != torch.strided:  # refused elsewhere
         return True
     strides = zip(gradient.shape, gradient.stride(), _strides_for(parameter), strict=True)
     return all(size == 1 or own == wanted for size, own, wanted in strides)
 
 
 def _strides_for(parameter: Tensor) -> Sequence[int]:
-    """Of a gradient that autograd keeps: the parameter's, or contiguous ones if that has gaps."""
+    """Strides that autograd keeps: the parameter's, or contiguous ones if these have gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
 
 
-def _copied(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
+def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
     value, strides = node.meta["val"], _strides_for(like)
     with gm.graph.inserting_after(node):
         copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))

@@ -1,4 +1,7 @@
-"""What one fx node of the joint graph is: its tensors, its randomness, its place."""
+"""One fx node of a joint graph: its tensors and storages, its arguments, its randomness, its place.
+
+And `copy_of`: a copy of a whole graph with these facts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURC
 
 aten = torch.ops.aten
 
+_PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 _CLONES_WHOLE_STORAGE = (
     aten.copy.default,
     aten.slice_scatter.default,
@@ -21,8 +25,7 @@ _CLONES_WHOLE_STORAGE = (
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 )
-
-_PROBABILITY_ARGUMENTS = ("dropout_p", "p")
+"""Ops that clone all of their argument's storage, even where the argument is a small view of it."""
 
 
 def tensors_of(node: fx.Node) -> list[Tensor | None]:
@@ -38,12 +41,9 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def storage_bytes(node: fx.Node, tensor: Tensor) -> int:
-    """Bytes of the storage that running `node` gives to its result `tensor`.
-
-    Some ops clone all of their argument's storage even where the argument is a small
-    view of it; fake tensors say so or not, depending on what ran before.
-    """
+def result_bytes(node: fx.Node, tensor: Tensor) -> int:
+    """Bytes of the storage that running `node` gives to its result `tensor`."""
+    # Whether a fake tensor says that the whole storage is cloned depends on torch's cache.
     if node.target in _CLONES_WHOLE_STORAGE:
         cloned = tensors_of(node.all_input_nodes[0])[0]
         if cloned is not None and 0 not in cloned.stride():
@@ -52,12 +52,12 @@ def storage_bytes(node: fx.Node, tensor: Tensor) -> int:
 
 
 def fresh_storages(node: fx.Node) -> Iterator[int]:
-    """Sizes of the storages that the node's results have and its inputs have not."""
+    """Sizes of the storages of the node's results that are not those of its inputs."""
     seen = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
     for tensor in tensors_of(node):
         if tensor is not None and storage_key(tensor) not in seen:
             seen.add(storage_key(tensor))
-            yield storage_bytes(node, tensor)
+            yield result_bytes(node, tensor)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -83,7 +83,7 @@ def argument(node: fx.Node, name: str) -> Any:
 def draws_randomness(node: fx.Node) -> bool:
     """Whether running the node moves the random stream.
 
-    Attention ops are tagged as random even where their dropout probability is zero.
+    Attention ops are tagged as random even if their dropout probability is zero.
     """
     tags = getattr(node.target, "tags", ())
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
@@ -161,9 +161,9 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph over the same constants and the same facts about its nodes.
+    """A copy of the graph, with the same constants and the same facts about its nodes.
 
-    It takes one argument a placeholder, whatever the calling convention of `gm` is.
+    It takes one argument for each placeholder, whatever the calling convention of `gm` is.
     """
     graph = fx.Graph()
     results = graph.graph_copy(gm.graph, {})

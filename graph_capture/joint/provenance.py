@@ -1,4 +1,8 @@
-"""Which module and which source line each traced op comes from."""
+"""Which module and which source line each traced op comes from.
+
+While forward is traced, each node gets the path of the module that runs, and the innermost line
+that is the user's.
+"""
 
 from __future__ import annotations
 
@@ -87,18 +91,18 @@ class Provenance(TorchFunctionMode):
 
 
 def path_in_model(path: str) -> str:
-    """`path` as the user knows it; the traced step holds the model as ``model``."""
+    """`path` as the user knows it. The step that is traced holds the model as ``model``."""
     return "" if path == "model" else path.removeprefix("model.")
 
 
 def source_of(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame of the user's; empty if torch's own modules ran it."""
+    """``file:line`` of the innermost frame that is the user's; empty if remat is met first."""
     while frame is not None:
         filename = frame.f_code.co_filename
         if filename.startswith(_OWN):
             return ""
         if not filename.startswith((_TORCH, "<")):
-            return f"{_shown(filename)}:{frame.f_lineno}"
+            return f"{_short_path(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -117,11 +121,11 @@ def source_of_error(traceback: TracebackType | None) -> str:
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if not filename.startswith((_TORCH, *_OWN, "<")):
-            found = f"{_shown(filename)}:{traceback.tb_lineno}"
+            found = f"{_short_path(filename)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found
 
 
-def _shown(filename: str) -> str:
+def _short_path(filename: str) -> str:
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative

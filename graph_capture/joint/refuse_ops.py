@@ -1,4 +1,8 @@
-"""Traced ops that no plan can replay: each is refused with its module, its line and a way out."""
+"""Ops that no plan can replay, and the messages that refuse them.
+
+Each message names module, line and a way out. Two of them are also used before a trace, where the
+module alone tells that such an op would come (`refuse.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,39 +22,41 @@ EFFECTS = "with_effects"
 def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
     """Raise `CaptureError` if the op of `node` cannot be part of a plan.
 
-    `place_of` gives its module and its line, which are asked for only where it is refused.
+    Parameters
+    ----------
+    place_of : gives module and line of a node; called only for one that is refused.
     """
     name = target_name(node)
     if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
         raise CaptureError(
-            f"{node.name} {_shown(*place_of(node))} makes a sparse tensor, which has no storage "
+            f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
             "to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
         )
     if name.startswith(FUSED_LSTM):
         raise CaptureError(fused_lstm_message(", ".join(filter(None, place_of(node)))))
     if name.startswith(CUDNN_RNN):
-        raise CaptureError(cudnn_rnn_message(f"{name} {_shown(*place_of(node))}"))
+        raise CaptureError(cudnn_rnn_message(f"{name} {_where(*place_of(node))}"))
     if name.startswith(EFFECTS):
         effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
         raise CaptureError(
-            f"{effect} {_shown(*place_of(node))} acts on more than its results, such as by "
+            f"{effect} {_where(*place_of(node))} acts on more than its results, such as by "
             "raising an error for some values, and a step that is replayed cannot order it. Use a "
             "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
             "solve_ex of solve"
         )
     if mutates(node):
         raise CaptureError(
-            f"{name} {_shown(*place_of(node))} writes to its input inside the graph, which cannot "
+            f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
             "be replayed. Use its out-of-place form"
         )
 
 
-def _shown(module: str, source: str) -> str:
+def _where(module: str, source: str) -> str:
     return f"of module {module or '(root)'} ({source or 'unknown line'})"
 
 
 def fused_lstm_message(place: str) -> str:
-    """What to tell about oneDNN's LSTM, whose backward needs what no graph can hold."""
+    """The refusal of oneDNN's LSTM, whose backward needs what no graph can hold."""
     return (
         "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
         f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
@@ -59,7 +65,7 @@ def fused_lstm_message(place: str) -> str:
 
 
 def cudnn_rnn_message(place: str) -> str:
-    """What to tell about cuDNN's recurrent layers, whose backward cannot run twice."""
+    """The refusal of cuDNN's recurrent layers, whose backward cannot run twice."""
     return (
         f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
         "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "

@@ -1,14 +1,21 @@
-"""Prices for a device that is not here: a `roofline` of each op, or what a profile says of it.
+"""Prices for a device that is not here: from a profile of it, else from its `Roofline`.
 
-The graph is captured on a CPU, whose fused attention stands for the flash form of the device:
-it has the same results of the same sizes. Sizes are rounded as the CUDA allocator rounds them.
-An op that a profile of the device holds has its measured price; the model of the others is
-fitted to that profile, and the graph's notes say how far off it is on what was measured.
+The graph is captured on the CPU, as fake CUDA tensors abort a process whose torch is built for the
+CPU alone. The CPU's fused attention stands for the device's flash form: its results have the same
+sizes. It keeps its name, and gets the flash form's price and float32 sums here.
+
+Where there is a profile, ops that it lacks are modelled by a fit to it. The graph's notes say how
+far off that model is on what was measured.
+
+Sizes are rounded up to 512 bytes, resident ones too, as the CUDA caching allocator does. Not
+counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto`` leaves a tenth
+of the memory for these.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -27,16 +34,18 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.prices.op_work import ATTENTION_BACKWARD, work_of
-from remat.graph_capture.prices.profile import Measured, Profile
+from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.prices.roofline import Roofline
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.tracing.trace import Trace
 
 RNG_STATE_BYTES = 16
+"""Of a CUDA generator: seed and offset."""
 MOST = 0.9
-"""Part of the measured ops of which the largest error is told."""
+"""Part of the measured ops whose largest error is told."""
 ATTENTION_ROWS, ATTENTION_COLUMNS = 128, 32
-"""What flash attention pads sequences and heads to in its float32 sums."""
+"""Flash attention pads the sequence and the head of its float32 sums to multiples of these."""
 
 
 def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> TrainingGraph:
@@ -47,7 +56,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     DeviceError : there is no such device. ProfileError : `profile` is of another.
     """
     roofline = assumed = Roofline.assumed(modelled_device(name))
-    known: dict[str, Measured] = {}
+    known: Mapping[str, Price] = {}
     if profile is not None:
         if name not in (profile.device, _name_of(profile)):
             raise ProfileError(f"the profile is of {profile.device}, not of {name}")
@@ -59,7 +68,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     return msgspec.structs.replace(
         graph,
         ops=ops,
-        values=tuple(_sized(value) for value in graph.values),
+        values=tuple(_rounded_value(value) for value in graph.values),
         resident=_resident(graph),
         device=name,
         prices="mixed" if is_mixed else MODELLED,
@@ -74,14 +83,15 @@ def _name_of(profile: Profile) -> str:
 
 @dataclass(frozen=True)
 class _Pricing:
-    """Prices op by op: from what is known, else from the model."""
+    """Prices op by op: `known` ones by their keys, else those of the model."""
 
     roofline: Roofline
-    known: dict[str, Measured]
+    known: Mapping[str, Price]
 
     def priced(self, op: Op, node: fx.Node | None) -> Op:
         if op.target == TANGENTS:
             return op
+        # The trace counts a state of the CPU's generator, which is far larger.
         base_bytes = rounded(RNG_STATE_BYTES) if op.workspace_bytes else 0
         one = None if node is None or not self.known else self.known.get(price_key(node))
         if one is not None:
@@ -100,7 +110,7 @@ class _Pricing:
 
 
 def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[str, ...]:
-    """How much of the step was measured, on what, and how far off the model is there."""
+    """How much of the step was measured, on which machine, and how far off the model is."""
     total_us = sum(op.cost_us for op in ops)
     measured = [op for op in ops if op.price == "measured"]
     part = sum(op.cost_us for op in measured) / total_us if total_us else 0.0
@@ -120,7 +130,7 @@ def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[st
 
 
 def _attention_sums_bytes(node: fx.Node) -> int:
-    """Sums that flash attention's backward keeps in float32: of dq, and one an output row."""
+    """Float32 sums that flash attention's backward keeps: of dq, and one a row of the output."""
     query = argument(node, "query")
     shown = tensors_of(query)[0] if isinstance(query, fx.Node) else None
     if not isinstance(shown, Tensor):
@@ -128,11 +138,11 @@ def _attention_sums_bytes(node: fx.Node) -> int:
     batch, heads, rows, columns = shown.shape
     rows = -(-rows // ATTENTION_ROWS) * ATTENTION_ROWS
     columns = -(-columns // ATTENTION_COLUMNS) * ATTENTION_COLUMNS
-    has_own_sums = shown.dtype != torch.float32
+    has_own_sums = shown.dtype != torch.float32  # else dq itself takes the sums
     return rounded(4 * batch * heads * rows * (columns * has_own_sums + 1))
 
 
-def _sized(value: Value) -> Value:
+def _rounded_value(value: Value) -> Value:
     size_bytes = RNG_STATE_BYTES if value.kind == "rng_state" else value.size_bytes
     return msgspec.structs.replace(value, size_bytes=rounded(size_bytes))
 

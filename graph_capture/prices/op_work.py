@@ -1,4 +1,7 @@
-"""What running an op takes of any device: arithmetic and traffic, from shapes alone."""
+"""The work of an op: its arithmetic and its traffic, from shapes alone.
+
+It is the same on every device, so a profile of one device can fit a model of another.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from torch.utils import flop_counter
 
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
-_COUNTS = cast("Any", flop_counter)
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 FUSED_ATTENTION = "aten._scaled_dot_product_"
+"""How the names of all fused attention ops begin."""
 
+_COUNTS = cast("Any", flop_counter)
 
 WorkKind = Literal["matmul", "convolution", "attention", "other"]
 
@@ -36,9 +40,10 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(node: fx.Node) -> Work:
-    """The work of a traced node; causal attention skips half of its arithmetic."""
+    """The work of a traced node."""
     kind = _kind_of(target_name(node))
     flops = flops_of(node)
+    # torch counts all of causal attention; its kernels skip the half above the diagonal.
     if kind == "attention" and argument(node, "is_causal"):
         flops //= 2
     return Work(kind, _dtype_of(node), flops, moved_bytes(node))
@@ -60,15 +65,16 @@ def _dtype_of(node: fx.Node) -> str:
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """Bytes of the node's arguments and results; of an expanded tensor, those it has."""
+    """Bytes of the node's arguments and results; of an expanded tensor, those of its storage."""
     tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of one run; 0 where torch does not count them."""
-    args: list[Any] = [_value(arg) for arg in node.args]
+    args: list[Any] = [_traced_value(arg) for arg in node.args]
     name = target_name(node)
+    # torch's counter knows the ops of CUDA's fused attention, not those of the CPU's.
     if name == ATTENTION:
         return _COUNTS.sdpa_flop_count(*(t.shape for t in args[:3]))
     if name == ATTENTION_BACKWARD:
@@ -76,13 +82,13 @@ def flops_of(node: fx.Node) -> int:
     formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
-    kwargs = {key: _value(arg) for key, arg in node.kwargs.items()}
-    return int(formula(*args, **kwargs, out_val=_value(node)))
+    kwargs = {key: _traced_value(arg) for key, arg in node.kwargs.items()}
+    return int(formula(*args, **kwargs, out_val=_traced_value(node)))
 
 
-def _value(argument: Any) -> Any:
+def _traced_value(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         return argument.meta.get("val")
     if isinstance(argument, (list, tuple)):
-        return [_value(item) for item in cast("list[Any]", argument)]
+        return [_traced_value(item) for item in cast("list[Any]", argument)]
     return argument

@@ -1,4 +1,7 @@
-"""Prices on disk: one JSON file a device, torch version and thread count."""
+"""What was measured, kept on disk: one JSON file a device, thread count and torch version.
+
+Two tables stand in it: the price of each distinct op, and the times of each whole step.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from remat.graph_capture.devices.cpu_meter import device_name
+from remat.graph_capture.devices.cpu_meter import cpu_title
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
+"""Of the file. One of another version is not read, and is written anew."""
 
 
 class Price(msgspec.Struct, frozen=True, array_like=True):
@@ -21,21 +25,38 @@ class Price(msgspec.Struct, frozen=True, array_like=True):
     Attributes
     ----------
     cost_us : its time. workspace_bytes : beyond inputs and outputs, while it runs.
-    kept_bytes : what its results keep beyond the storages that the trace gives them;
-    `mse_loss`, for one, returns a scalar in the storage of all its terms. is_estimate : it
-        was not measured.
+    kept_bytes : what its results keep beyond the storages that the trace gives them.
+    is_estimate : the op did not run on made data, so its time is guessed from its bytes.
     """
 
     cost_us: float
-    workspace_bytes: int
+    workspace_bytes: int = 0
     kept_bytes: int = 0
     is_estimate: bool = False
 
 
+class WholeStep(msgspec.Struct, frozen=True):
+    """Times of a step that was run as a whole (`step_time.py`).
+
+    Attributes
+    ----------
+    step_us : the step with every op run once.
+    keeping_us : how much less forward alone takes if it keeps nothing for backward.
+    again_us : how much longer the step takes with its forward computed again in segments.
+    priced_us : what `again_us` should be by the prices of the ops; 0 if that step was not run.
+    """
+
+    step_us: float
+    keeping_us: float = 0.0
+    again_us: float = 0.0
+    priced_us: float = 0.0
+
+
 class _File(msgspec.Struct):
     schema_version: int
-    device: str
-    prices: dict[str, Price]
+    title: str = ""
+    prices: dict[str, Price] = {}
+    steps: dict[str, WholeStep] = {}
 
 
 def cache_folder() -> Path:
@@ -48,39 +69,52 @@ def cache_folder() -> Path:
 
 
 class PriceCache:
-    """Known prices of a device and torch version; `save` merges new ones into the file.
+    """What is known of a device and a torch version; `save` merges what is new into the file.
 
     Parameters
     ----------
-    device : the very machine; left at None, this one's CPU. settings : of it, by which prices
-        differ.
+    title : of the device, as its meter has it; left at None, this machine's CPU.
+    settings : of the device, by which prices differ.
+
+    Attributes
+    ----------
+    prices : by `price_key`. steps : by the hash of the step's graph.
     """
 
-    def __init__(self, device: str | None = None, settings: str = "") -> None:
-        self.device = device or device_name()
-        which = " ".join(filter(None, (self.device, settings)))
+    def __init__(self, title: str | None = None, settings: str = "") -> None:
+        self.title = title or cpu_title()
+        which = " ".join(filter(None, (self.title, settings)))
         slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
         self.path = cache_folder() / f"prices-{slug}.json"
-        self.prices = self._read()
+        file = self._read()
+        self.prices, self.steps = file.prices, file.steps
 
-    def _read(self) -> dict[str, Price]:
+    def _read(self) -> _File:
+        nothing = _File(SCHEMA_VERSION, self.title)
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return {}
+            return nothing
         except OSError as error:
             warnings.warn(f"price cache {self.path} cannot be read: {error}", stacklevel=3)
-            return {}
+            return nothing
         try:
             file = msgspec.json.decode(data, type=_File)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             warnings.warn(f"price cache {self.path} is ignored: {error}", stacklevel=3)
-            return {}
-        return file.prices if file.schema_version == SCHEMA_VERSION else {}
+            return nothing
+        return file if file.schema_version == SCHEMA_VERSION else nothing
 
     def save(self) -> None:
         """Write the file atomically; a folder that cannot be written is warned about."""
-        file = _File(SCHEMA_VERSION, self.device, {**self._read(), **self.prices})
+        # Another process may have saved since: what it found is kept.
+        known = self._read()
+        file = _File(
+            SCHEMA_VERSION,
+            self.title,
+            {**known.prices, **self.prices},
+            {**known.steps, **self.steps},
+        )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".prices-")

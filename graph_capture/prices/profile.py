@@ -1,13 +1,17 @@
-"""Profiles: measured prices of ops as a file, to be kept, sent elsewhere and used again.
+"""Profiles: measured prices as a file, and their use in place of measuring.
 
-A profile names each op by its target, shapes, strides, dtypes and scalars, so it serves every
-model in which the same op occurs. Beside each price stands the op's work, so that a model of the
-device can be fitted to it. The format is JSON, stated in `docs/files.md`.
+A profile names each op by its `price_key`, so it serves every model in which the same op occurs.
+Beside each price stands the op's work, so that a model of the device can be fitted to it
+(`roofline.py`). The format is JSON, stated in `docs/files.md`.
+
+One that was measured on CUDA is of device ``cuda``, with the driver's title of it. It also serves
+the device of the table that the title names (`modelled.py`).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,42 +23,15 @@ from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.joint.nodes import target_name
 from remat.graph_capture.prices.op_work import Work
-from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.price_cache import Price, WholeStep
 
 SCHEMA_VERSION = 1
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """One op as it was measured.
+class ProfiledOp(Price, frozen=True, array_like=False):
+    """The price of an op, with its work: arithmetic and traffic."""
 
-    Attributes
-    ----------
-    cost_us : time of one run. workspace_bytes : beyond inputs and outputs, while it runs.
-    kept_bytes : what its results keep beyond their own storages. work : arithmetic and traffic.
-    is_estimate : the op did not run on made data, so that its time is guessed from its bytes.
-    """
-
-    cost_us: float
-    workspace_bytes: int = 0
-    kept_bytes: int = 0
     work: Work = Work()
-    is_estimate: bool = False
-
-
-class WholeStep(msgspec.Struct, frozen=True):
-    """Times of a step that was run as a whole (`step_time.py`).
-
-    Attributes
-    ----------
-    step_us : the step with every op run once. keeping_us : how much less forward alone takes if it
-    keeps nothing for backward. again_us : how much longer the step takes with its forward computed
-    again in segments. priced_us : what that is by the prices of the ops; 0 if it was not run.
-    """
-
-    step_us: float
-    keeping_us: float = 0.0
-    again_us: float = 0.0
-    priced_us: float = 0.0
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -63,15 +40,15 @@ class Profile(msgspec.Struct, frozen=True):
     Attributes
     ----------
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
-    torch : the version that ran the ops. ops : by what determines their price.
+    torch : the version that ran the ops. ops : by `price_key`.
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
-    steps : on a CPU the times of whole steps, by the hash of their graph.
+    steps : on a CPU, the times of whole steps, by the hash of their graph.
     """
 
     device: str
     title: str
     torch: str
-    ops: dict[str, Measured]
+    ops: dict[str, ProfiledOp]
     versions: dict[str, str] = {}
     steps: dict[str, WholeStep] = {}
     schema_version: int = SCHEMA_VERSION
@@ -109,13 +86,13 @@ class Profile(msgspec.Struct, frozen=True):
         return found
 
 
-def _is_sound(one: Measured) -> bool:
+def _is_sound(one: ProfiledOp) -> bool:
     sizes = one.workspace_bytes, one.kept_bytes, one.work.flops, one.work.moved_bytes
     return 0 <= one.cost_us < float("inf") and min(sizes) >= 0
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
-    """`profile` itself, or what the file of that name holds.
+    """`profile` itself, or the one in the file of that name.
 
     Raises
     ------
@@ -126,8 +103,13 @@ def as_profile(profile: Profile | str | Path | None) -> Profile | None:
     return Profile.from_json(Path(profile).read_bytes(), str(profile))
 
 
-def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> dict[str, Price]:
-    """The prices of `profile`, if they will do on the meter's device for the `needed` ops."""
+def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> Mapping[str, Price]:
+    """The prices of `profile`, by `price_key`.
+
+    Raises
+    ------
+    ProfileError : it is of another kind of device; or of another machine, and lacks `needed` ops.
+    """
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(
@@ -141,14 +123,11 @@ def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> dict[st
             f"such as {target_name(missing[0])}: measure this model there, with "
             "remat profile MODEL -o FILE"
         )
-    return {
-        key: Price(one.cost_us, one.workspace_bytes, one.kept_bytes, one.is_estimate)
-        for key, one in profile.ops.items()
-    }
+    return profile.ops
 
 
 def note_of(profile: Profile) -> str:
-    """Where the prices come from, as a graph notes it; warns where torch's version differs."""
+    """What a graph notes on the origin of its prices; warns where torch's version differs."""
     note = f"measured on {profile.title} with torch {profile.torch}"
     if profile.torch == str(torch.__version__):
         return note

@@ -1,10 +1,11 @@
-"""Measured profiles of models: each distinct op's price and work, to keep and to send."""
+"""Measuring a `Profile` of a model: the price and the work of each distinct op of its step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -12,9 +13,8 @@ from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, 
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.prices.op_work import Work, work_of
 from remat.graph_capture.prices.price_cache import PriceCache
-from remat.graph_capture.prices.pricing import SAVE_RNG_KEY, examples, price_with
-from remat.graph_capture.prices.profile import Measured, Profile
-from remat.graph_capture.prices.step_time import known
+from remat.graph_capture.prices.pricing import examples, price_with
+from remat.graph_capture.prices.profile import Profile, ProfiledOp
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
@@ -31,8 +31,8 @@ def profile(
 ) -> Profile:
     """Measure each distinct op of one training step on this machine.
 
-    Arguments are those of `remat.capture`, which takes the outcome as its `profile`, on this
-    machine or another; ``Profile.to_json`` is what a file of it holds.
+    The arguments are those of `remat.capture`, which takes the result as its `profile`, on this
+    machine or another. ``Profile.to_json`` makes a file of it.
 
     Raises
     ------
@@ -48,16 +48,14 @@ def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
     """The measured ops of a trace, and on a CPU the time of its whole step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = PriceCache(meter.title, meter.settings)
-    graph = price_with(traced, meter, cache, progress)
-    prices = cache.prices
-    ops: dict[str, Measured] = {}
-    for key in (*node_of, SAVE_RNG_KEY):
-        one = prices[key]
-        work = work_of(node_of[key]) if key in node_of else Work()
-        ops[key] = Measured(
-            one.cost_us, one.workspace_bytes, one.kept_bytes, work, one.is_estimate
-        )  # fmt: skip
+    graph, prices = price_with(traced, meter, cache, progress)
+    ops = {
+        key: ProfiledOp(
+            **msgspec.structs.asdict(price),
+            work=work_of(node_of[key]) if key in node_of else Work(),
+        )
+        for key, price in prices.of_key.items()
+    }
     kind = CUDA if is_cuda(meter.device) else CPU
-    step = known(graph, cache)
-    steps = {} if step is None else {graph.hash: step}
+    steps = {} if prices.step is None else {graph.hash: prices.step}
     return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps)

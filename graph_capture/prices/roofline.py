@@ -1,11 +1,10 @@
-"""The time of an op from its work and a device's rates, and how near that is to measurements.
+"""A model of the time of an op, from its work and a device's rates.
 
 An op takes the longer of its arithmetic and its traffic, and a launch:
-``max(flops / rate, bytes / bandwidth) + launch``, at shares of the device's peaks
-(S. Williams, A. Waterman, D. Patterson, "Roofline", 2009,
-https://doi.org/10.1145/1498765.1498785). The shares are those that `devices.json` assumes for
-a class of ops, or the median of those that ops of the same target, else of the same class,
-reached in a profile that was measured on such a device.
+``max(flops / rate, bytes / bandwidth) + launch`` (S. Williams, A. Waterman, D. Patterson,
+"Roofline", 2009, https://doi.org/10.1145/1498765.1498785). Rate and bandwidth are shares of the
+device's peaks. `devices.json` assumes a share for each class of ops. A profile of the device gives
+measured ones: the median over ops of the same target, else of the same class.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 
 from remat.graph_capture.devices.device_table import Device, Efficiency, device_table
 from remat.graph_capture.prices.op_work import Work
-from remat.graph_capture.prices.profile import Measured, Profile
+from remat.graph_capture.prices.profile import Profile, ProfiledOp
 
 LAUNCH_PART = 0.1
-"""Ops whose work is a smaller part of a launch show how long a launch is."""
+"""An op whose work is a smaller part of a launch shows how long a launch is."""
 LEAST_WORK = 0.5
-"""In launches: ops of less work show no share of a rate."""
+"""In launches. An op of less work says too little of the rates to be part of a fit."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Roofline:
     Attributes
     ----------
     device : its peaks. launch_us : least time of any op.
-    shares : of the peaks: by target, and by class of ops for targets without their own.
+    shares : of the peaks, by target and by class of ops. A class serves targets without own shares.
     """
 
     device: Device
@@ -59,7 +58,8 @@ class Roofline:
     def errors(self, profile: Profile) -> list[float]:
         """How far the model fitted to `profile` is off on each of its ops, ascending.
 
-        As a part of the measured time; each op is left out of the fit that it is compared with.
+        Each error is a part of the measured time. Each op is left out of its own fit: a target
+        that was measured once would otherwise be modelled without error.
         """
         return _Fit(self, profile).errors()
 
@@ -73,7 +73,7 @@ class Roofline:
         return work.flops / flops_per_us, work.moved_bytes / self.device.bytes_per_us
 
     def _rate(self, work: Work) -> str:
-        """The dtype whose peak counts: TF32 where torch is set to let tensor cores round."""
+        """The dtype whose peak counts: TF32 where torch lets tensor cores round float32."""
         if work.dtype != "float32" or "tf32" not in self.device.tflops:
             return work.dtype
         is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
@@ -83,10 +83,12 @@ class Roofline:
 
 @dataclass
 class _Fit:
-    """What the ops of a profile show, in units of what is assumed of their class.
+    """How the ops of a profile compare with what is assumed of their classes.
 
-    `factors` holds, by target and by class, for each op of enough work its time over the
-    assumed time, launches left out.
+    Attributes
+    ----------
+    factors : by target and by class: for each op of enough work, its time over the assumed
+        time, both without a launch.
     """
 
     assumed: Roofline
@@ -99,14 +101,15 @@ class _Fit:
         tiny_us = LAUNCH_PART * assumed.launch_us
         launches = [one.cost_us for _, one, work_us in self._seen() if work_us < tiny_us]
         least_us = min((one.cost_us for _, one, _ in self._seen()), default=assumed.launch_us)
+        # Without an op of hardly any work, a launch is no longer than the quickest op.
         self.launch_us = statistics.median(launches or [min(assumed.launch_us, least_us)])
         for key, one, work_us in self._seen():
             if work_us and one.cost_us - self.launch_us >= LEAST_WORK * self.launch_us:
                 for group in _groups(key, one):
                     self.factors[group][key] = (one.cost_us - self.launch_us) / work_us
 
-    def _seen(self) -> Iterator[tuple[str, Measured, float]]:
-        """Each op that was measured, with the time that its work is assumed to take."""
+    def _seen(self) -> Iterator[tuple[str, ProfiledOp, float]]:
+        """Each measured op, with the time that its work is assumed to take."""
         for key, one in self.profile.ops.items():
             if one.cost_us > 0 and not one.is_estimate:
                 share = self.assumed.shares[one.work.kind]
@@ -126,8 +129,8 @@ class _Fit:
             for key, one, work_us in self._seen()
         )
 
-    def _factor(self, key: str, one: Measured) -> float:
-        """What the others of its target, else of its class, show; else what is assumed."""
+    def _factor(self, key: str, one: ProfiledOp) -> float:
+        """The median factor of the other ops of its target, else of its class; 1 without any."""
         for group in _groups(key, one):
             found = self.factors.get(group, {})
             others = [factor for other, factor in found.items() if other != key]
@@ -136,5 +139,5 @@ class _Fit:
         return 1.0
 
 
-def _groups(key: str, one: Measured) -> Iterable[str]:
+def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
     return key.partition("(")[0], one.work.kind

@@ -1,8 +1,9 @@
-"""Tensors with the layout of a traced node's arguments, to run the node on its own.
+"""Made data to run a traced node on its own: tensors laid out as its arguments.
 
-Two kinds are no made data, as a kernel trusts them: the seed and offset that fused attention on a
-CUDA device returns for its backward, which may be on the host where a trace has them on the device,
-and what cuDNN's batch norm reserves. They are taken from a run of their own op.
+What a kernel trusts is never made up. Fused attention on a CUDA device returns a seed and an offset
+for its backward. They may be on the host where a trace has them on the device, and backward reads
+them through a host pointer. cuDNN's batch norm reserves memory for its backward. Both are taken
+from a run of the op that makes them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from remat.graph_capture.joint.nodes import is_getitem, target_name
 aten = torch.ops.aten
 
 _BLOCK = 4096
+"""Elements of the random pattern that made data repeats."""
 _TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
-
+"""Ops whose integer results a kernel trusts."""
 _INDEX_BOUND: dict[Any, Any] = {
     aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
     aten.embedding_dense_backward.default: lambda node: node.args[2],
@@ -46,7 +48,12 @@ def _described(tensor: Tensor) -> str:
 
 
 def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like the node's, filled with made data; `constants` holds ``get_attr``s."""
+    """Arguments like the node's, filled with made data.
+
+    Parameters
+    ----------
+    constants : the module that holds the tensors of ``get_attr`` nodes.
+    """
     bound = _index_bound(node)
 
     def made(leaf: Any) -> Any:
@@ -57,13 +64,13 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         value = leaf.meta.get("val")
         if isinstance(value, Tensor) and _is_trusted(leaf, value):
             return _from_its_op(leaf, constants)
-        return _made(value, bound) if isinstance(value, Tensor) else value
+        return _sample_tensor(value, bound) if isinstance(value, Tensor) else value
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
 
 def _is_trusted(leaf: fx.Node, value: Tensor) -> bool:
-    """Whether a kernel takes the result `leaf` of another op for what that op wrote."""
+    """Whether a kernel trusts that `leaf` holds what another op wrote there."""
     if value.device.type != CUDA or not is_getitem(leaf) or value.is_floating_point():
         return False
     source = leaf.args[0]
@@ -93,7 +100,7 @@ def _index_bound(node: fx.Node) -> int:
     return max(1, min(sizes, default=1))
 
 
-def _made(like: Tensor, bound: int) -> Tensor:
+def _sample_tensor(like: Tensor, bound: int) -> Tensor:
     n_elements = like.untyped_storage().nbytes() // like.element_size()
     flat = torch.empty(n_elements, dtype=like.dtype, device=like.device)
     _fill(flat, bound)
@@ -101,7 +108,10 @@ def _made(like: Tensor, bound: int) -> Tensor:
 
 
 def _fill(flat: Tensor, bound: int) -> None:
-    """A short random pattern, repeated: no denormals, and every number a probability."""
+    """Fill with a random pattern, repeated.
+
+    Every number is between 0.1 and 0.9: a probability, and no denormal, which would be slow.
+    """
     if flat.dtype == torch.bool:
         block = torch.rand(_BLOCK, device=flat.device) < 0.9
     elif flat.is_floating_point() or flat.is_complex():

@@ -1,4 +1,4 @@
-"""How a model calls some of its submodules: the inputs of each, seen while it is traced."""
+"""How a model calls some of its submodules: the inputs of each, noted while it is traced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
 from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
-from remat.graph_capture.tracing.trace import Recipe, autocast_state
 
 SHOWN = 5
 """Module paths that an error shows."""
@@ -22,12 +22,12 @@ SHOWN = 5
 
 @dataclass
 class BlockCalls:
-    """What the last forward that was watched called the blocks with.
+    """What the blocks were called with in the last forward that was watched.
 
     Attributes
     ----------
-    blocks : by module path. signatures : those of the calls of each block, in order.
-    autocast : the state that each call came under.
+    blocks : by module path. signatures : of the calls of each block, in order.
+    autocast : the state at the call of each block.
     """
 
     blocks: dict[str, nn.Module]

@@ -1,8 +1,13 @@
-"""While a step is traced, torch's own kernels in place of its Python decompositions.
+"""Which kernels a trace takes where torch offers several.
 
 Under the Python dispatcher, which AOTAutograd turns on, torch decomposes some ops in Python where
-eager runs compiled code: resampling, recurrent layers and a few losses. The results differ in
-the last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (seen in torch 2.13).
+eager runs compiled code: resampling, recurrent layers and a few losses. The results differ in the
+last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (seen in torch 2.13). `kernels_of_eager`
+takes these decompositions away.
+
+A CPU has no fused attention with dropout, where the device that is planned for has.
+`FusedAttention` traces the call without its dropout, as a kernel that draws inside itself keeps no
+mask.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ from torch._C import DispatchKey
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+DROPOUT_POSITION = 4
+"""Of ``dropout_p`` among the arguments of `scaled_dot_product_attention`."""
 KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
 FAMILIES = (
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
 """Ops by name, beside all that resample."""
-
-DROPOUT_POSITION = 4
 
 
 @contextlib.contextmanager
@@ -48,7 +53,7 @@ def kernels_of_eager() -> Generator[None]:
 
 @functools.cache
 def _decomposed() -> tuple[Any, ...]:
-    """The ops that this torch has in Python though eager has them compiled."""
+    """The ops that this torch has in Python, and eager has compiled."""
     names = [name for name in dir(torch.ops.aten) if "upsample_" in name]
     known = [name for name in (*names, *FAMILIES) if hasattr(torch.ops.aten, name)]
     packets = [getattr(torch.ops.aten, name) for name in known]
@@ -69,6 +74,7 @@ class FusedAttention(TorchFunctionMode):
         """Call `func`, changed where it is attention."""
         given = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
-            args = (*args[:DROPOUT_POSITION], *(0.0 for _ in args[4:5]), *args[5:])
+            at = DROPOUT_POSITION
+            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)
         return func(*args, **given)

@@ -1,9 +1,9 @@
-"""Bytes that live through the whole step, whatever the schedule."""
+"""Bytes that live through the whole step, whatever the schedule: `Resident` of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import Allocated
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Resident
-
-Optimizer = Literal["none", "sgd", "momentum", "adamw"]
+from remat.graph_capture.graph import Optimizer, Resident
 
 STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
+"""Buffers as large as the parameter that an optimizer keeps."""
 ADAMW_STEP_BYTES = 4
+"""Of the step counter, one a parameter."""
 
 
 def resident_bytes(
@@ -36,10 +36,9 @@ def resident_bytes(
         a parameter, ``adamw`` two and a step counter of 4 bytes.
     accumulate : whether gradient buffers exist before the step, as they do when
         gradients of several batches are summed.
-    allocated : what the device's allocator takes for so many bytes.
-    sharding : what part of parameters, gradients and state is here; DDP's buckets count as
-        communication, what FSDP2 gathers is added
-        by `remat.graph_capture.derived.sharding.sharded`.
+    allocated : how the device's allocator rounds.
+    sharding : how much of parameters, gradients and state is here. DDP's buckets count as
+        communication. What FSDP2 gathers is added by `derived/one_rank.py`.
     """
     if optimizer not in STATES_PER_PARAMETER:
         raise CaptureError(
@@ -78,9 +77,9 @@ def storage_bytes(
 
     Parameters
     ----------
-    tensors : what is no tensor among them counts nothing; of a DTensor its local part counts.
-    seen : storages that have been counted already; those that are new are added.
-    allocated : what the device's allocator takes for so many bytes.
+    tensors : of a DTensor the local part counts; what is no tensor counts nothing.
+    seen : storages that have been counted already. New ones are added.
+    allocated : how the device's allocator rounds.
     """
     seen = set() if seen is None else seen
     total = 0

@@ -1,4 +1,7 @@
-"""What a batch looked like at capture, and whether another one still fits it."""
+"""What a batch looked like at capture, and whether another one is like it.
+
+A plan is exact for one signature.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from remat.graph_capture.python_state.places import is_same
 
 
 class Signature:
-    """Shapes, strides, dtypes and devices of the tensors of a batch; its other leaves by value.
+    """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
 
-    Holds no tensor of the batch.
+    It holds no tensor of the batch.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -39,7 +42,7 @@ class Signature:
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
         return tuple(
-            f"{name}: {_shown(facts) if facts else repr(other)}"
+            f"{name}: {_facts_text(facts) if facts else repr(other)}"
             for name, facts, other in zip(self.names, self.tensors, self.others, strict=True)
         )
 
@@ -65,9 +68,11 @@ class Signature:
                 if not is_same(leaf, self.others[i]):
                     raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
             elif not isinstance(leaf, Tensor):
-                raise self._mismatch(i, _shown(planned), repr(leaf), model)
+                raise self._mismatch(i, _facts_text(planned), repr(leaf), model)
             elif tensor_facts(leaf) != planned:
-                raise self._mismatch(i, _shown(planned), _shown(tensor_facts(leaf)), model)
+                raise self._mismatch(
+                    i, _facts_text(planned), _facts_text(tensor_facts(leaf)), model
+                )
 
     def _mismatch(self, i: int, planned: str, found: str, model: str) -> SignatureError:
         return SignatureError(
@@ -78,6 +83,7 @@ class Signature:
 
 
 Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+"""Shape, strides, dtype, device, and whether it requires a gradient."""
 
 
 def tensor_facts(tensor: Tensor) -> Facts:
@@ -85,7 +91,7 @@ def tensor_facts(tensor: Tensor) -> Facts:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _shown(facts: Facts) -> str:
+def _facts_text(facts: Facts) -> str:
     shape, stride, dtype, device, requires_grad = facts
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
     if stride != torch.empty(shape, device="meta").stride():
@@ -107,9 +113,12 @@ def _argument_name(path: Any) -> str:
 
 
 def check_batch(batch: Any, device: str) -> None:
-    """Raise `CaptureError` for leaves that no static graph can hold.
+    """Refuse a batch that no static graph can hold.
 
-    And `DeviceError` for those that are not where the step for `device` is captured.
+    Raises
+    ------
+    CaptureError : a leaf is sparse or has no storage.
+    DeviceError : a leaf is not where the step for `device` is captured.
     """
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         name = _argument_name(path)

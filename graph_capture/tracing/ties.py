@@ -1,8 +1,9 @@
-"""Parameters that a module has under several names: one input of the trace, not several.
+"""A parameter that a model has under several names is one input of the trace.
 
-AOTAutograd traces each name as an input with a gradient of its own, and autograd adds these
-up afterwards. Eager adds them as backward makes them. From three on, the order of a sum
-changes its last bits, so the names but the first are hidden during the trace.
+AOTAutograd would make an input of each name, and autograd would add their gradients after backward.
+Eager adds them as backward makes them. Two commute; the order of three changes the last bits of the
+sum. So all names but the first are hidden during the trace. A guard of the rewritten module holds
+that they are still tied.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 from torch import nn
 
 Slot = tuple[nn.Module, str]
+"""A place that holds a parameter: the module, and the name in it."""
 
 
 class _Shared(dict[str, Any]):
-    """A module's parameters, of which some are those of another slot and are not listed."""
+    """A module's parameters; those that another slot holds first are found, but not listed."""
 
     def __init__(self, own: dict[str, Any], elsewhere: dict[str, Slot]) -> None:
         super().__init__({name: held for name, held in own.items() if name not in elsewhere})
@@ -35,7 +37,7 @@ class _Shared(dict[str, Any]):
 
 @contextlib.contextmanager
 def tied_as_one(model: nn.Module) -> Generator[None]:
-    """List each parameter under its first name alone; under the others it is still found."""
+    """List each parameter under its first name alone. Under the others it is still found."""
     before = [(module, module._parameters) for module in model.modules()]
     elsewhere: dict[nn.Module, dict[str, Slot]] = {}
     for (module, name), first in _later_slots(model).items():
@@ -60,7 +62,7 @@ def _slots(model: nn.Module) -> list[Slot]:
 
 
 def _later_slots(model: nn.Module) -> dict[Slot, Slot]:
-    """Every slot of a parameter but its first, with that first one."""
+    """Every slot of a parameter but its first, and that first one."""
     firsts: dict[int, Slot] = {}
     later: dict[Slot, Slot] = {}
     for slot in _slots(model):

@@ -1,7 +1,15 @@
-"""Capture: one joint forward and backward graph of a module and a batch.
+"""The trace: one joint graph of forward and backward, from a module and a batch.
 
-The way in is AOTAutograd's `aot_export_joint_with_descriptors` with no decompositions,
-so that the ops are those that eager runs; `docs/architecture.md` says why.
+The way in is AOTAutograd's `aot_export_joint_with_descriptors`, without decompositions. It takes
+keyword arguments, tied weights, mutated inputs and nested outputs, and keeps eager's ATen ops, so
+that gradients stay bit-equal. No other way that we know does. `torch.export` as a first step gave
+wrong gradients for custom autograd functions, and `make_fx` fails on tied weights.
+
+`torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers,
+and replaces it.
+
+Not in the graph: gradients of outputs that are views of other outputs. Autograd forms them outside
+the captured step, and their memory is not predicted.
 """
 
 from __future__ import annotations
@@ -9,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +30,10 @@ from torch._functorch.aot_autograd import (
 )
 
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import CPU, allocated_on, is_in_table
+from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
@@ -34,49 +41,18 @@ from remat.graph_capture.python_state.watch import PythonState, python_state_kep
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import Carried, ForwardWrites, require_constant
 from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
-from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state, keep_recipe
+from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import LossFunction, StepModule
 from remat.graph_capture.tracing.ties import tied_as_one
-from remat.graph_capture.tracing.trace_flags import FLAGS, Flags, told, unlogged
+from remat.graph_capture.tracing.trace_flags import FLAGS, told, unlogged
 from remat.graph_capture.tracing.true_strides import fake_with_true_strides
 from remat.graph_capture.tracing.untouched import untouched
 from remat.graph_capture.tracing.without_storage import as_if_on_cpu
 
 Counted = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that is needed to trace a model again; holds no tensor and no module.
-
-    Attributes
-    ----------
-    device : for which the trace is made: ``cpu`` or ``cuda:0``, whose very ops it has, or a name
-        of the table, for which it is one of the CPU's ops.
-    flags : what the model's code is told of compiling and exporting; None before a first trace.
-    """
-
-    name: str
-    signature: Signature
-    loss_fn: LossFunction | None
-    resident: Resident
-    autocast: tuple[Any, ...]
-    device: str = CPU
-    flags: Flags | None = None
-
-    @property
-    def is_modelled(self) -> bool:
-        """Whether the device is one of the table, whose ops do not run here."""
-        return is_in_table(self.device)
-
-    def facts(self) -> dict[str, Any]:
-        """What goes into every graph built from this recipe."""
-        return {
-            "inputs": self.signature.lines(),
-            "device": CPU if self.is_modelled else self.device,
-            "versions": {"torch": str(torch.__version__)},
-        }
+"""Told of progress: how many are done, and of how many."""
 
 
 @dataclass
@@ -85,10 +61,11 @@ class Trace:
 
     Attributes
     ----------
-    graph : the unpriced training graph. joint : the fx nodes behind it. recipe : how to trace
-        again. python_state : what forward and the loss read of Python's state, as it was.
-    carried : attributes that forward sets, and so does each step. descriptors : AOTAutograd's own
-        record, which can be compiled once: `compiled` says whether it has been.
+    joint : the graph and its fx nodes. recipe : how to trace again.
+    descriptors : AOTAutograd's own record. It can be compiled once.
+    python_state : what forward and the loss read of Python's state, as it was.
+    carried : attributes that forward sets. Each step sets them too.
+    compiled : whether the record has been compiled.
     """
 
     joint: Joint
@@ -102,9 +79,6 @@ class Trace:
     def graph(self) -> TrainingGraph:
         """The unpriced training graph."""
         return self.joint.graph
-
-
-_recipes: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
 
 
 def trace(
@@ -127,10 +101,10 @@ def trace(
     loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
         part of the step, and the rewritten module returns its result.
     optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
-    device : what the trace is to be priced for: ``cpu`` or ``cuda``, where model and batch
-        must be, or a name of `devices.json`. For the latter the trace is one of the CPU's ops, and
-        the model may be on ``meta``, without storage. Left at None, where the model is.
-    sharding : over ranks, for what is resident on one of them.
+    device : what the trace is to be priced for; left at None, where the model is. Either ``cpu``
+        or ``cuda``, where model and batch must be; or a name of `devices.json`, for which the CPU's
+        ops are traced and the model may be on ``meta``.
+    sharding : over ranks. It counts for what is resident on one of them.
 
     Raises
     ------
@@ -157,22 +131,22 @@ def trace(
         device=device,
     )
     done = trace_recipe(model, recipe)
-    _recipes.setdefault(model, {})[done.graph.hash] = done.recipe
+    keep_recipe(model, done.graph.hash, done.recipe)
     return done
 
 
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace `model` on fake tensors with the recipe's signature.
 
-    As eager runs it; only where that fails as if it were compiled, then exported, upon which much
-    code takes another way. That is warned about.
+    First as eager. If that fails, as if compiled, then as if exported. Models may take other code
+    then, so it warns.
     """
     first: CaptureError | None = None
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             done = _trace_with(model, dataclasses.replace(recipe, flags=flags))
         except CaptureError as error:
-            if error.__cause__ is None:
+            if error.__cause__ is None:  # refused by us, not by torch: no flag changes that
                 raise
             first = first or error
             continue
@@ -206,8 +180,9 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(kernels_of_eager())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
+        # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-        if recipe.is_modelled:
+        if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         # Last, so that it is called first and sees the frame of the user's code.
         stack.enter_context(provenance)
@@ -233,22 +208,9 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     return Trace(joint, recipe, descriptors, state, tuple(writes.carried))
 
 
-def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
-    """The recipe of a capture of this very model made in this process, if there was one."""
-    return _recipes.get(model, {}).get(graph_hash)
-
-
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:
     """How many of the joint graph's outputs the forward returns."""
     return descriptors._aot_state.fw_metadata.num_forward
-
-
-def autocast_state() -> tuple[Any, ...]:
-    """Autocast as it stands: enabled and dtype, by device type."""
-    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-    )
 
 
 def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> None:

@@ -15,7 +15,7 @@ import torch
 
 Flags = tuple[bool, bool]
 FLAGS: tuple[Flags, ...] = (False, False), (True, False), (True, True)
-"""What the model's code is told of compiling and of exporting, tried in turn."""
+"""What the model's code is told of compiling and of exporting: tried in this order."""
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def told(flags: Flags) -> Generator[None]:
 
 @contextlib.contextmanager
 def unlogged() -> Generator[None]:
-    """Keep torch from logging ops that it cannot trace: that is raised, or another way is tried."""
+    """Keep torch from logging ops that it cannot trace: we raise that, or try another way."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True

@@ -1,9 +1,11 @@
 """Fake tensors laid out as the kernels of their device lay out their results.
 
-Some of torch's fake kernels state other strides than the kernels give (seen in 2.13). A trace
-with false strides takes a view where eager copies, and fails when it runs. `RULES` mend
-those that are known, of a CPU and, but for `CPU_ONLY`, of a CUDA device; pricing refuses ops whose
-measured strides still differ from the traced.
+Some of torch's fake kernels state other strides than the kernels give. They were found in 2.13 by
+comparing some 150 calls on turned, sliced and channels-last tensors. A trace with false strides
+takes a view where eager copies, and fails when it runs.
+
+`RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `CPU_ONLY`.
+Pricing compares the strides of each op that it runs with the traced ones, and refuses a difference.
 """
 
 from __future__ import annotations
@@ -24,19 +26,18 @@ aten = torch.ops.aten
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 Rule = Callable[..., Tensor]
-"""From an op's arguments, a tensor on ``meta`` laid out as those of its results of that shape."""
+"""From an op's arguments to a tensor on ``meta``: results of its shape are laid out like it."""
 
 
 def fake_with_true_strides() -> FakeTensorMode:
-    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
-
-    No subclass: torch finds its rules of higher-order ops by the very type of the mode.
-    """
+    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides."""
+    # No subclass: torch finds its rules of higher-order ops by the very type of the mode.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.native_group_norm_backward.default:  # its fake kernel takes views of it
+        if func is aten.native_group_norm_backward.default:
+            # Its fake kernel takes views of the gradient, which fail for some strides.
             args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
         found = dispatch(func, types, args, kwargs or {})
         rule = RULES.get(func)
@@ -84,7 +85,7 @@ def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
 
 
 def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """Two parts joined again, which are channels last as `x` is if neither is empty."""
+    """Two parts of `x` joined again: laid out as `x` if neither is empty."""
     moves = [shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=False)]
     return _like_input(x) if moves and all(moves) else _plain(x)
 
@@ -162,7 +163,7 @@ CPU_ONLY = {
     aten.replication_pad2d_backward.default,
     aten.channel_shuffle.default,
 }
-"""Of these the fake kernels state the strides of CUDA's kernels."""
+"""Ops whose fake kernels state the strides of CUDA's kernels."""
 
 
 def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:

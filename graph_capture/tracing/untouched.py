@@ -1,4 +1,4 @@
-"""Tracing runs the user's forward; this leaves the modules and the random streams as they were."""
+"""Tracing runs the user's forward. This restores the modules and the random streams after it."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
 
 def _snapshot(module: nn.Module) -> Attributes:
     """Each attribute, with a shallow copy of it where it is a plain container."""
-    return {name: (value, _copied(value)) for name, value in vars(module).items()}
+    return {name: (value, _copy_of_container(value)) for name, value in vars(module).items()}
 
 
-def _copied(value: Any) -> Any:
+def _copy_of_container(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set)) else None  # pyright: ignore
 
 

@@ -1,4 +1,7 @@
-"""Models on the meta device: traced as if their tensors were on the CPU, without storage."""
+"""Models on the meta device: traced as if their tensors were on the CPU, without storage.
+
+Tracing on ``meta`` itself would take the math form of attention.
+"""
 
 from __future__ import annotations
 

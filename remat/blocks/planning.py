@@ -1,9 +1,14 @@
-"""Planning a model block by block: what each may keep, and what the whole step then needs."""
+"""Plans a model block by block: what each may keep, and what the whole step then needs.
+
+The whole step stays the measure. Blocks are solved and chosen on the model's graph, with the ops
+of each block standing together. Their schedules are then put together to one of the whole step, as
+autograd will run it, and the simulator judges that one. While it is over the budget, the knapsack
+over blocks gets less room.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -19,20 +24,21 @@ from remat.schedules.assemble import assembled
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.given_blocks import GivenBlocks
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
 from remat.solver.sequence import end_of_forward, schedule_of
 from remat.solver.store_all import StoreAll
 
 TRIES = 12
-"""How many rooms are given to the blocks, to find the fastest step that fits."""
+"""Most sizes of the room for the blocks that are tried, to find the fastest step that fits."""
 
 Planned = tuple[dict[str, Schedule], Schedule]
 """A schedule for each block, and that of the whole step."""
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
-    """A plan for each block of a model, and what the whole step comes to.
+    """A plan for each block of a model, and the whole step that comes of them.
 
     Attributes
     ----------
@@ -60,7 +66,7 @@ class BlockPlanner:
         self, traced: TracedBlocks, priced: TrainingGraph, sharding: Sharding, time_limit_s: float
     ) -> None:
         self.traced = traced
-        self.end_s = time.monotonic() + time_limit_s
+        self.clock = Clock(time_limit_s)
         ops_of = {
             path: list(one.at[path].op_of.values())
             for path in traced.blocks
@@ -78,11 +84,15 @@ class BlockPlanner:
     @cached_property
     def _shared(self) -> GivenBlocks:
         spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
-        left_s = max(self.end_s - time.monotonic(), 0.0)
+        left_s = max(self.clock.left_s, 0.0)
         return GivenBlocks.of(self.alone, spans, self._communication_bytes(), left_s)
 
     def _communication_bytes(self) -> list[int]:
-        """What is live on a sharded rank beyond what is without communication, at each op."""
+        """What communication keeps live on a sharded rank, at each op of the step without it.
+
+        Solvers of whole graphs see these buffers as values. The knapsack over blocks does not,
+        so it is told.
+        """
         if self.graph is self.alone:
             return []
         without, sharded_bytes = _live_bytes(self.alone), _live_bytes(self.graph)
@@ -97,23 +107,23 @@ class BlockPlanner:
 
     def plan(self, budget_bytes: int) -> BlocksPlan:
         """The fastest plan found within the budget; its result is infeasible if none fits."""
-        began_s = time.monotonic()
+        began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
         result = judged(
             self.graph,
             msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
             budget_bytes=budget_bytes,
             lower_bound_us=self.graph.time_us,
-            wall_s=time.monotonic() - began_s,
-            cut_short=time.monotonic() > self.end_s,
+            wall_s=began.elapsed_s,
+            cut_short=self.clock.left_s < 0,
         )
         return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
 
     def _fastest(self, budget_bytes: int) -> Planned | None:
-        """The fastest of the compositions tried whose whole step fits; None if none does.
+        """The fastest plan tried whose whole step fits; None if none does.
 
-        The knapsack does not count all that the judge counts, so the room that it is given is
-        halved in between one that fits and one that does not.
+        The knapsack does not count all that the simulator counts. So its room is found by halving
+        between one that fits and one that does not.
         """
         room_bytes = budget_bytes - self.graph.resident.total_bytes
         low, high = self._shared.least_room_bytes(), 2 * room_bytes
@@ -185,7 +195,7 @@ class BlockPlanner:
 
 
 def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
-    """What is live while each op runs, where every op runs once."""
+    """What is live while each op runs, if every op runs once."""
     schedule = StoreAll().schedule(graph)
     live = simulate(graph, schedule).live_bytes
     steps = zip(schedule.steps, live, strict=True)
@@ -214,7 +224,7 @@ def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> Train
 
 
 def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
-    """`graph` with eager's sizes for what blocks do not compute."""
+    """`graph` with eager's sizes for what lies outside the blocks, which runs in eager."""
     eager = as_eager(graph).value_by_name
     values = (
         value if value.producer in path_of else eager[value.name] for value in graph.values

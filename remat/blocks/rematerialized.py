@@ -1,4 +1,8 @@
-"""Plan a model block by block, so that what wraps blocks, such as sharding, still can."""
+"""Rewrites a model block by block, so that blocks can still be wrapped, as by `fully_shard`.
+
+Ranks agree on a plan only where `group` is given: ranks of a pipeline have different models and
+must not wait for one another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import nn
 from remat.agreement import agreed
 from remat.blocks.planning import BlockPlanner, BlocksPlan
 from remat.blocks.tracing import TracedBlocks, trace_blocks
-from remat.budgets import parse_budget, resolve_budget
+from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
@@ -55,7 +59,7 @@ def rematerialize_blocks(
     """A model that trains as `model` does, with each matching block rewritten by itself.
 
     The budget bounds the peak of the whole step. Each distinct block is captured and solved
-    once, and the budget is shared out over all by a knapsack over what each may keep. What
+    once, and a knapsack over what each block may keep shares out the budget. What
     lies outside the blocks runs as it does in `model`. Parameters, buffers and names are those of
     `model`, which stays as it is; a loss is applied outside, as in eager.
 
@@ -75,7 +79,7 @@ def rematerialize_blocks(
     ------
     CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
         the same computation by itself as inside the model.
-    BudgetError : nothing fits; the message names the least budget known to.
+    BudgetError : nothing fits; the message names the least budget that is known to.
     AgreementError : ranks have different models or batches.
     RewriteError : the check found a difference, or a measured peak above the budget.
     """
@@ -88,7 +92,7 @@ def rematerialize_blocks(
 
     def make() -> BlocksPlan:
         planner = BlockPlanner(traced, price(traced.whole, profile=known), sharding, time_limit_s)
-        return _within(planner, budget)
+        return _plan_within(planner, budget)
 
     plan = agreed(make, BlocksPlan, traced.hash, group)
     made = _rewritten(model, traced, plan)
@@ -135,10 +139,10 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
+def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
     if parse_budget(budget).kind == "min":
         return planner.plan(planner.least_bytes())
-    plan = planner.plan(resolve_budget(planner.eager, budget))
+    plan = planner.plan(parse_budget(budget).bytes_for(planner.eager))
     if plan.result.schedule is None:
         raise BudgetError(infeasible_text(plan.result))
     return plan

@@ -1,4 +1,9 @@
-"""The trace of a model, those of its distinct blocks, and where each block is in the model's."""
+"""Traces a model and its distinct blocks, and finds each block in the model's graph.
+
+A block is rewritten only where the model's own graph contains it, node by node. So a sum of
+gradients that would change its order is found before anything runs. Two blocks share one compiled
+step only if they are the same computation of their own parameters.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,8 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.block_match import BlockMatch, match_block
 from remat.graph_capture.tracing.block_calls import matching_blocks, watching_calls
-from remat.graph_capture.tracing.trace import Recipe, Trace, trace, trace_recipe
+from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
 from remat.rewriter.guards.live_state import named_state
 
 
@@ -33,7 +39,7 @@ class DistinctBlock:
 
 @dataclass
 class TracedBlocks:
-    """A model's trace, and its blocks'."""
+    """The trace of a model, and those of its blocks."""
 
     pattern: str
     blocks: dict[str, nn.Module]
@@ -73,7 +79,7 @@ def trace_blocks(
 def _add_block(
     distinct: list[DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
 ) -> None:
-    """Count a block to one that is equal to it, or trace it."""
+    """Add a block to one that is equal to it, or trace it."""
     block = model.get_submodule(path)
     for one in distinct:
         if _looks_like(block, recipe, one):

@@ -7,8 +7,8 @@ import platform
 from typing import Any
 
 from remat import __version__
-from remat.cli import options
 from remat.cli.session import REFUSED, Session
+from remat.cli.verb import verb
 from remat.formats import bytes_text
 from remat.graph_capture.devices.here import free_bytes
 from remat.questions.tables import plain_table
@@ -16,15 +16,14 @@ from remat.questions.tables import plain_table
 PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
 
 
-def doctor(as_json: options.AsJson = False, debug: options.Debug = False) -> None:
+@verb()
+def doctor_verb(session: Session) -> None:
     """Say which versions are here, and whether torch and the solvers work."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        found = _findings()
-        if as_json:
-            session.emit(found)
-        else:
-            _show(session, found)
+    found = _findings()
+    if session.as_json:
+        session.emit(found)
+    else:
+        _show_findings(session, found)
     if not (found["torch_ok"] and found["ortools_ok"]):
         raise SystemExit(REFUSED)
 
@@ -73,7 +72,7 @@ def _ortools_works() -> bool:
     return solved.objective_value() == 1.0
 
 
-def _show(session: Session, found: dict[str, Any]) -> None:
+def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table = plain_table("what", "found")
     table.columns[1].justify = "left"
     table.add_row("remat", found["remat"])

@@ -1,4 +1,4 @@
-"""The command line: verbs of the names of the functions behind them.
+"""The command line: all verbs, by their names.
 
 Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed.
 """
@@ -9,16 +9,16 @@ import os
 
 import typer
 
-from remat.cli.compare import compare
-from remat.cli.doctor import doctor
-from remat.cli.explain import explain
-from remat.cli.fit import fit
-from remat.cli.inspect import inspect
-from remat.cli.plan import capture, rewrite, solve
-from remat.cli.profile import profile
-from remat.cli.report import export, report
-from remat.cli.run import check, run
-from remat.cli.sweep import sweep
+from remat.cli.compare import compare_verb
+from remat.cli.doctor import doctor_verb
+from remat.cli.explain import explain_verb
+from remat.cli.fit import fit_verb
+from remat.cli.inspect import inspect_verb
+from remat.cli.plan import capture_verb, rewrite_verb, solve_verb
+from remat.cli.profile import profile_verb
+from remat.cli.report import export_verb, report_verb
+from remat.cli.run import check_verb, run_verb
+from remat.cli.sweep import sweep_verb
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -26,12 +26,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-PLANNING = (run, capture, solve, sweep)
-READING = (inspect, explain, compare, fit)
-SHOWING = (report, export)
-USING = (rewrite, check, profile, doctor)
-for verb in (*PLANNING, *READING, *SHOWING, *USING):
-    app.command()(verb)
+PLANNING = {"run": run_verb, "capture": capture_verb, "solve": solve_verb, "sweep": sweep_verb}
+READING = {
+    "inspect": inspect_verb, "explain": explain_verb, "compare": compare_verb, "fit": fit_verb
+}  # fmt: skip
+SHOWING = {"report": report_verb, "export": export_verb}
+USING = {
+    "rewrite": rewrite_verb, "check": check_verb, "profile": profile_verb, "doctor": doctor_verb
+}  # fmt: skip
+for name, command in (PLANNING | READING | SHOWING | USING).items():
+    app.command(name)(command)
 
 
 def main() -> None:

@@ -7,36 +7,35 @@ from typing import TYPE_CHECKING
 
 from remat.cli import options
 from remat.cli.session import Session
+from remat.cli.verb import verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.devices.device_table import CPU, check_measured
 from remat.job import pipeline
 from remat.job.opened import load_shown
+from remat.job.request import Request
 from remat.questions.tables import plain_table
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
 
 
-def profile(
+@verb()
+def profile_verb(
+    session: Session,
     model: options.Model,
     top: options.Top = 20,
     device: options.Here = CPU,
     output: options.Output = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> None:
     """Measure each distinct op of MODEL, and keep the prices for use elsewhere."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        session.require_folder(output)
-        check_measured(device)
-        loaded = load_shown(model, session.stages, device)
-        measured = pipeline.measure_loaded(loaded, session.stages, device)
-        session.save(output, measured.to_json(), "profile")
-        if as_json:
-            session.emit(_summary(measured))
-        else:
-            _show(session, measured, top)
+    check_measured(device)
+    loaded = load_shown(model, session.stopwatch, device)
+    measured = pipeline.measure_loaded(loaded, Request(device=device), session.stopwatch)
+    session.save(output, measured.to_json(), "profile")
+    if session.as_json:
+        session.emit(_summary(measured))
+    else:
+        _show_profile(session, measured, top)
 
 
 def _summary(measured: Profile) -> dict[str, object]:
@@ -52,7 +51,7 @@ def _summary(measured: Profile) -> dict[str, object]:
     }
 
 
-def _show(session: Session, measured: Profile, top: int) -> None:
+def _show_profile(session: Session, measured: Profile, top: int) -> None:
     session.out.print(
         f"[bold]{len(measured.ops)} distinct ops[/] on {measured.title}, torch {measured.torch}\n",
         soft_wrap=True,

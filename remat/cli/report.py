@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.asked import asked, opened_feasible
+from remat.cli.outcome import opened_feasible
 from remat.cli.session import Session
-from remat.graph_capture.derived.sharding import Sharding
+from remat.cli.verb import verb
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import DeviceError, FileError
 from remat.job.kept_plans import PLAN_FILES
-from remat.job.opened import NO_BUDGET, Opened, load_shown
+from remat.job.opened import Opened, load_shown
 from remat.job.pipeline import trace_loaded
 from remat.job.request import Request
 from remat.schedules.exports.chrome_trace import trace_file
@@ -41,7 +41,7 @@ FrontFile = Annotated[
 ]
 Measure = Annotated[
     bool,
-    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it has"),
+    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it takes"),
 ]
 Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 As = Annotated[
@@ -50,88 +50,50 @@ As = Annotated[
 ]
 
 
-def report(
+@verb()
+def report_verb(
+    session: Session,
     source: options.Anything,
     output: Into,
+    request: Request,
     plan: options.PlanOption = None,
     front: FrontFile = None,
     measure: Measure = False,
-    budget: options.BudgetOrNone = NO_BUDGET,
-    solver: options.Solver = "auto",
-    order: options.Order = options.OrderName.fixed,
-    time_limit: options.TimeLimit = 60.0,
-    keep: options.Keep = [],  # noqa: B006 typer copies it
-    recompute: options.Recompute = [],  # noqa: B006
-    optimizer: options.Optimizer = options.OptimizerName.none,
-    accumulate: options.Accumulate = False,
-    device: options.Device = CPU,
-    shard: options.Shard = options.ShardName.none,
-    world_size: options.WorldSize = 1,
-    shard_blocks: options.ShardBlocks = "",
-    profile: options.ProfileFile = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> None:
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        from remat.questions.report import facts_of, fronts_in
-        from remat.schedules.report.data import page_data
-        from remat.schedules.report.page import render
+    from remat.questions.report import fronts_in, page_facts
+    from remat.schedules.report.data import page_data
+    from remat.schedules.report.page import render
 
-        session.require_folder(output)
-        request = asked(
-            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile, Sharding(shard.value, world_size, shard_blocks),
-        )  # fmt: skip
-        if measure:
-            require_model(source, request)
-        known = fronts_in(front.read_bytes()) if front else None
-        opened = opened_feasible(session, source, request, plan)
-        solved = opened.solved
-        step = _measured(session, source, solved, request) if measure else None
-        with session.stages.stage("report", "writing the report"):
-            facts = facts_of(opened.graph, solved, known, step)
-            page = page_data(facts)
-            _write(session, output, render(facts, page).encode(), "report")
-        if as_json:
-            session.emit({"report": str(output), "summary": msgspec.to_builtins(page.summary)})
+    if measure:
+        require_model(source, request)
+    known = fronts_in(front.read_bytes()) if front else None
+    opened = opened_feasible(session, source, request, plan)
+    solved = opened.solved
+    step = _measured(session, source, solved, request) if measure else None
+    with session.stopwatch.stage("report", "writing the report"):
+        facts = page_facts(opened.graph, solved, known, step)
+        page = page_data(facts)
+        _write(session, output, render(facts, page).encode(), "report")
+    if session.as_json:
+        session.emit({"report": str(output), "summary": msgspec.to_builtins(page.summary)})
 
 
-def export(
+@verb()
+def export_verb(
+    session: Session,
     source: options.Anything,
     output: Into,
+    request: Request,
     form: As = None,
     plan: options.PlanOption = None,
-    budget: options.BudgetOrNone = NO_BUDGET,
-    solver: options.Solver = "auto",
-    order: options.Order = options.OrderName.fixed,
-    time_limit: options.TimeLimit = 60.0,
-    keep: options.Keep = [],  # noqa: B006
-    recompute: options.Recompute = [],  # noqa: B006
-    optimizer: options.Optimizer = options.OptimizerName.none,
-    accumulate: options.Accumulate = False,
-    device: options.Device = CPU,
-    shard: options.Shard = options.ShardName.none,
-    world_size: options.WorldSize = 1,
-    shard_blocks: options.ShardBlocks = "",
-    profile: options.ProfileFile = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> None:
     """Write a plan for PyTorch's memory viewer, for Perfetto, or a graph for Graphviz."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        chosen = form or format_of(output)
-        session.require_folder(output)
-        request = asked(
-            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile, Sharding(shard.value, world_size, shard_blocks),
-        )  # fmt: skip
-        opened = opened_feasible(session, source, request, plan)
-        _write(session, output, exported(opened, chosen), chosen.value)
-        if as_json:
-            session.emit({"export": str(output), "as": chosen.value})
+    chosen = form or format_of(output)
+    opened = opened_feasible(session, source, request, plan)
+    _write(session, output, exported(opened, chosen), chosen.value)
+    if session.as_json:
+        session.emit({"export": str(output), "as": chosen.value})
 
 
 def exported(opened: Opened, form: Format) -> bytes:
@@ -186,9 +148,9 @@ def _measured(session: Session, source: str, result: Result, request: Request) -
     from remat.rewriter.rewriting import rewrite
 
     assert result.schedule is not None
-    loaded = load_shown(source, session.stages, request.device)
-    with session.stages.stage("measure", "running the step"):
-        traced = trace_loaded(loaded, request.optimizer, request.accumulate)
+    loaded = load_shown(source, session.stopwatch, request.device)
+    with session.stopwatch.stage("measure", "running the step"):
+        traced = trace_loaded(loaded, request)
         module = rewrite(loaded.model, result.schedule, trace=traced)
         return measured_step(
             loaded.model, module, loaded.args, loaded.kwargs,

@@ -2,63 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
+import typer
+
+from remat.checks import failures
 from remat.cli import options
-from remat.cli.asked import asked, conclude, keep_plan, priced, said_price, show_price
+from remat.cli.outcome import keep_plan, priced, said_price, show_price
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.graph_capture.derived.sharding import Sharding
+from remat.cli.verb import COUNTED, verb
 from remat.graph_capture.devices.device_table import CPU
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.factory import Loaded
 from remat.job.kept_plans import fitting_schedule, plan_of_result, read_kept
 from remat.job.opened import load_shown
+from remat.job.request import Request
 from remat.job.screen import show_check, show_run
-from remat.schedules.schedule import Schedule
 from remat.solver.budgets.price import GibPrice
 
-if TYPE_CHECKING:
-    pass
+CheckAnyway = Annotated[
+    bool, typer.Option("--check", help="run the unmodified step even where memory is short")
+]
 
 
-def run(
+@verb(budget="auto")
+def run_verb(
+    session: Session,
     model: options.Model,
-    budget: options.Budget = "auto",
-    solver: options.Solver = "auto",
-    order: options.Order = options.OrderName.fixed,
-    time_limit: options.TimeLimit = 60.0,
-    keep: options.Keep = [],  # noqa: B006 typer copies it
-    recompute: options.Recompute = [],  # noqa: B006
+    request: Request,
     price: options.PriceOfGib = False,
-    optimizer: options.Optimizer = options.OptimizerName.none,
-    accumulate: options.Accumulate = False,
-    device: options.Device = CPU,
-    shard: options.Shard = options.ShardName.none,
-    world_size: options.WorldSize = 1,
-    shard_blocks: options.ShardBlocks = "",
-    profile: options.ProfileFile = None,
-    check: options.Check = False,
+    check: CheckAnyway = False,
     output: options.Output = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        session.require_folder(output)
-        request = asked(
-            budget, solver, order, time_limit, optimizer, accumulate, keep, recompute, device,
-            profile, Sharding(shard.value, world_size, shard_blocks), check,
-        )  # fmt: skip
-        loaded = load_shown(model, session.stages, device)
-        report = pipeline.run(loaded, request, session.stages)
-        _keep(session, output, loaded, report)
-        worth = priced(session, report.graph, report.result, request) if price else None
-        if as_json:
-            session.emit(json_report.report_json(report) | said_price(worth))
-        _conclude_run(session, report, worth)
+    loaded = load_shown(model, session.stopwatch, request.device)
+    report = pipeline.run(loaded, request, session.stopwatch, check=check)
+    _keep(session, output, loaded, report)
+    worth = priced(session, report.graph, report.result, request) if price else None
+    if session.as_json:
+        session.emit(json_report.report_json(report) | said_price(worth))
+    _conclude_run(session, report, worth)
 
 
 def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
@@ -69,55 +55,33 @@ def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.
 def _conclude_run(session: Session, report: pipeline.Report, price: GibPrice | None) -> None:
     """Print the screen, unless JSON was, and end with the code that fits."""
     if report.result.schedule is None:
-        conclude(session, INFEASIBLE, [infeasible_text(report.result)])
+        session.conclude(INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
         show_run(session.out, report)
         show_price(session, price)
-    conclude(session, CHECK_FAILED, report.failures)
+    session.conclude(CHECK_FAILED, report.failures)
 
 
-def check(
+@verb(COUNTED)
+def check_verb(
+    session: Session,
     model: options.Model,
     plan: options.Plan,
-    optimizer: options.Optimizer = options.OptimizerName.none,
-    accumulate: options.Accumulate = False,
+    request: Request,
     device: options.Here = CPU,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
-    session = Session(as_json=as_json, debug=debug)
-    with session.guarded():
-        kept = read_kept(plan)
-        loaded = load_shown(model, session.stages, device)
-        schedule = fitting_schedule(kept, loaded)
-        with session.stages.stage("capture", "tracing the training step"):
-            traced = pipeline.trace_loaded(loaded, optimizer.value, accumulate, device)
-            schedule.check_made_for(traced.graph)
-        with session.stages.stage("check", "checking the plan against eager"):
-            found = pipeline.check_schedule(loaded, traced, schedule, optimizer.value, accumulate)
-        failures = pipeline.failures(found, schedule.budget_bytes)
-        if as_json:
-            session.emit(_check_json(found, schedule, failures))
-        else:
-            show_check(session.out, found, schedule.budget_bytes)
-        conclude(session, CHECK_FAILED, failures)
-
-
-def _check_json(found: Any, schedule: Schedule, failures: list[str]) -> dict[str, Any]:
-    return {
-        "budget_bytes": schedule.budget_bytes,
-        "check": json_report.check_json(found, schedule.budget_bytes),
-        "baseline": {
-            "measured_peak_bytes": found.baseline_peak_bytes,
-            "reserved_bytes": found.baseline_reserved_bytes,
-            "measured_step_us": found.baseline_step_us,
-        },
-        "plan": {
-            "measured_peak_bytes": found.plan_peak_bytes,
-            "reserved_bytes": found.plan_reserved_bytes,
-            "measured_step_us": found.plan_step_us,
-            "measured_overhead": found.overhead,
-        },
-        "failures": failures,
-    }
+    kept, request = read_kept(plan), replace(request, device=device)
+    loaded = load_shown(model, session.stopwatch, device)
+    schedule = fitting_schedule(kept, loaded)
+    with session.stopwatch.stage("capture", "tracing the training step"):
+        traced = pipeline.trace_loaded(loaded, request)
+        schedule.check_made_for(traced.graph)
+    with session.stopwatch.stage("check", "checking the plan against eager"):
+        found = pipeline.check_schedule(loaded, traced, schedule, request)
+    failed = failures(found, schedule.budget_bytes)
+    if session.as_json:
+        session.emit(json_report.checked_json(found, schedule.budget_bytes, failed))
+    else:
+        show_check(session.out, found, schedule.budget_bytes)
+    session.conclude(CHECK_FAILED, failed)

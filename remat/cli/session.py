@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remat.graph_capture.errors import FileError, RematError
-from remat.job.request import Shown, Stopwatch
+from remat.job.stopwatch import Shown, Stopwatch
 
 REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
 STDOUT = 1
 
 
 class ShownStopwatch(Stopwatch):
-    """Stages with a spinner and, where a total is known, a bar, on standard error."""
+    """Shows each stage with a spinner and, where a total is known, a bar, on standard error."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Session:
         self.as_json, self.debug = as_json, debug
         self.out = Console(highlight=False)
         self.err = Console(stderr=True, highlight=False)
-        self.stages = ShownStopwatch(self.err)
+        self.stopwatch = ShownStopwatch(self.err)
 
     def emit(self, said: dict[str, Any]) -> None:
         """Print the one JSON object."""
@@ -96,6 +96,13 @@ class Session:
         if self.as_json:
             self.emit({"error": {"type": kind, "message": message}})
         raise typer.Exit(code)
+
+    def conclude(self, code: int, complaints: list[str]) -> None:
+        """Say each complaint and end with `code`; do nothing where there is none."""
+        for complaint in complaints:
+            self.complain(complaint)
+        if complaints:
+            raise SystemExit(code)
 
     def complain(self, message: str) -> None:
         """One red line on standard error."""

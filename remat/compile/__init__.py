@@ -1,1 +1,1 @@
-"""The backend of `torch.compile`."""
+"""Plans for code by Inductor: the backend of `torch.compile`, and `compile=True`."""

@@ -1,14 +1,15 @@
 """``torch.compile(model, backend="remat", options={"budget": ...})``.
 
-Registered by an entry point, so nothing need be imported. Dynamo traces, guards and breaks
-graphs as ever, Inductor makes the code; in between, each training graph is cut in two by a
-plan under the budget. Where no gradients are asked for, Inductor runs as it is.
+An entry point registers it, so nothing need be imported. Dynamo traces and guards as ever, and
+Inductor makes the code. In between, Inductor hands its joint graph to our partitioner, which cuts
+it into forward and backward by a plan under the budget. So guards, graph breaks, views and mutated
+buffers stay dynamo's and AOTAutograd's; with an export of our own the guards would be ours. Where
+no gradients are asked for, Inductor runs as it is.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budg
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+from remat.solver.clock import Clock
 
 
 def backend(
@@ -44,7 +46,7 @@ def backend(
         that no plan fits.
     SolverError : an unknown option or solver.
     DeviceError : the model is not on a CPU.
-    CaptureError : shapes were asked to be symbolic, or depend on data.
+    CaptureError : symbolic shapes were asked for, or a shape depends on data.
     """
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
@@ -73,15 +75,15 @@ def _require_cpu(example_inputs: Sequence[Any]) -> None:
 
 
 def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pair:
-    """Choose what Inductor compiles, and note it."""
-    began_s = time.monotonic()
+    """Choose what Inductor compiles, and keep what was chosen for `compiled_plans`."""
+    clock = Clock()
     step.calls = asked.calls
     search = PlanSearch(step, asked)
     stock = search.stock()
     frame = _frame()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
     base_bytes = shared.base_bytes(frame, held_bytes + stock.replay.peak_bytes)
-    budget_bytes, found = _within(asked, search, stock, held_bytes, base_bytes)
+    budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes)
     shared.note(frame, step, found.replay, stock.replay, budget_bytes)
     remember(
         CompiledPlan(
@@ -95,7 +97,7 @@ def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pa
             gap=found.result.gap if found.result else 0.0,
             recomputed=_recomputed(found),
             replays=1 + len(search.tried),
-            seconds=time.monotonic() - began_s,
+            seconds=clock.elapsed_s,
             schedule=found.schedule,
         )
     )
@@ -103,7 +105,7 @@ def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pa
 
 
 def _frame() -> tuple[int, int]:
-    """Which of dynamo's frames is compiled, and for the how many-th time."""
+    """Dynamo's number of the frame that is compiled, and that of its compilation."""
     compiled = CompileContext.current_compile_id()
     if compiled is None:
         return 0, 0
@@ -115,7 +117,7 @@ def _recomputed(found: Candidate) -> int:
     return sum(count - 1 for count in counts.values())
 
 
-def _within(
+def _chosen(
     asked: CompileOptions, search: PlanSearch, stock: Candidate, held_bytes: int, base_bytes: int
 ) -> tuple[int, Candidate]:
     """The budget in bytes, and the candidate chosen under it."""

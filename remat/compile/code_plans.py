@@ -1,7 +1,7 @@
-"""A plan whose code keeps to the budget, where Inductor makes the code.
+"""For `rematerialize(compile=True)`: a plan whose code by Inductor keeps to the budget.
 
-The peak of Inductor's code is known once it is generated, and can be above that of the schedule.
-So the solver's target is lowered by what the code takes too much, until it fits.
+The peak of the code can be above that of the schedule, so `target_search` lowers the target until
+the code fits. (`rewrite(compile=True)` is given one schedule, so it can only warn.)
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, SupportsIndex
+from dataclasses import dataclass
+from typing import SupportsIndex
 
 from torch import nn
 
 from remat.budgets import parse_budget
+from remat.compile.target_search import fastest_within
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.tracing.trace import Trace
@@ -21,15 +23,28 @@ from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.rewriting import module_for, rewrite
 from remat.rewriter.user_module.module import RematModule
-
-if TYPE_CHECKING:
-    from remat.solved import Solved
+from remat.solved import Solved, facts_of
 
 _LOG = logging.getLogger("remat")
 TRIES = 6
 """Most plans whose code is generated; each takes some seconds."""
-STEP = 0.998
-"""Part of the peak that did not fit to which the next target falls at least."""
+
+
+@dataclass(frozen=True)
+class _PlanWithCode:
+    """What was solved, with the peak of its code."""
+
+    solved: Solved
+    code_peak_bytes: int
+    is_least: bool = False
+
+    @property
+    def schedule_peak_bytes(self) -> int:
+        return self.solved.result.peak_bytes
+
+    @property
+    def time_us(self) -> float:
+        return self.solved.result.time_us
 
 
 def compiled_within(
@@ -41,8 +56,8 @@ def compiled_within(
 ) -> tuple[RematModule, bool]:
     """The model by Inductor's code, and whether that is bound by the budget.
 
-    Where the least peak is asked for, the plan of the least peak is compiled, and a warning says
-    by how much its code is above.
+    Where the budget is the least peak, the plan of the least peak is compiled, and a warning says
+    by how much its code is above that.
 
     Parameters
     ----------
@@ -52,8 +67,6 @@ def compiled_within(
     ------
     BudgetError : the code of no plan that was tried keeps to the budget.
     """
-    from remat.solved import facts_of
-
     is_bound = parse_budget(budget).kind != "min"
     found = plan_for_code(traced, solve, first) if is_bound else first
     schedule, facts = found.result.schedule, facts_of(found)
@@ -74,23 +87,36 @@ def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) 
     ------
     BudgetError : the code of none that was tried does.
     """
-    limit_bytes, found = first.result.budget_bytes, first
+    limit_bytes = first.result.budget_bytes
     peaks: list[int] = []
-    while (result := found.result).schedule is not None and len(peaks) < TRIES:
-        try:
-            peaks.append(code_peak_bytes(traced.joint, result.schedule))
-        except ReplayError as error:
-            warnings.warn(f"{error}: the compiled peak is not known", stacklevel=3)
-            return found
-        _LOG.debug("schedule of %d bytes: %d in code", result.peak_bytes, peaks[-1])
-        if peaks[-1] <= limit_bytes:
-            return found
-        excess_bytes = peaks[-1] - limit_bytes
-        target = min(result.peak_bytes - excess_bytes, int(STEP * result.peak_bytes))
-        found = solve(max(1, target))
+
+    def with_code(target_bytes: int) -> _PlanWithCode | None:
+        found = first if target_bytes >= limit_bytes else solve(max(1, target_bytes))
+        if found.result.schedule is None:
+            return None
+        peaks.append(_code_peak_bytes(traced, found))
+        return _PlanWithCode(found, peaks[-1])
+
+    # The first plan that fits is taken: a closer one would cost seconds for each further try.
+    best = fastest_within(limit_bytes, with_code, tries=TRIES, is_enough=lambda _: True)
+    if best is not None:
+        return best.solved
     least_mib = -(-min(peaks) // 2**20)
     raise BudgetError(
         f"compiled, no plan was found that keeps to {bytes_text(limit_bytes)}: the lowest peak of "
         f"Inductor's code for {len(peaks)} plans is {bytes_text(min(peaks))}. Give "
         f'budget="{least_mib}MiB", or leave out compile=True, where the schedule\'s peak is kept'
     )
+
+
+def _code_peak_bytes(traced: Trace, found: Solved) -> int:
+    """Peak of the code of a plan; 0, with a warning, where it cannot be replayed."""
+    result = found.result
+    assert result.schedule is not None
+    try:
+        peak_bytes = code_peak_bytes(traced.joint, result.schedule)
+    except ReplayError as error:
+        warnings.warn(f"{error}: the compiled peak is not known", stacklevel=2)
+        return 0
+    _LOG.debug("schedule of %d bytes: %d in code", result.peak_bytes, peak_bytes)
+    return peak_bytes

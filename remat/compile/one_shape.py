@@ -1,8 +1,8 @@
-"""A graph of symbolic shapes, made one for the very shape at hand.
+"""Turns a graph of symbolic shapes into one for the shape at hand.
 
-Where a size changes from one call to the next, dynamo makes it a symbol, so that one graph serves
-all. A plan is for one shape. Asking a symbol for its value notes a guard: dynamo then compiles
-again for each other shape, and each has a plan of its own.
+Where a size has changed from one call to the next, dynamo makes it a symbol, so that one graph
+serves all sizes. But a plan is for one shape. Asking a symbol for its value notes a guard: dynamo
+then compiles again for each other shape, and each has a plan of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import storage_key
 
 EXAMPLE = "example_value"
-"""Where dynamo notes what a node is traced on."""
+"""Key of a node's `meta` under which dynamo keeps what it traced the node with."""
 
 
 def of_one_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
@@ -58,7 +58,10 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _refuse_asked_for(traced: Sequence[Any]) -> None:
-    """Raise where a symbol was wanted as one, or has no value yet."""
+    """Raise where the user asked for symbols, or one has no value yet.
+
+    Who writes `dynamic=True` wants one graph for all shapes, and would get one for each.
+    """
     shapes = [list(t.shape) for t in traced if _is_fake(t)]
     numbers = [n for t in traced if isinstance(t, Tensor) for n in _geometry(t)]
     symbols = [n for n in [*numbers, *traced] if isinstance(n, torch.SymInt)]

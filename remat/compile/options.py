@@ -21,11 +21,11 @@ class CompileOptions:
 
     Attributes
     ----------
-    budget : on its peak: bytes, ``"8GiB"``, ``"60%"`` of the peak that the step has as torch
-        compiles it, ``"auto"`` or ``"min"``.
+    budget : on its peak: bytes, ``"8GiB"``, ``"auto"``, ``"min"``, or ``"60%"`` of the peak that
+        the step has as torch compiles it.
     solver : a name of `remat.solver`'s table.
-    time_limit_s : of each solve, of which there is one a replay.
-    replays : most candidates whose code is generated and replayed.
+    time_limit_s : for each solve. replays : most candidates whose code is generated and replayed;
+        each takes a solve.
     calls : forwards of each graph that run before the first backward, where a model is called
         more than once for a loss. Each leaves what backward needs.
     keep, recompute : globs over module paths, as `remat.solve` takes them.
@@ -41,12 +41,12 @@ class CompileOptions:
 
     @property
     def parsed(self) -> Budget:
-        """The budget, read."""
+        """The budget as `parse_budget` reads it."""
         return parse_budget(self.budget)
 
 
 def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptions:
-    """Check and fill in what came to the backend.
+    """Check what came to the backend, and fill in what is left out.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What ``torch.compile(backend="remat")`` has planned in this process, to be looked at."""
+"""Keeps what ``torch.compile(backend="remat")`` has planned in this process, for the user."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from remat.formats import bytes_text
 from remat.schedules.schedule import Schedule
 
 MOST_KEPT = 64
+"""Plans that are kept; the oldest go first."""
 _LOG = logging.getLogger("remat")
 _plans: deque[CompiledPlan] = deque(maxlen=MOST_KEPT)
 
@@ -21,12 +22,12 @@ class CompiledPlan(msgspec.Struct, frozen=True):
     Attributes
     ----------
     frame : dynamo's number of the graph, and of its compilation.
-    budget_bytes : what it was planned for. peak_bytes : of its code, replayed, and what it is
-        held in with: `held_bytes` of parameters, buffers, inputs and earlier graphs.
-    baseline_peak_bytes : the same of the code that torch makes without a budget.
+    budget_bytes : what it was planned for. peak_bytes : of its code, replayed, with `held_bytes`.
+    baseline_peak_bytes : the same for the code that torch makes without a budget.
+    held_bytes : of parameters, buffers, inputs, and what earlier graphs hold.
     saved_bytes : what forward leaves for backward.
-    overhead : in the model of kernels, over computing each once; 0 where torch's own cut fits.
-        gap : how far that is proved to be from the best, at the target that was solved for.
+    overhead : over computing each kernel once, by the prices of kernels; 0 where torch's own cut
+        fits. gap : how far that can be from the best, at the target that was solved for.
     recomputed : kernels and calls that run again. replays : candidates whose code was replayed.
     seconds : that the search took. schedule : None where torch's own cut fits.
     """

@@ -1,9 +1,13 @@
 """One budget for the several graphs that a model breaks into, and for several calls of one.
 
-Graph k runs, forward and backward, while what the forwards before it have saved is still held, and
-what later ones save is gone again. Which forwards those are is seen as they run: all whose backward
-is still to come. They are the same when a graph is compiled, in the first forward, as in every
-later step, unless the program changes; then a forward that does not fit any more is refused.
+While a graph runs, what the forwards before it have saved is still held, and what later forwards
+save is not there: not yet in forward, no more in backward. The forwards before it are the open
+ones: their autograd node lives, and their backward has not run. Dynamo's numbers of frames cannot
+say this: they say neither that two graphs belong to one model nor that a graph is called twice.
+
+All graphs of a model are compiled in its first forward, before any backward. So a graph finds the
+same forwards open when it is compiled as in every later step, unless the program changes. Then a
+forward that no longer fits is refused.
 """
 
 from __future__ import annotations
@@ -36,24 +40,24 @@ class _Noted:
 
 @dataclass
 class SharedBudget:
-    """What is known of the graphs of one call of torch.compile, by dynamo's frame and compilation.
+    """The graphs of one call of torch.compile, by dynamo's frame and compilation.
 
     Attributes
     ----------
-    forwards : of these graphs, those that are open.
+    noted : bytes of each graph. forwards : the open forwards of these graphs.
     """
 
     noted: dict[Frame, _Noted] = field(default_factory=dict[Frame, _Noted])
     forwards: OpenForwards = field(default_factory=OpenForwards)
 
     def held_bytes(self, frame: Frame, static_bytes: int, dynamic_bytes: int) -> int:
-        """Bytes that are there before the graph of `frame` allocates anything."""
+        """Bytes that are held before the graph of `frame` allocates anything."""
         before = self.forwards.graphs()
         own = 0 if frame[0] in {number for number, _ in before} else static_bytes
         return own + dynamic_bytes + self._left(before, is_stock=False)
 
     def base_bytes(self, frame: Frame, alone_bytes: int) -> int:
-        """The peak of all graphs so far as torch compiles them."""
+        """The peak that all graphs so far have as torch compiles them."""
         before = self.forwards.graphs()
         left, held = self._left(before, is_stock=True), self._left(before, is_stock=False)
         peaks = [self._peak(before, k, is_stock=True) for k in range(len(before))]
@@ -110,13 +114,13 @@ class SharedBudget:
             )
 
     def _left(self, frames: Sequence[Frame], *, is_stock: bool) -> int:
-        """What forwards leave: inputs and saved bytes each, parameters once a graph."""
+        """What forwards leave: inputs and saved bytes for each, parameters once for each graph."""
         noted = [self.noted[frame] for frame in frames]
         saved = sum(n.stock_saved_bytes if is_stock else n.saved_bytes for n in noted)
         return saved + sum(n.dynamic_bytes for n in noted) + self._static_bytes(frames)
 
     def _static_bytes(self, frames: Sequence[Frame]) -> int:
-        """Parameters of graphs, those of compilations of the same frame once."""
+        """Bytes of parameters; compilations of one frame share theirs."""
         largest: dict[int, int] = {}
         for frame in frames:
             known = largest.get(frame[0], 0)
@@ -124,7 +128,7 @@ class SharedBudget:
         return sum(largest.values())
 
     def _peak(self, frames: Sequence[Frame], k: int, *, is_stock: bool) -> int:
-        """Of the k-th of these forwards, with what those before it leave and all parameters."""
+        """Peak of the k-th forward, with what those before it leave and all parameters."""
         own = self.noted[frames[k]]
         parameters = self._static_bytes(frames) - self._static_bytes(frames[:k])
         peak_bytes = own.stock_peak_bytes if is_stock else own.peak_bytes
@@ -133,7 +137,7 @@ class SharedBudget:
 
 
 def watched(call: Callable[..., Any], shared: SharedBudget, frame: Frame) -> Callable[..., Any]:
-    """`call`, a compiled training graph, noted in the books whenever it runs."""
+    """`call`, a compiled training graph, that counts as open from each run until its backward."""
 
     def run(*args: Any) -> Any:
         shared.require_room(frame)
@@ -148,16 +152,16 @@ _known: dict[int, tuple[Mapping[str, Any] | None, SharedBudget]] = {}
 
 
 def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
-    """That of the calls of torch.compile which these options came with.
+    """The budget of the calls of torch.compile that these options came with.
 
-    Dynamo hands every graph of a model the same options object; it is kept, so that its
-    identity stays its own. Models that share one share their budget while they are trained
-    together, and not otherwise, as forwards of the one are closed when the other runs.
+    Dynamo hands every graph of a model the same options object. The object is kept, so that no
+    other takes its id. Models that share one share their budget while they are trained together.
+    If they take turns, the forwards of one are closed when the other runs.
     """
     held = _known.setdefault(id(options), (options, SharedBudget()))
     return held[1]
 
 
 def forget_graphs() -> None:
-    """Forget all graphs, as dynamo does when it is reset: it will number new ones on."""
+    """Forget all graphs, as dynamo does when it is reset."""
     _known.clear()

@@ -80,8 +80,8 @@ def load(name: str, **sizes: int) -> Loaded:
 
     Parameters
     ----------
-    name : ``path/to/file.py:factory``, from anywhere on disk, with the file's own folder
-        importable meanwhile; or ``package.module:factory``.
+    name : ``path/to/file.py:factory``, from anywhere on disk, which can import what is in its own
+        folder; or ``package.module:factory``.
     **sizes : keyword arguments for the factory, such as ``batch=8``.
 
     Raises
@@ -210,10 +210,10 @@ def _explained(doing: str) -> Generator[None]:
         raise
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FactoryError(f"{doing} raised {what} ({_place(error)})") from error
+        raise FactoryError(f"{doing} raised {what} ({_raised_at(error)})") from error
 
 
-def _place(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside the import machinery and this file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

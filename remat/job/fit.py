@@ -1,7 +1,7 @@
 """The largest batch, or sequence, that trains within a budget at a bearable overhead.
 
-Two captures at two sizes say how bytes and prices grow. Between them and beyond, sizes are guessed
-on graphs made from these two; the answer and the size after it are real captures, each solved.
+Sizes are guessed on graphs made from two captures (`two_captures.py`). The answer and the size
+after it are captured, priced and solved, so both are as sure as any plan.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import remat.solver as solvers
-from remat.budgets import parse_budget, resolve_budget, unmodified
+from remat.budgets import Budget, parse_budget, unmodified
 from remat.checks import failures, is_checked
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
+from remat.graph_capture.derived.between_sizes import graph_at
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
@@ -21,13 +21,15 @@ from remat.job.factory import Loaded, call, load
 from remat.job.fitted import Fit, SizeTried
 from remat.job.opened import Captured, captured_model
 from remat.job.pipeline import check_schedule, trace_loaded
-from remat.job.request import Request, Stopwatch
+from remat.job.request import Request
 from remat.job.size_search import Range, largest
+from remat.job.stopwatch import Stopwatch
+from remat.job.two_captures import Pair, pair_near, unmodified_reaches
+from remat.schedules.simulate import overhead_of
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 
 Factory = str | Callable[..., Any]
-Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
 EACH_S = 10.0
 """Seconds that the solve at a size may take."""
 MOST = 1 << 20
@@ -35,7 +37,7 @@ MOST = 1 << 20
 GUESS_S = 2.0
 """Seconds that a solve of a guess may take."""
 GROWTH = 4
-"""How far beyond the largest captured size a guess may go at once."""
+"""How many times the largest captured size a guess may be."""
 
 
 def fit(
@@ -50,31 +52,32 @@ def fit(
     each_s: float = EACH_S,
     check: bool | None = None,
     request: Request | None = None,
-    stages: Stopwatch | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> Fit:
     """The largest size at which a plan fits the budget with no more than `max_overhead`.
 
     Parameters
     ----------
-    factory : as the command line names one, or the function itself; it takes `vary` as a keyword
-        and returns a model and a batch of that size.
+    factory : a function, or ``path/to/file.py:factory``. It takes `vary` as a keyword, and returns
+        a model and a batch of that size.
     vary : ``batch``, ``sequence``, or whatever the factory calls it.
-    budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the step that keeps all.
+    budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the time of the step that
+        keeps everything.
     sizes : the two that are captured first; 2 and 4 times `step` if left out.
     step : sizes are multiples of it. most : no larger size is tried.
     each_s : seconds that a solve may take.
-    check : run a step of the answer and measure its peak; left at None, where the unmodified step
-        fits into free memory and the device is here.
+    check : run a step of the answer and measure its peak. None does so if the unmodified step fits
+        into free memory. Nothing runs for a device that is not here.
     request : how to capture and solve: optimizer, device, solver, pins.
 
     Raises
     ------
-    FactoryError : the factory takes no such argument, or fails. BudgetError : a budget that depends
-        on the size. SolverError : sizes without meaning.
+    FactoryError : the factory takes no such argument, or fails. BudgetError : the budget is another
+        one at each size. SolverError : the sizes make no sense.
     """
     search = FitSearch(
         factory, vary, Range(step, most, step), max_overhead,
-        request or Request(str(budget)), stages or Stopwatch(), each_s,
+        request or Request(str(budget)), stopwatch or Stopwatch(), each_s,
     )  # fmt: skip
     return search.run(budget, sizes or (2 * step, 4 * step), check)
 
@@ -89,7 +92,7 @@ class FitSearch:
         sizes: Range,
         max_overhead: float,
         request: Request,
-        stages: Stopwatch,
+        stopwatch: Stopwatch,
         each_s: float = EACH_S,
     ) -> None:
         if not (0 < sizes.step <= sizes.most):
@@ -97,9 +100,9 @@ class FitSearch:
         if max_overhead < 0:
             raise SolverError(f"the overhead must be 0 or more, not {max_overhead}")
         self.factory, self.vary, self.sizes = factory, vary, sizes
-        self.max_overhead, self.request, self.stages = max_overhead, request, stages
+        self.max_overhead, self.request, self.stopwatch = max_overhead, request, stopwatch
         self.each_s = each_s
-        self.budget_bytes = 0
+        self.budget, self.budget_bytes = Budget("auto"), 0
         self.graphs: dict[int, TrainingGraph] = {}
         self.tried: dict[int, SizeTried] = {}
         self.best: tuple[int, Captured, Result] | None = None
@@ -108,34 +111,25 @@ class FitSearch:
         self, budget: str | SupportsIndex, first: tuple[int, int], check: bool | None = None
     ) -> Fit:
         """Capture at the two first sizes, guess, and settle the answer by captures."""
-        if parse_budget(budget).kind in ("share", "min"):
+        self.budget = parse_budget(budget)
+        if self.budget.is_of_the_step:
             raise BudgetError(
                 f"budget {budget!r} is another one at each size: give bytes, 8GiB, or auto"
             )
         small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
         if small == large:
             raise SolverError(f"the two first sizes are the same, {small}: give two others")
-        held = [size for size in (small, large) if self._holds_at(size, budget)]
+        held = [size for size in (small, large) if self._holds(size)]
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
         fits = max((size for size in held if fails is None or size < fails), default=None)
         size = largest(self.sizes, self._holds, self._guess, fits, fails)
         return self._fit(size or 0, check)
 
-    def _holds_at(self, size: int, budget: str | SupportsIndex) -> bool:
-        """As `_holds`; a budget in words is made bytes at the first capture."""
-        if not self.budget_bytes:
-            parsed = parse_budget(budget)
-            self.budget_bytes = parsed.size_bytes or resolve_budget(self._graph(size), budget)
-        return self._holds(size)
-
-    def _graph(self, size: int) -> TrainingGraph:
-        return self._captured(size).graph
-
     def _captured(self, size: int) -> Captured:
         """Build the model at a size, trace and price it."""
-        with self.stages.stage("load", f"building {self.vary}={size}"):
+        with self.stopwatch.stage("load", f"building {self.vary}={size}"):
             loaded = self._load(size).on(self.request.device)
-        captured = captured_model(loaded, self.request, self.stages)
+        captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
         return captured
 
@@ -148,7 +142,9 @@ class FitSearch:
     def _holds(self, size: int) -> bool:
         """Capture and solve at a size; the plan of the largest that fits is kept."""
         captured = self._captured(size)
-        with self.stages.stage("solve", f"solving at {self.vary}={size}"):
+        # What `auto` means is settled by the first capture, and the same for all later ones.
+        self.budget_bytes = self.budget_bytes or self.budget.bytes_for(captured.graph)
+        with self.stopwatch.stage("solve", f"solving at {self.vary}={size}"):
             result = self._solve(captured.graph, self.each_s)
         one = self._tried(size, captured.graph, result)
         self.tried[size] = one
@@ -167,7 +163,6 @@ class FitSearch:
         return result.schedule is not None and result.overhead <= self.max_overhead
 
     def _tried(self, size: int, graph: TrainingGraph, result: Result) -> SizeTried:
-        bound_us = result.lower_bound_us
         return SizeTried(
             size=size,
             fits=self._is_fit(result),
@@ -175,7 +170,7 @@ class FitSearch:
             peak_bytes=result.peak_bytes,
             time_us=result.time_us,
             overhead=result.overhead,
-            lower_overhead=max(bound_us / graph.time_us - 1, 0.0) if graph.time_us else 0.0,
+            lower_overhead=overhead_of(result.lower_bound_us, graph.time_us),
             unmodified_bytes=unmodified(graph).peak_bytes,
             least_bytes=result.least_feasible_bytes,
             says="" if self._is_fit(result) else self._why_not(result),
@@ -194,10 +189,10 @@ class FitSearch:
         """The largest size between that is thought to hold, on graphs from two captures."""
         step, known = self.sizes.step, max(self.graphs)
         top = min(self.sizes.most, known * GROWTH) if fails is None else fails - step
-        pair = self._pair(fits, fails)
+        pair = pair_near(self.graphs, fits, fails)
         if pair is None:
             return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
-        with self.stages.stage("guess", f"guessing {self.vary} from two captures"):
+        with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
             return self._largest_guessed(fits, top, pair)
 
     def _largest_guessed(self, low: int, top: int, pair: Pair) -> int:
@@ -211,6 +206,7 @@ class FitSearch:
         return low
 
     def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
+        """Whether a plan for a guessed graph is found; the cheap answers come first."""
         if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
             return False
         if solvers.solve(graph, self.budget_bytes, "store_all").schedule is not None:
@@ -219,36 +215,10 @@ class FitSearch:
             return False
         return self._is_fit(self._solve(graph, min(self.each_s, GUESS_S)))
 
-    def _pair(self, near: int, fails: int | None = None) -> Pair | None:
-        """Two captures of the same step, to guess between or beyond.
-
-        What holds and what does not, where both are known; else the nearest, and the nearest to it
-        that is well away.
-        """
-        if near in self.graphs and fails is not None and self._are_alike(near, fails):
-            return (near, self.graphs[near]), (fails, self.graphs[fails])
-        by_distance = sorted(self.graphs, key=lambda size: abs(size - near))
-        one = by_distance[0]
-        away = [size for size in by_distance if abs(size - one) * 4 >= one]
-        for other in away:
-            if other != one and self._are_alike(one, other):
-                return (one, self.graphs[one]), (other, self.graphs[other])
-        return None
-
-    def _are_alike(self, one: int, other: int) -> bool:
-        return is_same_step(self.graphs[one], self.graphs[other])
-
     def _without_plan(self, near: int) -> int:
-        """The largest size whose unmodified step fits, by a line through two captures; else 0."""
-        pair = self._pair(near)
-        if pair is None:
-            return 0
-        (size, first), (other, second) = pair
-        here, there = unmodified(first).peak_bytes, unmodified(second).peak_bytes
-        slope = (there - here) / (other - size)
-        if slope <= 0:
-            return 0
-        reached = int(size + (self.budget_bytes - here) / slope)
+        """The largest size whose unmodified step is thought to fit; 0 where none is."""
+        pair = pair_near(self.graphs, near)
+        reached = 0 if pair is None else unmodified_reaches(pair, self.budget_bytes)
         return max(self.sizes.below(reached), 0) if reached >= self.sizes.least else 0
 
     def _fit(self, size: int, check: bool | None) -> Fit:
@@ -280,13 +250,9 @@ class FitSearch:
         if not is_checked(captured.graph, check):
             return None
         request = self.request
-        with self.stages.stage("check", "running a step of the answer"):
-            traced = trace_loaded(
-                captured.loaded, request.optimizer, request.accumulate, request.device
-            )
-            found = check_schedule(
-                captured.loaded, traced, result.schedule, request.optimizer, request.accumulate
-            )
+        with self.stopwatch.stage("check", "running a step of the answer"):
+            traced = trace_loaded(captured.loaded, request)
+            found = check_schedule(captured.loaded, traced, result.schedule, request)
         failed = failures(found, self.budget_bytes)
         if failed:
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")

@@ -75,7 +75,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 def fit_screen(found: Fit) -> RenderableType:
     """The answer, why no more, and a line for each capture."""
-    return Group(*(Text(line) for line in answer_lines(found)), Text(), _table(found))
+    return Group(*(Text(line) for line in answer_lines(found)), Text(), _sizes_table(found))
 
 
 def answer_lines(found: Fit) -> list[str]:
@@ -105,7 +105,7 @@ def answer_lines(found: Fit) -> list[str]:
     return lines
 
 
-def _table(found: Fit) -> Table:
+def _sizes_table(found: Fit) -> Table:
     table = plain_table(found.vary, "unmodified", "plan", "overhead", "fits")
     for one in found.tried:
         has_plan = one.peak_bytes > 0

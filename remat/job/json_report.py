@@ -9,9 +9,8 @@ import msgspec
 from remat.checks import CHECKED, advice_of
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
-from remat.job.pipeline import Report, Row
-from remat.questions.layer_checkpoints import every_n_layers
-from remat.solver.kept import kinds_of
+from remat.job.pipeline import Report, Row, RunsAgain
+from remat.schedules.simulate import overhead_of
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
         "bound": bound_json(report.graph, result),
         "message": result.message,
-        **kept_json(report.graph, result),
+        **again_json(result, report.again),
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "failures": report.failures,
@@ -46,22 +45,28 @@ def report_json(report: Report) -> dict[str, Any]:
     return said
 
 
+def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[str, Any]:
+    """The object that ``remat solve --json`` prints."""
+    said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
+    said |= {"bound": bound_json(graph, result)} | again_json(result, again)
+    return said if result.schedule else said | infeasible_json(result)
+
+
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
     """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
     bound_us = result.lower_bound_us
-    overhead = bound_us / graph.time_us - 1 if graph.time_us and bound_us else 0.0
+    overhead = overhead_of(bound_us, graph.time_us)
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 
-def kept_json(graph: TrainingGraph, result: Result) -> dict[str, Any]:
-    """What runs again, by kind of op and for attention, the floor if above, a simpler way."""
-    kinds = kinds_of(graph, result.schedule) if result.schedule else ()
+def again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
+    """What runs again, by kind of op and in attention; the floor; a simpler way if there is one."""
     attention = result.attention
     return {
-        "recomputed": [kind._asdict() for kind in kinds if kind.recomputed],
+        "recomputed": [kind._asdict() for kind in again.kinds if kind.recomputed],
         "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
         "floor": msgspec.to_builtins(result.floor),
-        "every_n_layers": msgspec.to_builtins(every_n_layers(graph, result)),
+        "every_n_layers": msgspec.to_builtins(again.simpler),
     }
 
 
@@ -74,6 +79,26 @@ def check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
         "gradients_total": check.gradients_total,
         "unsteady": check.unsteady,
         "advice": advice_of(check, budget_bytes),
+    }
+
+
+def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[str, Any]:
+    """The object that ``remat check --json`` prints."""
+    return {
+        "budget_bytes": budget_bytes,
+        "check": check_json(check, budget_bytes),
+        "baseline": {
+            "measured_peak_bytes": check.baseline_peak_bytes,
+            "reserved_bytes": check.baseline_reserved_bytes,
+            "measured_step_us": check.baseline_step_us,
+        },
+        "plan": {
+            "measured_peak_bytes": check.plan_peak_bytes,
+            "reserved_bytes": check.plan_reserved_bytes,
+            "measured_step_us": check.plan_step_us,
+            "measured_overhead": check.overhead,
+        },
+        "failures": failures,
     }
 
 

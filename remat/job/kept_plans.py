@@ -13,7 +13,7 @@ from remat.solved import graph_behind, predicted
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Recipe
+    from remat.graph_capture.tracing.recipe import Recipe
 
 PLAN_FILES = ".json", ".pt2"
 
@@ -58,7 +58,7 @@ def holds_plan(path: Path) -> bool:
     return path.suffix == ".pt2" or is_plan(data := path.read_bytes()) or b'"steps":' in data
 
 
-def schedule_of(kept: Plan | Schedule) -> Schedule:
+def schedule_in(kept: Plan | Schedule) -> Schedule:
     """The schedule in what was kept."""
     return kept.schedule if isinstance(kept, Plan) else kept
 
@@ -75,4 +75,4 @@ def fitting_schedule(kept: Plan | Schedule, loaded: Loaded) -> Schedule:
 
         batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)
         require_fit(kept, loaded.model, batch, loaded.loss_fn)
-    return schedule_of(kept)
+    return schedule_in(kept)

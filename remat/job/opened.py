@@ -6,7 +6,7 @@ model or a graph, it must be one of that graph. Where a budget is given, it is s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ from remat.graph_capture.errors import BudgetError, DeviceError, GraphError, Pla
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.factory import Loaded, load
-from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_of
-from remat.questions.solved_options import pins_of, solved_by
+from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_in
+from remat.job.request import NO_BUDGET, Request
+from remat.job.stopwatch import Stopwatch
 from remat.schedules.judged_plan import judge_plan
 from remat.schedules.plan import AGAIN, Plan
 from remat.schedules.schedule import Schedule
@@ -25,10 +26,7 @@ from remat.schedules.simulate import simulate
 from remat.solver.result import Result, judged
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Recipe
-
-NO_BUDGET = ""
-"""The budget of a request that asks for no solve."""
+    from remat.graph_capture.tracing.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,12 @@ class Opened:
 
     Attributes
     ----------
-    result : rebuilt by the simulator where it comes of a plan; None where neither a plan nor a
-        budget was given. Its schedule is None where nothing fits.
-    request : as asked; of a plan, with the solver, order and pins that its schedule names.
+    result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
+        a budget was given. Its schedule is None where nothing fits.
     """
 
     graph: TrainingGraph
     result: Result | None
-    request: pipeline.Request
 
     @property
     def schedule(self) -> Schedule | None:
@@ -78,8 +74,8 @@ class Opened:
 
 def open_plan(
     source: str,
-    request: pipeline.Request,
-    stages: pipeline.Stages,
+    request: Request,
+    stopwatch: Stopwatch,
     plan: Path | None = None,
 ) -> Opened:
     """Open a model, a kept graph or a kept plan.
@@ -100,18 +96,18 @@ def open_plan(
         if plan is not None:
             raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
         _refuse_budget(request)
-        return _opened_plan(read_kept(Path(source)), source, None, request)
+        return _opened_plan(read_kept(Path(source)), source, None)
     if plan is not None:
         _refuse_budget(request)
         kept = read_kept(plan)
-        return _opened_plan(kept, str(plan), captured(source, request, stages).graph, request)
-    graph = captured(source, request, stages).graph
+        return _opened_plan(kept, str(plan), captured(source, request, stopwatch).graph)
+    graph = captured(source, request, stopwatch).graph
     is_asked = request.budget != NO_BUDGET
-    result = pipeline.solve_request(graph, request, stages) if is_asked else None
-    return Opened(graph, result, request)
+    result = pipeline.solve_request(graph, request, stopwatch) if is_asked else None
+    return Opened(graph, result)
 
 
-def _refuse_budget(request: pipeline.Request) -> None:
+def _refuse_budget(request: Request) -> None:
     if request.budget != NO_BUDGET:
         raise BudgetError(
             f"a plan has its budget: leave out --budget {request.budget}, or name the model or "
@@ -119,12 +115,11 @@ def _refuse_budget(request: pipeline.Request) -> None:
         )
 
 
-def _opened_plan(
-    kept: Plan | Schedule, name: str, graph: TrainingGraph | None, request: pipeline.Request
-) -> Opened:
+def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> Opened:
     """A plan on its own graph, or on the one that is given."""
-    schedule, bound_us = schedule_of(kept), 0.0
+    schedule, bound_us = schedule_in(kept), 0.0
     if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
+        # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = judge_plan(kept, name)
         if graph is None or own == graph:
             graph = own
@@ -142,21 +137,10 @@ def _opened_plan(
             f"{budget_bytes}: it was edited, or made with the sizes of another machine. {AGAIN}"
         )
     result = judged(graph, schedule, budget_bytes=budget_bytes, lower_bound_us=bound_us)
-    return Opened(graph, result, as_solved(request, schedule))
+    return Opened(graph, result)
 
 
-def as_solved(request: pipeline.Request, schedule: Schedule) -> pipeline.Request:
-    """The request that solves again as the schedule was: by its solver, with its order and pins."""
-    return replace(
-        request,
-        budget=f"{schedule.budget_bytes} B" if schedule.budget_bytes else NO_BUDGET,
-        solver=solved_by(schedule),
-        order=str(schedule.options.get("order", "fixed")),
-        **pins_of(schedule),
-    )
-
-
-def captured(source: str, request: pipeline.Request, stages: pipeline.Stages) -> Captured:
+def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     """The graph in a file, kept by itself or with a plan, or that of a model, captured now.
 
     Raises
@@ -166,8 +150,8 @@ def captured(source: str, request: pipeline.Request, stages: pipeline.Stages) ->
     """
     check_device(request.device)
     if not source.endswith(PLAN_FILES):
-        loaded = load_shown(source, stages, request.device)
-        return captured_model(loaded, request, stages)
+        loaded = load_shown(source, stopwatch, request.device)
+        return captured_model(loaded, request, stopwatch)
     if request.profile is not None:
         raise ProfileError(f"{source} has its prices: --profile goes with a model")
     if request.sharding != NO_SHARDING:
@@ -190,17 +174,15 @@ def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:
     raise PlanError(f"{name} is a schedule alone: name its model, or a graph kept by capture -o")
 
 
-def captured_model(loaded: Loaded, request: pipeline.Request, stages: pipeline.Stages) -> Captured:
+def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Captured:
     """Trace and price what a factory made."""
-    with stages.stage("capture", "tracing the training step"):
-        traced = pipeline.trace_loaded(
-            loaded, request.optimizer, request.accumulate, request.device, request.sharding
-        )
-    graph = pipeline.price_trace(traced, stages, request.profile, request.sharding)
+    with stopwatch.stage("capture", "tracing the training step"):
+        traced = pipeline.trace_loaded(loaded, request)
+    graph = pipeline.price_trace(traced, request, stopwatch)
     return Captured(graph, loaded, traced.recipe)
 
 
-def load_shown(model: str, stages: pipeline.Stages, device: str) -> Loaded:
+def load_shown(model: str, stopwatch: Stopwatch, device: str) -> Loaded:
     """Load the model onto a device, showing that it takes its time."""
-    with stages.stage("load", f"loading {model}"):
+    with stopwatch.stage("load", f"loading {model}"):
         return load(model).on(device)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import remat.solver as solvers
-from remat.budgets import UNBOUNDED_BYTES, parse_budget, resolve_budget, unmodified
+from remat.budgets import UNBOUNDED_BYTES, unmodified
 from remat.checks import failures, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
-from remat.job.request import Request, Stopwatch
+from remat.job.request import Request
+from remat.job.stopwatch import Stopwatch
+from remat.one_call import solve
+from remat.questions.layer_checkpoints import EveryNth, every_n_layers
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
-from remat.solver.budgets.worth import least_peak
+from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
-    from remat.graph_capture.tracing.trace import Recipe, Trace
+    from remat.graph_capture.tracing.recipe import Recipe
+    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
 
 
@@ -41,6 +44,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class RunsAgain:
+    """What a plan computes again, and what would do instead.
+
+    Attributes
+    ----------
+    kinds : kinds of forward ops that backward reads or that run again, most time of further runs
+        first; empty without a plan. simpler : checkpointing every n-th layer, where that is within
+        1 % of the plan.
+    """
+
+    kinds: tuple[Kind, ...]
+    simpler: EveryNth | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All that `remat run` found out; `unchecked` says why a plan for this machine was not run."""
 
@@ -48,6 +66,7 @@ class Report:
     result: Result
     rows: tuple[Row, ...]
     seconds: dict[str, float]
+    again: RunsAgain
     simulation: Simulation | None = None
     check: Check | None = None
     recipe: Recipe | None = None
@@ -55,68 +74,59 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What a passed check would not say; empty where all is well."""
+        """What fails the check; empty where nothing does, or none was run."""
         return failures(self.check, self.result.budget_bytes) if self.check else []
 
 
-def trace_loaded(
-    loaded: Loaded,
-    optimizer: Optimizer,
-    accumulate: bool,
-    device: str = CPU,
-    sharding: Sharding = NO_SHARDING,
-) -> Trace:
+def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
+    """What the schedule of a result computes again; nothing where there is none."""
+    kinds = kinds_of(graph, result.schedule) if result.schedule else ()
+    return RunsAgain(kinds, every_n_layers(graph, result))
+
+
+def trace_loaded(loaded: Loaded, request: Request) -> Trace:
     """The unpriced trace of what a factory made."""
     from remat.graph_capture.tracing.trace import trace
 
     return trace(
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
-        optimizer=optimizer, accumulate=accumulate, device=device, sharding=sharding,
+        optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
+        sharding=request.sharding,
     )  # fmt: skip
 
 
-def price_trace(
-    traced: Trace,
-    stages: Stopwatch,
-    profile: Profile | None = None,
-    sharding: Sharding = NO_SHARDING,
-) -> TrainingGraph:
+def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> TrainingGraph:
     """The priced graph of a trace, on one rank where it is sharded."""
     from remat.graph_capture.capturing import price_for
 
     recipe = traced.recipe
     doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"
-    with stages.stage("profile", doing) as progress:
-        graph = price_for(traced, progress=progress, profile=profile)
-    return on_one_rank(graph, sharding)
+    with stopwatch.stage("profile", doing) as progress:
+        graph = price_for(traced, progress=progress, profile=request.read_profile())
+    return on_one_rank(graph, request.sharding)
 
 
-def measure_loaded(loaded: Loaded, stages: Stopwatch, device: str = CPU) -> Profile:
+def measure_loaded(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Profile:
     """The measured ops of what a factory made."""
     from remat.graph_capture.prices.profiling import measure
 
-    with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, "none", accumulate=False, device=device)
-    with stages.stage("profile", "measuring ops") as progress:
+    with stopwatch.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, request)
+    with stopwatch.stage("profile", "measuring ops") as progress:
         return measure(traced, progress=progress)
 
 
-def solve_request(graph: TrainingGraph, request: Request, stages: Stopwatch) -> Result:
+def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) -> Result:
     """Solve for the request's budget."""
-    name, limit_s = request.solver, request.time_limit_s
-    with stages.stage("solve", f"solving for {request.budget}") as progress:
+    with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
 
         def listen(state: solvers.Progress) -> None:
             progress(text=solver_text(request.budget, state))
 
-        asked: dict[str, Any] = {
-            "solver": name, "time_limit_s": limit_s, "order": request.order,
-            "keep": request.keep, "recompute": request.recompute,
-        }  # fmt: skip
-        if parse_budget(request.budget).kind == "min":
-            return least_peak(graph, progress=listen, **asked)
-        budget_bytes = resolve_budget(graph, request.budget)
-        return solvers.solve(graph, budget_bytes, progress=listen, **asked)
+        return solve(
+            graph, request.budget, request.solver, request.time_limit_s, keep=request.keep,
+            recompute=request.recompute, order=request.order, progress=listen,
+        )  # fmt: skip
 
 
 def solver_text(budget: str, state: solvers.Progress) -> str:
@@ -131,8 +141,7 @@ def check_schedule(
     loaded: Loaded,
     traced: Trace,
     schedule: Schedule,
-    optimizer: Optimizer = "none",
-    accumulate: bool = False,
+    request: Request,
 ) -> Check:
     """Rewrite the model to `schedule` and compare it with eager."""
     from remat.rewriter.checking.check import check
@@ -141,58 +150,58 @@ def check_schedule(
     module = rewrite(loaded.model, schedule, trace=traced)
     return check(
         loaded.model, module, loaded.args, loaded.kwargs,
-        loss_fn=loaded.loss_fn, target=loaded.target, optimizer=optimizer, accumulate=accumulate,
+        loss_fn=loaded.loss_fn, target=loaded.target,
+        optimizer=request.optimizer, accumulate=request.accumulate,
     )  # fmt: skip
 
 
-def run(loaded: Loaded, request: Request, stages: Stopwatch) -> Report:
+def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool = False) -> Report:
     """Capture, price, solve, rewrite and check.
 
-    Stops after solving where nothing fits, where the device or the ranks are not here, and, unless
-    the check is asked for, where the unmodified step does not fit into free memory.
+    Stops after solving where nothing fits, where the device or the ranks are not here, and where
+    the unmodified step does not fit into free memory. `check` runs that step all the same.
     """
-    with stages.stage("capture", "tracing the training step"):
-        traced = trace_loaded(
-            loaded, request.optimizer, request.accumulate, request.device, request.sharding
-        )
-    graph = price_trace(traced, stages, request.profile, request.sharding)
-    everything = unmodified(graph)
+    with stopwatch.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, request)
+    graph = price_trace(traced, request, stopwatch)
     chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
-    result = solve_request(graph, request, stages)
-    rows = (_row("unmodified", everything), _row("chen_sqrt", chen))
+    rows = _row("unmodified", unmodified(graph)), _row("chen_sqrt", chen)
+    result = solve_request(graph, request, stopwatch)
+    report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
-        return Report(graph, result, rows, stages.seconds)
-    simulation = simulate(graph, result.schedule)
-    unchecked = why_unchecked(graph) if request.is_run_here and not request.check else ""
-    if not request.is_run_here or unchecked:
-        rows = (*rows, _row("this plan", result))
-        return Report(
-            graph, result, rows, stages.seconds, simulation,
-            recipe=traced.recipe, unchecked=unchecked,
-        )  # fmt: skip
-    counted = request.optimizer, request.accumulate
-    with stages.stage("check", "checking the plan against eager"):
-        checked = check_schedule(loaded, traced, result.schedule, *counted)
-    with stages.stage("compare", "measuring chen_sqrt"):
-        compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, *counted)
-    rows = (
-        _row("unmodified", everything, checked, baseline=True),
-        _row("chen_sqrt", chen, compared),
-        _row("this plan", result, checked),
-    )
-    return Report(graph, result, rows, stages.seconds, simulation, checked, traced.recipe)
+        return report
+    report = replace(
+        report, rows=(*rows, _row("this plan", result)), recipe=traced.recipe,
+        simulation=simulate(graph, result.schedule),
+    )  # fmt: skip
+    if not request.is_run_here:
+        return report
+    if not check and (reason := why_unchecked(graph)):
+        return replace(report, unchecked=reason)
+    with stopwatch.stage("check", "checking the plan against eager"):
+        checked = check_schedule(loaded, traced, result.schedule, request)
+    with stopwatch.stage("compare", "measuring chen_sqrt"):
+        compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
+    return replace(report, rows=_rows_as_run(report.rows, checked, compared), check=checked)
 
 
-def _row(name: str, result: Result, check: Check | None = None, *, baseline: bool = False) -> Row:
-    row = Row(name, result.peak_bytes, result.time_us, result.overhead)
-    if check is None:
-        return row
-    if baseline:
-        measured = check.baseline_peak_bytes, check.baseline_step_us, 0.0
-        reserved_bytes = check.baseline_reserved_bytes
-    else:
-        measured = check.plan_peak_bytes, check.plan_step_us, check.overhead
-        reserved_bytes = check.plan_reserved_bytes
-    return Row(
-        name, result.peak_bytes, result.time_us, result.overhead, *measured, reserved_bytes
+def _row(name: str, result: Result) -> Row:
+    return Row(name, result.peak_bytes, result.time_us, result.overhead)
+
+
+def _rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
+    """The rows of the unmodified step, of `chen_sqrt` and of the plan with what was measured."""
+    base, chen, plan = rows
+    base = replace(
+        base, measured_peak_bytes=check.baseline_peak_bytes,
+        measured_step_us=check.baseline_step_us, measured_overhead=0.0,
+        reserved_bytes=check.baseline_reserved_bytes,
+    )  # fmt: skip
+    return base, chen if of_chen is None else _as_run(chen, of_chen), _as_run(plan, check)
+
+
+def _as_run(row: Row, check: Check) -> Row:
+    return replace(
+        row, measured_peak_bytes=check.plan_peak_bytes, measured_step_us=check.plan_step_us,
+        measured_overhead=check.overhead, reserved_bytes=check.plan_reserved_bytes,
     )  # fmt: skip

@@ -1,74 +1,137 @@
-"""What is asked of the job, and how its stages are timed."""
+"""What is asked of a plan: the one place of the planning options.
+
+Each field of `Request` is an option of every verb that plans, with the flag and the help that
+stand at the field (`remat/cli/verb.py` reads them).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import CPU, is_in_table
+from remat.budgets import parse_budget
+from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding, ShardingKind
+from remat.graph_capture.devices.device_table import CPU, check_device, device_table, is_in_table
 from remat.graph_capture.graph import Optimizer
+from remat.solver import TABLE, make_solver
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
 
-
-class Shown(Protocol):
-    """Told how far a stage is, in parts of a total or in words."""
-
-    def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
-        """Show it."""
-        ...
-
-
-class Stopwatch:
-    """Names and times the stages of a job. The command line's subclass shows them."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Generator[Shown]:
-        """Time what runs inside under `name`; `text` is for the person who waits."""
-        start = time.perf_counter()
-        try:
-            with self.show(text) as progress:
-                yield progress
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Shown]:
-        """Show `text` while the stage runs; the base class shows nothing."""
-        del text
-        yield _silent
-
-
-def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
-    del done, total, text
+NO_BUDGET = ""
+"""The budget of a request that asks for no solve."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, how long to try, and whether to check even what may not fit in memory."""
+    """What to plan for, on what, and how long to try.
 
-    budget: str
-    solver: str = "auto"
-    time_limit_s: float = 60.0
-    optimizer: Optimizer = "none"
-    accumulate: bool = False
-    keep: tuple[str, ...] = ()
-    recompute: tuple[str, ...] = ()
-    order: str = "fixed"
-    device: str = CPU
-    profile: Profile | None = None
-    sharding: Sharding = NO_SHARDING
-    check: bool = False
+    The metadata of a field is what the command line shows of it: its help and, where they are
+    not the usual ones, its flag, its metavar and the least value that it takes.
+    """
+
+    budget: str = field(
+        default=NO_BUDGET,
+        metadata={
+            "help": "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
+            "or min; repeatable in sweep and compare"
+        },
+    )
+    solver: str = field(
+        default="auto",
+        metadata={"help": f"one of {', '.join(TABLE)}; repeatable in sweep and compare"},
+    )
+    order: Literal["fixed", "free"] = field(
+        default="fixed",
+        metadata={"help": "of first computations: fixed keeps the captured one, free tries others"},
+    )
+    time_limit_s: float = field(
+        default=60.0,
+        metadata={
+            "flag": "--time-limit",
+            "help": "seconds to search for a plan; in sweep and compare for all budgets of a "
+            "solver together, in fit at each size",
+            "min": 0.0,
+        },
+    )
+    keep: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "modules never to recompute; repeatable", "metavar": "GLOB"},
+    )
+    recompute: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "modules always to recompute; repeatable", "metavar": "GLOB"},
+    )
+    optimizer: Optimizer = field(
+        default="none", metadata={"help": "count this optimizer's state as resident"}
+    )
+    accumulate: bool = field(
+        default=False, metadata={"help": "count accumulated gradients as resident"}
+    )
+    device: str = field(
+        default=CPU,
+        metadata={
+            "help": f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}"
+        },
+    )
+    shard: ShardingKind = field(
+        default="none",
+        metadata={"help": "plan one rank of this data parallelism, without running it"},
+    )
+    world_size: int = field(default=1, metadata={"help": "ranks of --shard", "min": 1})
+    shard_blocks: str = field(
+        default="",
+        metadata={
+            "help": "modules that fsdp2 shards by themselves, such as blocks.*", "metavar": "GLOB"
+        },
+    )  # fmt: skip
+    profile: Profile | Path | None = field(
+        default=None,
+        metadata={"help": "prices kept by remat profile, to use as they are", "metavar": "FILE"},
+    )
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the step is spread over ranks.
+
+        Raises
+        ------
+        DeviceError : the three options do not go together.
+        """
+        return Sharding(self.shard, self.world_size, self.shard_blocks)
 
     @property
     def is_run_here(self) -> bool:
         """Whether the plan is one of the very step that can run on this machine, alone."""
         return not is_in_table(self.device) and self.sharding == NO_SHARDING
+
+    def checked(self) -> Request:
+        """The same with its profile read, refused before anything runs if a part is unknown.
+
+        Raises
+        ------
+        BudgetError, DeviceError, SolverError, ProfileError : a field cannot be read, or names
+            what is not there. OSError : the profile's file cannot be read.
+        """
+        if self.budget != NO_BUDGET:
+            parse_budget(self.budget)
+        check_device(self.device)
+        known = self.read_profile()
+        make_solver(self.solver, order=self.order)
+        _ = self.sharding
+        return replace(self, profile=known)
+
+    def read_profile(self) -> Profile | None:
+        """The profile itself, or the one in the file that is named.
+
+        Raises
+        ------
+        ProfileError : the file holds none. OSError : it cannot be read.
+        """
+        if self.profile is None:
+            return None
+        # Profiles import torch, which a request does without.
+        from remat.graph_capture.prices.profile import as_profile
+
+        return as_profile(self.profile)

@@ -13,11 +13,10 @@ from remat.checks import CHECKED, advice_of
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
 from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import Report, Row
-from remat.questions.layer_checkpoints import every_n_layers
+from remat.job.pipeline import Report, Row, RunsAgain
 from remat.questions.tables import plain_table, prices_text
-from remat.schedules.simulate import Simulation
-from remat.solver.kept import kinds_of, kinds_text
+from remat.schedules.simulate import Simulation, overhead_of
+from remat.solver.kept import kinds_text
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def schedules_table(rows: Iterable[Row]) -> Table:
 def _verdict(report: Report) -> Table:
     """Below the rows: bound, what holds the peak, what is equal, times, status."""
     result, graph, seconds = report.result, report.graph, report.seconds
-    bound = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+    bound = overhead_of(result.lower_bound_us, graph.time_us)
     stages = ("capture", "profile", "solve", "check")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
@@ -69,7 +68,7 @@ def _verdict(report: Report) -> Table:
             table.add_row("advice", Text(advice))
     if report.unchecked:
         table.add_row("not run", Text(f"{report.unchecked}; --check runs it anyway"))
-    _add_kept(table, graph, result)
+    _add_again(table, result, report.again)
     _add_prices(table, graph)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
     style = "bold red" if report.failures else "bold green"
@@ -87,16 +86,15 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
         table.add_row("reserved", said)
 
 
-def _add_kept(table: Table, graph: TrainingGraph, result: Result) -> None:
+def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
     """What runs again, how much of attention does, and whether whole layers would do."""
-    kinds = kinds_text(kinds_of(graph, result.schedule)) if result.schedule else ""
+    kinds = kinds_text(again.kinds)
     if kinds:
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
-    simpler = every_n_layers(graph, result)
-    if simpler:
-        table.add_row("simpler", str(simpler))
+    if again.simpler:
+        table.add_row("simpler", str(again.simpler))
 
 
 def _add_prices(table: Table, graph: TrainingGraph) -> None:
@@ -156,7 +154,7 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
         console.print(f"advice  {advice}", markup=False)
 
 
-def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
+def show_result(console: Console, graph: TrainingGraph, result: Result, again: RunsAgain) -> None:
     """One line a figure of a solve."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_row("status", f"{result.status}, by {result.solver} in {result.wall_s:.1f} s")
@@ -165,7 +163,7 @@ def show_result(console: Console, graph: TrainingGraph, result: Result) -> None:
     table.add_row("step", time_text(result.time_us))
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
-    _add_kept(table, graph, result)
+    _add_again(table, result, again)
     _add_prices(table, graph)
     if result.message:
         table.add_row("note", Text(result.message))

@@ -1,4 +1,4 @@
-"""The largest size for which something holds, where trying a size is dear and a guess is cheap."""
+"""The largest size for which something holds, where a try is costly and a guess is cheap."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 GUESSES = 4
-"""Tries by guess before the rest is doubled or halved, should the guesses be wrong."""
+"""Tries that follow a guess. Later ones double or halve the size, in case guesses are wrong."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Sizes from `least` to `most`, in steps of `step`; all three count in units of the user."""
+    """Sizes from `least` to `most`, in steps of `step`; all three in the user's own units."""
 
     least: int
     most: int
@@ -31,12 +31,12 @@ def largest(
 ) -> int | None:
     """The largest size for which `holds`, none larger by a step does; None where no size does.
 
-    Taken for granted is that a size holds if a larger one does.
+    It is taken for granted that a size holds if a larger one does.
 
     Parameters
     ----------
-    holds : dear; called once a size. guess : of (a size that holds, one that does not or None
-        where none is known), the largest that is thought to hold.
+    holds : costly; called once a size. guess : takes a size that holds, and one that does not or
+        None; returns the largest that is thought to hold.
     fits, fails : a size that is known to hold, and one that is known not to.
     """
     low = sizes.least - sizes.step if fits is None else fits
@@ -60,7 +60,7 @@ def _next(
     guess: Callable[[int, int | None], int],
     tries: int,
 ) -> int:
-    """The guess, or what is right above it once that is known to hold; later the middle."""
+    """The guess, or the next size if that much holds already; later the double or the middle."""
     top = sizes.most if fails is None else fails - sizes.step
     if tries >= GUESSES and fails is None:
         return min(max(sizes.below(2 * low), low + sizes.step), top)

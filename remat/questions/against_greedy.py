@@ -1,4 +1,4 @@
-"""By how much `cut` beats greedy choices on a model, and where in it."""
+"""How much faster the plan of `cut` is than greedy plans, and in which modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from remat.schedules.verdicts.index_ranges import Indices, boxes, split_indices,
 from remat.solver.result import Result
 
 GREEDY = ("msps", "dtr", "largest", "chen_greedy")
-"""Solvers that take the next best thing at each moment: three evictions, and segments."""
+"""Solvers that decide step by step and never look back: three that evict, and one by segments."""
 PLACES = 3
+"""Most modules that are named."""
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -25,7 +26,7 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
-    """A module in which a greedy plan spends more on further runs than that of `cut`.
+    """A module, and how much more time the greedy plan spends on recomputing there than `cut`'s.
 
     `extra_us` is below 0 where it spends less.
     """
@@ -39,9 +40,9 @@ class AgainstGreedy(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    cut : outcome. tried : greedy ones, the best first. slower : time of the best greedy plan
-        over that of `cut`, minus one; None where either found nothing.
-    places : modules, layers folded, where the two spend most differently on further runs.
+    cut : its outcome. tried : outcomes of greedy solvers, the best first. slower : time of the
+        best greedy plan over that of `cut`, minus one; None where either found nothing.
+    places : modules, equal layers folded, where the best greedy plan spends most in excess.
     """
 
     cut: Tried
@@ -49,13 +50,24 @@ class AgainstGreedy(msgspec.Struct, frozen=True):
     slower: float | None
     places: tuple[Elsewhere, ...]
 
+    @property
+    def best(self) -> Tried:
+        """The best greedy outcome."""
+        return self.tried[0]
+
+    @property
+    def dearer(self) -> tuple[Elsewhere, ...]:
+        """The places where the greedy plan spends more."""
+        return tuple(place for place in self.places if place.extra_us > 0)
+
 
 def against_greedy(
     graph: TrainingGraph, budget_bytes: int, *, each_s: float = 10.0
 ) -> AgainstGreedy:
-    """Solve with `cut` in at most `each_s` seconds, and with `GREEDY` in as many altogether.
+    """Solve with `cut`, and with each of `GREEDY`.
 
-    Greedy solvers that have no time left are not tried; the first always is.
+    `cut` has `each_s` seconds, the greedy solvers have as many together. One that has no time
+    left is not tried; the first always is.
     """
     cut = solvers.solve(graph, budget_bytes, "cut", time_limit_s=each_s)
     found: list[Result] = []
@@ -77,7 +89,7 @@ def _tried(result: Result) -> Tried:
 
 
 def _places(graph: TrainingGraph, cut: Schedule, greedy: Schedule) -> tuple[Elsewhere, ...]:
-    """Modules by how much more the greedy plan recomputes there, the most first."""
+    """The modules where the greedy plan recomputes most in excess, the most first."""
     ours, theirs = _spent(graph, cut), _spent(graph, greedy)
     extra_us = {name: theirs[name] - ours[name] for name in ours}
     found = [Elsewhere(name, us) for name, us in extra_us.items() if us]
@@ -85,7 +97,7 @@ def _places(graph: TrainingGraph, cut: Schedule, greedy: Schedule) -> tuple[Else
 
 
 def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
-    """Time of further runs by module, summed over the indices of its path."""
+    """Time of recomputations by module; modules whose paths differ in indices alone are one."""
     runs = schedule.computations()
     places: dict[str, set[Indices]] = {}
     spent_us: dict[str, float] = {}

@@ -1,4 +1,8 @@
-"""A slider over budgets for notebooks: each move solves again and says what it costs."""
+"""A slider over budgets for notebooks: each move solves again and says what it costs.
+
+`at` solves, and `text` and `picture` say what it found. The widget only shows these, so all but the
+widget is tested without a notebook.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from remat.budgets import resolve_budget, unmodified
+from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.errors import SolverError
@@ -20,17 +24,17 @@ if TYPE_CHECKING:
     import ipywidgets
 
 STEP_PERCENT = 5
+"""What one move of the slider adds, in per cent of the unmodified peak."""
 
 
 class BudgetSlider:
-    """The step at one budget after another, in per cent of the unmodified peak.
+    """A plan at each budget that is asked for, in per cent of the unmodified peak.
 
-    `at` solves and works anywhere; `widget` shows the slider where a notebook's front end is.
-    Each budget is solved once.
+    `at` works anywhere; `widget` needs the front end of a notebook. Each budget is solved once.
 
     Attributes
     ----------
-    graph : priced. least_percent : where the slider begins: the least budget known, rounded up.
+    graph : priced. least_percent : the least budget known, rounded up; the slider begins there.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class BudgetSlider:
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
         self._unmodified = unmodified(graph)
         self._solved: dict[int, Result] = {}
-        least_bytes = resolve_budget(graph, "min", **self._asked)
+        least_bytes = parse_budget("min").bytes_for(graph, **self._asked)
         self.least_percent = min(-(-100 * least_bytes // self._unmodified.peak_bytes), 100)
 
     def at(self, percent: int) -> Result:
@@ -73,9 +77,9 @@ class BudgetSlider:
         )
 
     def picture(self, percent: int) -> str:
-        """What is live through the step there, beside the unmodified one, as SVG.
+        """What is live through the step there, and through the unmodified one, as SVG.
 
-        Empty where nothing fits, and without matplotlib.
+        Empty where nothing fits, and where matplotlib is not installed.
         """
         result, before = self.at(percent), self._unmodified
         if result.schedule is None or before.schedule is None or not find_spec("matplotlib"):

@@ -1,16 +1,17 @@
-"""What `remat compare` and `remat.compare` return: solvers and simple rules at some budgets."""
+"""Makes the answer of `compare`: solves at each budget with each solver and simple rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
-from remat.budgets import resolve_budget, unmodified
+from remat.budgets import parse_budget, unmodified
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
 from remat.questions.sweep import Budgets, in_bytes
 from remat.questions.sweep import sweep as sweep_graph
+from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.result import Result
@@ -30,7 +31,7 @@ def compare(
     *,
     plan: Result | None = None,
     time_limit_s: float = 60.0,
-    tell: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Comparison:
     """Solve at each budget with each solver.
@@ -40,8 +41,8 @@ def compare(
     budgets : how many, or each as `remat.solve` takes it. solvers : names of the table.
     plan : a result to set beside them; its budget is one of those compared.
     time_limit_s : for all budgets of one solver together, in seconds.
-    tell : called with a solver's name, how many are done, and of how many.
-    **options : `keep` and `recompute`.
+    progress : called with a solver's name, how many are done, and of how many.
+    **options : `keep`, `recompute` and `order`, as of `remat.solve`.
 
     Raises
     ------
@@ -54,10 +55,12 @@ def compare(
     asked = _budgets(graph, budgets, plan, time_limit_s)
     fronts: dict[str, Front | SolverError] = {}
     for i, name in enumerate(names):
-        if tell is not None:
-            tell(name, i, len(names))
+        if progress is not None:
+            progress(name, i, len(names))
         fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
-    bounds = tuple(_bound(graph, size_bytes, fronts, plan) for size_bytes in asked)
+    # The bound of a plan holds for the captured order, so it says nothing of free ones.
+    bounding = plan if options.get("order", "fixed") == "fixed" else None
+    bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
     rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds)]
     rows += [_at_hand(THIS_PLAN, plan, bounds)] if plan is not None else []
     rows += [_compared(name, front, bounds) for name, front in fronts.items()]
@@ -85,7 +88,7 @@ def _budgets(
             found.setdefault(size_bytes, "")
     else:
         for one in budgets:
-            size_bytes = resolve_budget(graph, one, time_limit_s=time_limit_s)
+            size_bytes = parse_budget(one).bytes_for(graph, time_limit_s=time_limit_s)
             found.setdefault(size_bytes, str(one))
     return dict(sorted(found.items(), reverse=True))
 
@@ -106,26 +109,26 @@ def _bound(
     fronts: dict[str, Front | SolverError],
     plan: Result | None,
 ) -> Bound:
-    """The highest bound that any solver proved; every op once where none did.
+    """The highest bound that any solver proved; the time of every op once where none did.
 
-    The plan's bound holds at its budget and at every smaller one.
+    The plan's bound holds at its budget and at every smaller one: less memory permits no more.
     """
     best = Bound(budget_bytes, 0.0, graph.time_us, "")
     if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
-        overhead = plan.lower_bound_us / graph.time_us - 1
+        overhead = overhead_of(plan.lower_bound_us, graph.time_us)
         best = Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
     for name, front in fronts.items():
         result = _result_at(front, budget_bytes)
         if result is None or result.schedule is None:
             continue
         if result.lower_bound_us > best.lower_bound_us:
-            overhead = result.lower_bound_us / graph.time_us - 1 if graph.time_us else 0.0
+            overhead = overhead_of(result.lower_bound_us, graph.time_us)
             best = Bound(budget_bytes, overhead, result.lower_bound_us, name)
     return best
 
 
 def _is_below(budget_bytes: int, plan: Result) -> bool:
-    """Whether the bound of a plan in captured order holds at a budget."""
+    """Whether the plan's bound holds at a budget, for captured order as those of the other rows."""
     is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
     return is_fixed and budget_bytes <= plan.budget_bytes
 
@@ -140,14 +143,14 @@ def _compared(name: str, front: Front | SolverError, bounds: tuple[Bound, ...]) 
     if isinstance(front, SolverError):
         return Compared(name, (), 0.0, str(front))
     results = {point.budget_bytes: point.result for point in front.points}
-    cells = tuple(_cell(results[bound.budget_bytes], bound) for bound in bounds)
+    cells = tuple(_solved_cell(results[bound.budget_bytes], bound) for bound in bounds)
     return Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
 def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
-    """A schedule at hand, which fits the budgets that its peak is within."""
+    """The row of a schedule at hand: it fits each budget that its peak is within."""
     cells = [
-        _cell(result, bound)
+        _solved_cell(result, bound)
         if result.peak_bytes <= bound.budget_bytes
         else Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
         for bound in bounds
@@ -155,7 +158,7 @@ def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
     return Compared(name, tuple(cells), 0.0)
 
 
-def _cell(result: Result, bound: Bound) -> Cell:
+def _solved_cell(result: Result, bound: Bound) -> Cell:
     fits = result.schedule is not None
     over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
     return Cell(

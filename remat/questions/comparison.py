@@ -1,4 +1,4 @@
-"""Solvers side by side, as a record and as a table."""
+"""The answer of `compare`: budgets against solvers and simple rules, and its screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THIS_PLAN = "this plan"
 
 NAME_COLUMNS = 24
 CELL_COLUMNS = 13
-"""Columns that a solver's name and a cell take."""
+"""Columns of the screen that a solver's name takes, and a cell."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -37,7 +37,10 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One solver at all budgets. refused : why it does not take this graph; then no cells."""
+    """One solver at all budgets.
+
+    `refused` says why it does not take this graph, and there are no cells then.
+    """
 
     solver: str
     cells: tuple[Cell, ...]
@@ -93,17 +96,17 @@ class Comparison(msgspec.Struct, frozen=True):
 def comparison_screen(found: Comparison, width: int = 100) -> RenderableType:
     """Overheads by solver and budget; the best at each budget is marked."""
     most = max((width - NAME_COLUMNS) // CELL_COLUMNS, 1)
-    parts: list[RenderableType] = [_headline(found)]
+    parts: list[RenderableType] = [_compared_line(found)]
     count = len(found.bounds)
     for first in range(0, count, most):
-        parts += [Text(), _table(found, range(first, min(first + most, count)))]
+        parts += [Text(), _overheads_table(found, range(first, min(first + most, count)))]
     refused = [row for row in found.rows if row.refused]
     parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
     parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
     return Group(*parts)
 
 
-def _headline(found: Comparison) -> Text:
+def _compared_line(found: Comparison) -> Text:
     return Text.assemble(
         (found.model, "bold"),
         f", {found.prices} on {found.device}: unmodified {bytes_text(found.unmodified_bytes)}, "
@@ -111,13 +114,15 @@ def _headline(found: Comparison) -> Text:
     )
 
 
-def _table(found: Comparison, columns: range) -> Table:
+def _overheads_table(found: Comparison, columns: range) -> Table:
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         table.add_row("", *(_asked(found.asked[i]) for i in columns))
+    best = {i: found.best(i) for i in columns}
     for row in found.rows:
         if not row.refused:
-            table.add_row(row.solver, *(_cell(found, row, i) for i in columns))
+            cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
+            table.add_row(row.solver, *cells)
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
 
@@ -126,8 +131,7 @@ def _asked(text: str) -> Text:
     return Text("" if text == THIS_PLAN else text, style="dim")
 
 
-def _cell(found: Comparison, row: Compared, i: int) -> str:
-    if not row.cells[i].fits:
+def _overhead_text(cell: Cell, is_best: bool) -> str:
+    if not cell.fits:
         return "-"
-    mark = " *" if row.solver in found.best(i) else ""
-    return percent_text(row.cells[i].overhead) + mark
+    return percent_text(cell.overhead) + (" *" if is_best else "")

@@ -1,12 +1,11 @@
-"""What `remat explain` and `remat.explain` return: why a plan is as it is, and what would be else.
+"""Makes the answer of `explain`: why a plan is as it is, and what the alternatives cost.
 
-Every figure is one of `simulate` or of a real solve that is made here; `seconds` says how long
-these took.
+Every figure is one of `simulate` or of a real solve that is made here. The answer says how many
+seconds each part took.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -18,11 +17,12 @@ from remat.questions.against_greedy import against_greedy
 from remat.questions.explanation import Explanation
 from remat.questions.least_budget import least_budget
 from remat.questions.simple_rules import simple_rules
-from remat.questions.solved_options import asked_again, schedule_of
+from remat.questions.solved_options import asked_again, planned
 from remat.questions.why import why
 from remat.schedules.verdicts.forced import forced
 from remat.schedules.verdicts.peak_holders import peak_holders
 from remat.solver.budgets.worth import price_of_gib
+from remat.solver.clock import Clock
 from remat.solver.result import Result
 
 EACH_S = 10.0
@@ -31,18 +31,18 @@ T = TypeVar("T")
 
 
 class _Parts:
-    """Times each part, and tells which one is at hand."""
+    """Times each part, and says which one begins."""
 
-    def __init__(self, tell: Callable[[str], None] | None) -> None:
-        self.tell = tell
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.progress = progress
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, make: Callable[[], T]) -> T:
-        if self.tell is not None:
-            self.tell(name)
-        began_s = time.monotonic()
+        if self.progress is not None:
+            self.progress(name)
+        clock = Clock()
         made = make()
-        self.seconds[name] = round(time.monotonic() - began_s, 3)
+        self.seconds[name] = round(clock.elapsed_s, 3)
         return made
 
 
@@ -52,17 +52,19 @@ def explain(
     *,
     why_of: str | Iterable[str] = (),
     each_s: float = EACH_S,
-    tell: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Why a plan is as it is: its peak, the least budget, the worth of memory, what was forced.
+    """Why a plan is as it is: who holds its peak, the least budget, what memory is worth.
+
+    Also what left no choice, whether a simple rule would do, and how greedy solvers compare.
 
     Parameters
     ----------
-    result : with a schedule of `graph`. Further solves go by its solver, options and pins.
-    why_of : globs over modules, values, ops and lines; for up to three forward ops, why they are
-        kept or recomputed, by a solve each in which that is turned round.
+    result : with a schedule of `graph`. Further solves use its solver, options and pins.
+    why_of : globs over modules, values, ops and lines. Up to three of the forward ops that match
+        are asked about, by a solve each in which the op is pinned the other way.
     each_s : seconds that each further solve may take.
-    tell : called with the name of each part before it begins.
+    progress : called with the name of each part before it begins.
 
     Raises
     ------
@@ -71,7 +73,7 @@ def explain(
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
-    parts, schedule = _Parts(tell), schedule_of(result)
+    parts, schedule = _Parts(progress), planned(result)
     asked = asked_again(schedule)
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, as a record and as sentences."""
+"""The answer of `explain`: why a plan is as it is, and its screen."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from remat.questions.simple_rules import Rule
 from remat.questions.sweep import price_json
 from remat.questions.tables import holders_table, plain_table, rendered
 from remat.questions.why import Why
+from remat.schedules.simulate import overhead_of
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.solver.budgets.price import GIB, GibPrice
@@ -40,8 +41,8 @@ class Explanation(msgspec.Struct, frozen=True):
     unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
     at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
     price : what `price.step_bytes` more would save, and as many less would cost; the step is a GiB,
-        or 5 % of the peak where that is less. forced : what was forced, and by what.
-    rules : simple rules beside the plan, those that fit first. greedy : `cut` and greedy solvers.
+        or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
+    rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
     why : answers to what was asked about single values. seconds : of each part.
     """
 
@@ -78,11 +79,21 @@ class Explanation(msgspec.Struct, frozen=True):
         return self.time_us > self.base_us
 
     @property
+    def bound_overhead(self) -> float:
+        """No schedule's overhead is proved to be below this."""
+        return overhead_of(self.lower_bound_us, self.base_us)
+
+    @property
     def simple(self) -> Rule | None:
         """The fastest rule that fits and is within 1 % of the plan, if something is recomputed."""
         if not self.is_recomputing:
             return None
         return next((rule for rule in self.rules if rule.is_close), None)
+
+    @property
+    def nearest(self) -> Rule | None:
+        """The fastest rule that fits."""
+        return next((rule for rule in self.rules if rule.fits), None)
 
     def as_json(self) -> dict[str, Any]:
         """Plain bytes, microseconds and names, for `--json`."""
@@ -98,7 +109,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explanation_screen(found: Explanation) -> RenderableType:
     """All that was asked, the plan's figures first."""
-    parts: list[RenderableType] = [_headline(found), Text(), peak_text(found.at_peak)]
+    parts: list[RenderableType] = [_plan_line(found), Text(), peak_text(found.at_peak)]
     parts += [holders_table(found.at_peak), Text()]
     grid = Table.grid(padding=(0, 2, 0, 0))
     for name, said in sentences(found):
@@ -109,29 +120,29 @@ def explanation_screen(found: Explanation) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(found: Explanation) -> Text:
+def _plan_line(found: Explanation) -> Text:
     """Peak, budget, overhead and bound of the plan."""
-    bound = found.lower_bound_us / found.base_us - 1 if found.base_us else 0.0
     proved = ", proved" if found.status == "optimal" else ""
     return Text.assemble(
         (found.model, "bold"),
         f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
         f"(unmodified {bytes_text(found.unmodified_bytes)}), "
-        f"{percent_text(found.overhead)} overhead, no less than {percent_text(max(bound, 0.0))} "
+        f"{percent_text(found.overhead)} overhead, no less than "
+        f"{percent_text(found.bound_overhead)} "
         f"(gap {percent_text(found.gap)}{proved}), by {found.solver}",
     )
 
 
 def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
-    """A question in a word, and its answer."""
+    """Each question in one word, with its answer."""
     yield "least", least_text(found.least, found.solver)
-    yield "memory", price_said(found.price)
+    yield "memory", price_said(found.price, is_whole_gib=found.is_whole_gib)
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", forced_text(one)
     if not found.forced:
         yield "forced", "nothing: no pin, and no op that must not run twice"
     if found.is_recomputing:
-        yield "rule", rule_text(found.rules, found.simple)
+        yield "rule", rule_text(found.simple, found.nearest)
     else:
         yield "rule", "nothing is recomputed: the step fits as it is, and needs no rule"
     yield "cut", greedy_text(found.greedy)

@@ -1,4 +1,4 @@
-"""What `remat inspect` and `remat.inspect` return: the values of a step, and what a plan does."""
+"""Makes the answer of `inspect`: the values of a step, and what a plan does with each."""
 
 from __future__ import annotations
 

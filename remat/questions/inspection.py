@@ -1,4 +1,4 @@
-"""What a plan does with each value, as a record and as a screen."""
+"""The answer of `inspect`: what a step holds and what a plan does with it, and its screen."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.text import Text
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.questions.tables import (
     plain_table,
-    price_text,
     rendered,
+    run_price_text,
     short_line,
     short_path,
     short_target,
@@ -27,17 +27,58 @@ from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.schedules.verdicts.rows import ValueRow
 
 WIDE = 110
-"""Columns from which each fact has a column of its own."""
+"""Columns of the screen from which each fact has a column of its own."""
 ROOMY = 76
-"""Columns from which the runs of a group are counted too."""
+"""Columns of the screen from which the runs of a group are counted too."""
 TOP = 20
+"""Rows that are shown unless more are asked for."""
 
 By = Literal["value", "module", "op", "line"]
+"""What values are summed by; ``value`` for one row a value."""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
+
+    Attributes
+    ----------
+    by : how `groups` are summed; ``value`` for no groups.
+    prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
+    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
+    at_peak : who holds the peak, None without a schedule.
+    values : one row a value, after filters. rows : the same, identical layers folded.
+    """
+
+    model: str
+    device: str
+    prices: str
+    budget_bytes: int
+    time_us: float
+    overhead: float
+    by: By
+    at_peak: PeakHolders | None
+    values: tuple[ValueRow, ...]
+    rows: tuple[FoldedRow, ...]
+    groups: tuple[Sums, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The schedule's peak, 0 without one."""
+        return self.at_peak.peak_bytes if self.at_peak else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        return rendered(inspection_screen(self))
+
+    __repr__ = __str__
 
 
 def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> RenderableType:
-    """What the step holds, largest first; who holds the peak where there is a plan."""
-    parts: list[RenderableType] = [_headline(found), Text()]
+    """What the step holds and what a plan does with it, the largest first."""
+    parts: list[RenderableType] = [_step_line(found), Text()]
     if found.by == "value":
         parts += [values_table(found.rows[:top], width), _marked(found)]
         parts += [_left_out(len(found.rows), top)]
@@ -46,7 +87,7 @@ def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> Re
     return Group(*parts)
 
 
-def _headline(found: Inspection) -> Text:
+def _step_line(found: Inspection) -> Text:
     line = Text.assemble((found.model, "bold"), f", {found.prices} on {found.device}")
     if found.at_peak is None:
         return line.append(f", {time_text(found.time_us)} a step with nothing recomputed")
@@ -68,7 +109,7 @@ def _left_out(count: int, top: int) -> Text:
 
 
 def values_table(rows: Iterable[FoldedRow], width: int) -> Table:
-    """One line a folded row; in a narrow terminal three, with fewer columns."""
+    """One line for each row; in a narrow terminal up to three lines, and fewer columns."""
     return _wide_values(rows) if width >= WIDE else _narrow_values(rows)
 
 
@@ -82,7 +123,7 @@ def _wide_values(rows: Iterable[FoldedRow]) -> Table:
             f"x{row.count}" if row.count > 1 else "",
             verdict_text(row),
             bytes_text(row.size_bytes),
-            price_text(row),
+            run_price_text(row),
             Text(tensor_text(row)),
             Text(short_path(row.module)),
             Text(short_line(row.first.source)),
@@ -101,7 +142,7 @@ def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
         )
         lines += [f"  {line}" for line in (place, tensor_text(row)) if line]
         cell = Text("\n").join([Text(lines[0]), *(Text(line, style="dim") for line in lines[1:])])
-        table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), price_text(row))
+        table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), run_price_text(row))
     return table
 
 
@@ -133,44 +174,3 @@ def _group_name(group: Sums) -> Text:
     return Text(
         short_path(short_line(group.name)) + (f" x{group.count}" if group.count > 1 else "")
     )
-
-
-class Inspection(msgspec.Struct, frozen=True):
-    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
-
-    Attributes
-    ----------
-    by : how `groups` are summed; ``value`` for no groups.
-    prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
-    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
-    at_peak : who holds the peak, None without a schedule.
-    values : one a value, after filters. rows : the same, identical layers folded.
-    """
-
-    model: str
-    device: str
-    prices: str
-    budget_bytes: int
-    time_us: float
-    overhead: float
-    by: By
-    at_peak: PeakHolders | None
-    values: tuple[ValueRow, ...]
-    rows: tuple[FoldedRow, ...]
-    groups: tuple[Sums, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The schedule's peak, 0 without one."""
-        return self.at_peak.peak_bytes if self.at_peak else 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
-        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
-
-    def __str__(self) -> str:
-        from remat.questions.inspection import inspection_screen
-
-        return rendered(inspection_screen(self))
-
-    __repr__ = __str__

@@ -1,4 +1,4 @@
-"""Whether checkpointing every n-th layer, as torch does it, would do instead of a plan."""
+"""Whether checkpointing every n-th layer, as torch does it, would do as well as a plan."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
 
 
 def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
-    """Each n that wraps fewer layers than the one before, beside a plan that takes `plan_us`."""
+    """Each n that checkpoints fewer layers than the n before, compared with a plan of `plan_us`."""
+    # Such a model runs its ops as eager does, so the sizes are those of eager.
     eager = as_eager(graph)
     problem, blocks = Problem.of(eager), module_blocks(eager)
     fewest = len(blocks.names) + 1

@@ -1,4 +1,4 @@
-"""The least budget that is known to do, and what stands in the way of a smaller one."""
+"""The least budget that is known to suffice, and the op that keeps it from being smaller."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LeastBudget(msgspec.Struct, frozen=True):
     ----------
     least_bytes : peak of the schedule behind it; 0 where none is known.
     at_peak : who holds it: the op that runs then sets it. None where no schedule is at hand.
-    floor : op and bytes below which an output of the step would have to be made again. None
-        where it was not sought.
-    proved_bytes : no schedule's peak is below; 0 where that was not proved.
+    floor : op and bytes below which an output of the step would have to be computed twice. None
+        where it was not looked for.
+    proved_bytes : a proved bound on the peak of any schedule; 0 where none was proved.
     """
 
     least_bytes: int
@@ -36,9 +36,13 @@ class LeastBudget(msgspec.Struct, frozen=True):
 def least_budget(
     graph: TrainingGraph, asked: Mapping[str, Any], time_limit_s: float
 ) -> LeastBudget:
-    """What the solver that is asked for knows of the least peak of a graph, with its pins."""
+    """The least peak that the solver knows for a graph. `asked` : solver, options and pins.
+
+    Nothing fits into 0 bytes, so the result of that solve names the least budget.
+    """
     named = solve(graph, 0, time_limit_s=time_limit_s, **asked)
     schedule: Schedule | None = named.least_schedule
+    # With pins the schedule is one of another graph, that with twins: look for one of this graph.
     if schedule is None or schedule.graph_hash != graph.hash:
         schedule = least_peak(graph, time_limit_s, **asked).schedule
     held = peak_holders(graph, schedule) if schedule is not None else None

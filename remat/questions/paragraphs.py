@@ -1,8 +1,6 @@
-"""The screen of `explain`: one paragraph a question, in words and few tables."""
+"""Sentences of the screen of `explain`, each from one part of the answer."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from rich.text import Text
 
@@ -20,12 +18,12 @@ from remat.questions.why import Turned, Why
 from remat.schedules.verdicts.folding import FoldedRow
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
-from remat.solver.budgets.price import GIB, GibPrice
+from remat.solver.budgets.price import GibPrice
 
 SAME = 1e-4
-"""Part of a step below which two are said to be as long."""
+"""Two steps whose times differ by less than this part are said to be equally long."""
 SHOWN = 3
-"""Values or modules that a sentence names."""
+"""Most values that a sentence names."""
 
 
 def peak_text(held: PeakHolders) -> Text:
@@ -33,11 +31,11 @@ def peak_text(held: PeakHolders) -> Text:
     again = f", run {held.run} of it" if held.run > 1 else ""
     return Text(
         f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
-        f"{_place(held)} runs{again}."
+        f"{_place_of_peak(held)} runs{again}."
     )
 
 
-def _place(held: PeakHolders) -> str:
+def _place_of_peak(held: PeakHolders) -> str:
     return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
 
 
@@ -48,7 +46,7 @@ def least_text(least: LeastBudget, solver: str) -> str:
     text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
     if least.at_peak is not None:
         held = least.at_peak
-        text += f"; {short_target(held.target)} of {_place(held)} sets it, in {held.phase}"
+        text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
         biggest = ", ".join(
             f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
             f"{bytes_text(row.size_bytes)}"
@@ -67,9 +65,8 @@ def least_text(least: LeastBudget, solver: str) -> str:
     return text
 
 
-def price_said(price: GibPrice) -> str:
-    """What so much more memory saves and as much less costs, and why that much."""
-    is_whole_gib = price.step_bytes == GIB
+def price_said(price: GibPrice, *, is_whole_gib: bool) -> str:
+    """What a step of more memory saves and of less memory costs, and why the step is that large."""
     step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
     why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
     saved = (
@@ -87,21 +84,20 @@ def price_said(price: GibPrice) -> str:
 
 
 def forced_text(one: Forced) -> str:
-    """How many ops a reason leaves no choice for, and what that holds."""
+    """A reason that leaves no choice, how many ops it is for, and the bytes that they keep."""
     ops = f"{one.ops} op" + ("s" if one.ops != 1 else "")
     held = f", {bytes_text(one.kept_bytes)} kept" if one.kept_bytes >= KIB else ""
     where = f" ({', '.join(map(short_path, one.places))})" if one.places else ""
     return f"{one.reason}: {ops}{held}{where}" if one.ops else one.reason
 
 
-def rule_text(rules: Iterable[Rule], simple: Rule | None) -> str:
-    """Whether a simple rule would do as well."""
+def rule_text(simple: Rule | None, nearest: Rule | None) -> str:
+    """Whether a simple rule would do as well; `nearest` is the fastest that fits."""
     if simple is not None:
         return (
             f"{simple.says}: within 1 % of this plan, {percent_text(simple.overhead)} overhead at "
             f"a peak of {bytes_text(simple.peak_bytes)}. Take that, it is simpler"
         )
-    nearest = next((rule for rule in rules if rule.fits), None)
     if nearest is None:
         return "no simple rule fits this budget"
     return (
@@ -112,18 +108,19 @@ def rule_text(rules: Iterable[Rule], simple: Rule | None) -> str:
 
 def greedy_text(greedy: AgainstGreedy) -> str:
     """By how much `cut` beats the best greedy plan, and where."""
-    best = greedy.tried[0]
+    best = greedy.best
     if not greedy.cut.fits:
-        return f"found nothing at this budget; {best.solver} {'did' if best.fits else 'neither'}"
+        others = f"{best.solver} did" if best.fits else "no greedy solver did either"
+        return f"found nothing at this budget; {others}"
     ours = f"cut {percent_text(greedy.cut.overhead)}"
     if greedy.slower is None:
         return f"{ours}; none of {', '.join(one.solver for one in greedy.tried)} finds a plan"
     text = f"{ours}, best greedy ({best.solver}) {percent_text(best.overhead)}"
     if greedy.slower < SAME:
         return f"{text}: cut is not better here"
-    places = [place for place in greedy.places if place.extra_us > 0]
     where = ", ".join(
-        f"{short_path(p.module) or 'the model'} {fine_time_text(p.extra_us)}" for p in places
+        f"{short_path(place.module) or 'the model'} {fine_time_text(place.extra_us)}"
+        for place in greedy.dearer
     )
     return f"{text}: cut's step is {percent_text(greedy.slower)} shorter" + (
         f"; greedy recomputes more in {where}" if where else ""

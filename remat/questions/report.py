@@ -21,10 +21,9 @@ from remat.solver.budgets.front import Front
 from remat.solver.result import Result, at_least_budget
 
 RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
-"""Rules that people follow by hand, quick to solve; the page has them beside the plan."""
-
+"""Rules that people follow by hand, quick to solve; the page shows them beside the plan."""
 RULE_S = 0.5
-"""Seconds for each rule: on thousands of ops, one that has a knob does not try each setting."""
+"""Seconds for each rule. On thousands of ops, a rule does not try all settings that it has."""
 
 
 def report(
@@ -47,7 +46,7 @@ def report(
     ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
     OSError : the file cannot be written.
     """
-    facts = facts_of(graph, result, fronts, measured)
+    facts = page_facts(graph, result, fronts, measured)
     page = render(facts, page_data(facts))
     if path is not None:
         Path(path).write_text(page, encoding="utf-8")
@@ -68,13 +67,13 @@ def fronts_in(data: bytes) -> dict[str, Front]:
         return {front.solver: front}
 
 
-def facts_of(
+def page_facts(
     graph: TrainingGraph,
     result: Result,
     fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None,
 ) -> Facts:
-    """What the page tells of a result."""
+    """What the page says of a result."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
@@ -111,7 +110,7 @@ def rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]
 
 
 def points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
-    """The schedules of a front, judged anew.
+    """The schedules of a front, judged anew: anyone can edit the file that a front is kept in.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Rules that people write by hand, beside a plan: whether one of them would do as well."""
+"""Whether a rule that people write by hand would do as well as a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = {
     "keep_attention_output": "checkpoint every layer, keeping attention's output",
     "norms_and_activations": "recompute normalisations and activations",
 }
-"""Solvers of the table that are a rule, and what the rule is."""
+"""Solvers of the table that carry out a rule, and what the rule says."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -24,9 +24,9 @@ class Rule(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : of the solver. says : what to do. peak_bytes : 0 where the rule reaches no peak
-        within the budget. slower : than the plan, as a fraction of the plan's time; below 0 where
-        it is faster.
+    name : of the solver. says : what to do. peak_bytes : of its schedule, or the lowest known
+        where none fits; 0 where that is not known. slower : than the plan, as a fraction of the
+        plan's time; below 0 where it is faster.
     """
 
     name: str

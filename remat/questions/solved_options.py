@@ -1,4 +1,4 @@
-"""How a schedule was solved, so that the same can be asked again at another budget."""
+"""How a schedule was solved, so that the same can be solved at another budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from remat.solver import TABLE, solver_class
 from remat.solver.result import Result
 
 PINS = ("keep", "recompute")
+"""Options that every solver takes."""
 
 
 def solved_by(schedule: Schedule) -> str:
-    """The solver of the table that made it; ``auto`` where that is none of them."""
+    """The solver of the table that made it; ``auto`` where none of the table did."""
     return schedule.solver if schedule.solver in TABLE else "auto"
 
 
@@ -33,7 +34,7 @@ def asked_again(schedule: Schedule) -> dict[str, Any]:
     return {"solver": name, **options, **pins_of(schedule)}
 
 
-def schedule_of(result: Result) -> Schedule:
+def planned(result: Result) -> Schedule:
     """The schedule of a result that has one."""
     assert result.schedule is not None, "checked before: nothing fits"
     return result.schedule

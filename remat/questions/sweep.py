@@ -1,21 +1,22 @@
-"""Beyond one budget, for people: sweeps over budgets as they are written, prices as text."""
+"""Sweeps over budgets as people write them, and the price of memory in words and figures."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
-from remat.budgets import resolve_budget
+from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
-from remat.solver.budgets.sweep import BUDGETS, NAMING_PART, PINS, Tell, check_jobs, spread
+from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
+from remat.solver.clock import Clock
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
+from remat.solver.stopping import NAMING
 
 Budgets = int | Iterable[str | SupportsIndex] | None
 """How many budgets, or each as `remat.solve` takes it; None for twelve."""
@@ -30,7 +31,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: None = None,
-    tell: Tell | None = None,
+    progress: BudgetsDone | None = None,
     **options: Any,
 ) -> Front: ...
 
@@ -43,7 +44,7 @@ def sweep(
     solvers: Iterable[str],
     time_limit_s: float = 60.0,
     jobs: int = 1,
-    tell: Tell | None = None,
+    progress: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]: ...
 
@@ -56,7 +57,7 @@ def sweep(
     jobs: int = 1,
     *,
     solvers: Iterable[str] | None = None,
-    tell: Tell | None = None,
+    progress: BudgetsDone | None = None,
     **options: Any,
 ) -> Front | dict[str, Front]:
     """The time of the step against its peak: solve at several budgets.
@@ -68,10 +69,10 @@ def sweep(
         out), or a list of budgets as `remat.solve` takes them.
     solver : a name of `remat.solver`'s table. solvers : several, for a front each, at the
         same budgets.
-    time_limit_s : wall clock for all budgets together, in seconds; for each solver anew.
+    time_limit_s : in seconds, for all budgets together; each solver has it anew.
     jobs : how many solves run at once; -1 for as many as there are cores. Inside
         ``joblib.parallel_config(backend="dask")`` they run on that cluster.
-    tell : called with how many budgets are done, and of how many.
+    progress : called with how many budgets are done, and of how many.
     **options : as of `remat.solve`, `keep` and `recompute` too.
 
     Returns
@@ -88,11 +89,13 @@ def sweep(
     check_jobs(jobs)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
-    began_s = time.monotonic()
-    asked, at_hand = in_bytes(graph, budgets, NAMING_PART * time_limit_s, pins)
-    left_s = max(time_limit_s - (time.monotonic() - began_s), 0.0)
+    clock = Clock(time_limit_s)
+    unmodified_bytes = unmodified(graph).peak_bytes
+    asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
+    left_s = max(clock.left_s, 0.0)
     shared: dict[str, Any] = {
-        "time_limit_s": left_s, "jobs": jobs, "tell": tell, "at_hand": at_hand, **options
+        "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
+        "unmodified_bytes": unmodified_bytes, **options
     }  # fmt: skip
     fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
@@ -101,15 +104,17 @@ def sweep(
 def in_bytes(
     graph: TrainingGraph, budgets: Budgets, time_limit_s: float, pins: dict[str, Any]
 ) -> tuple[list[int], list[Result]]:
-    """The budgets in bytes, and what is at hand before they are solved."""
+    """The budgets in bytes, and results that were found on the way to them."""
     if budgets is None or isinstance(budgets, int):
         count = BUDGETS if budgets is None else budgets
-        return spread(graph, count, time_limit_s=time_limit_s, **pins)
-    return [resolve_budget(graph, b, time_limit_s=time_limit_s, **pins) for b in budgets], []
+        unmodified_bytes = unmodified(graph).peak_bytes
+        return spread(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
+    limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
+    return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
 
 
 def price_text(price: GibPrice) -> str:
-    """One sentence: what so much more would save, and what as much less would cost."""
+    """One sentence: what one step more of memory would save, and one step less would cost."""
     step = bytes_text(price.step_bytes)
     saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
     if price.cost_us is None or price.cost is None:

@@ -1,4 +1,4 @@
-"""The screens of `inspect`: tables that fit 60 columns, and say more where there is room."""
+"""Parts that several screens share: tables that fit 60 columns, and words for their cells."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from remat.schedules.verdicts.index_ranges import DASH
 from remat.schedules.verdicts.peak_holders import PeakHolders
 
 LONGEST = 36
-"""Letters of a folded path before its ranges are cut short."""
+"""Letters that a folded path may have before its ranges are cut short."""
 HOLDERS = 8
+"""Values that are named as holders of the peak; the rest is one row."""
 
 
 def rendered(screen: RenderableType, width: int = 100) -> str:
@@ -57,7 +58,7 @@ def verdict_text(row: FoldedRow) -> str:
     return row.first.verdict_text + (" *" if row.first.at_peak else "")
 
 
-def price_text(row: FoldedRow) -> str:
+def run_price_text(row: FoldedRow) -> str:
     """What one run of one layer's op costs; guessed prices say so."""
     cost_us = row.cost_us / row.count
     said = fine_time_text(cost_us)
@@ -103,7 +104,7 @@ def plain_table(*headers: str) -> Table:
 
 
 def prices_text(graph: TrainingGraph) -> str:
-    """Which prices are modelled, and how far off the model has been seen to be."""
+    """Which prices are modelled, and how far off the model was seen to be."""
     said = list(graph.notes)
     if is_in_table(graph.device):
         title = modelled_device(graph.device).title

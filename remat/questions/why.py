@@ -1,7 +1,8 @@
-"""Why a plan keeps a value or computes it again: by a solve in which that is turned round.
+"""Why a plan keeps a value or computes it again.
 
-What keeping would take if nothing else changed is said by the simulator. What is best instead is
-said by a real solve with the op pinned; nothing else is claimed.
+No reason is made up. Only two things are said, and both can be checked: the peak that the
+simulator gives the same schedule with the value left in place, and what a real solve finds with
+the op pinned the other way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.questions.solved_options import PINS, asked_again, pins_of, schedule_of
+from remat.questions.solved_options import PINS, asked_again, pins_of, planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
@@ -22,7 +23,7 @@ from remat.solver.pins.pinned import solve_for_pins
 from remat.solver.result import Result
 
 MOST = 3
-"""Ops that are asked about for one question, those of the largest values first."""
+"""Most ops that are asked about, those of the largest values first. Each takes a solve."""
 
 
 class Turned(msgspec.Struct, frozen=True):
@@ -69,13 +70,13 @@ def why(
 
     Parameters
     ----------
-    each_s : seconds that a solve may take; one an op.
+    each_s : seconds for each solve, of which there is one for each op.
 
     Raises
     ------
     GlobError : a glob matches nothing, or nothing in forward.
     """
-    schedule, asked = schedule_of(result), tuple(globs)
+    schedule, asked = planned(result), tuple(globs)
     if not asked:
         return ()
     pins = Pins.of(graph, **pins_of(schedule))
@@ -87,11 +88,12 @@ def why(
 
 
 def _most_telling(row: ValueRow) -> tuple[bool, int]:
+    """Sorts values that backward reads before the others, and large ones before small ones."""
     return row.verdict == "free", -row.size_bytes
 
 
 def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s: float) -> Why:
-    schedule = schedule_of(result)
+    schedule = planned(result)
     op = graph.ops[graph.op_index[row.op]]
     runs = schedule.computations()[op.name]
     forced = _forced(graph, op, runs, pins)
@@ -117,7 +119,7 @@ def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
 
 def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: float) -> Turned:
     """Solve with the op kept where it is recomputed, and the other way round."""
-    schedule = schedule_of(result)
+    schedule = planned(result)
     is_recomputed = schedule.computations()[op.name] > 1
     one = {op.name: op.name}
     turned = (

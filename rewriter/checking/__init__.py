@@ -1,1 +1,1 @@
-"""Runs a rewritten module beside eager and compares all that a step changes."""
+"""Runs a rewritten module beside eager, and compares all that a step changes."""

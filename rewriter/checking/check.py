@@ -1,6 +1,6 @@
 """Proof by running: the rewritten module against the original, bit for bit.
 
-A module that runs Inductor's code cannot have eager's bits; it is compared to a tolerance.
+A module that runs Inductor's code cannot have eager's bits, so it may be off by a tolerance.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.meter import Meter, Run, StepMemory
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.watch import python_state_kept
-from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
@@ -30,6 +31,7 @@ from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
 
 ENOUGH_US = 20e6
+"""Once the steps have taken this long in all, no more are timed."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -43,14 +45,15 @@ class Check(msgspec.Struct, frozen=True):
     baseline_peak_bytes, plan_peak_bytes : measured peak of the unmodified and of the
         rewritten step, resident bytes included.
     baseline_step_us, plan_step_us : median time of a step.
-    differences : names of what differs. unsteady : of what eager itself does not repeat to the
-        last bit, as sums by atomic additions on a CUDA device; it differs where it is further from
-        eager than runs of eager are from each other.
-    plan_rounding_bytes : of the plan's peak, what the allocator gave beyond what was asked of it.
-    baseline_reserved_bytes, plan_reserved_bytes : the peak and what the allocator held beside it;
+    differences : names of what differs.
+    unsteady : names of what eager itself does not repeat to the last bit, such as sums by atomic
+        additions on a CUDA device. Of these, `differences` names those that are further from eager
+        than runs of eager are from each other.
+    plan_rounding_bytes : the part of the plan's peak that the allocator gave without being asked.
+    baseline_reserved_bytes, plan_reserved_bytes : the peak, and what the allocator held beside it;
         None on a CPU, whose allocator holds nothing.
     tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
-    largest_error : how far the furthest is; 0 where bits were compared.
+    largest_error : how far off the worst result is; 0 if bits were compared.
     """
 
     outputs_equal: bool
@@ -77,7 +80,7 @@ class Check(msgspec.Struct, frozen=True):
         return not self.differences
 
     def exceeds(self, budget_bytes: int) -> bool:
-        """Whether the plan asks for more than a budget; blocks that are larger do not count."""
+        """Whether the plan asks for more than a budget; what the allocator adds does not count."""
         return self.plan_peak_bytes - self.plan_rounding_bytes > budget_bytes
 
     @property
@@ -101,17 +104,18 @@ def check(
 ) -> Check:
     """Run a training step of both on the same batch and random state, and compare.
 
-    Both run once for equality (on a CUDA device eager twice, to see what it repeats), once for
-    the peak, and `steps` times in turn for the time, or fewer once that has taken 20 s.
-    Gradients, buffers, the batch and the random streams are put back as they were.
+    Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
+    times once that has taken 20 s. On a CUDA device eager runs twice for equality, to see which
+    results it repeats. Gradients, buffers, the batch and the random streams are put back as they
+    were.
 
     Parameters
     ----------
     model, module : the original and the rewritten module.
     args, kwargs, loss_fn, target, optimizer, accumulate : as given to `capture`.
-    tolerance : how far results may be from eager's, as a part of their norm. Left at None, 0, which
-        means equal bits, except for a module that runs Inductor's code, which has other ones:
-        there 0.01. Its random stream has to be eager's to the bit all the same.
+    tolerance : how far results may be from eager's, as a part of their norm. By default 0, which
+        means equal bits; 0.01 for a module that runs Inductor's code. The random stream has to be
+        eager's to the bit in any case.
     """
     batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
     eager = _eager_run(model, batch, loss_fn)
@@ -144,6 +148,8 @@ def check(
             for run in (eager, plan)
         ]
         times = _step_times(state, meter, (eager, plan), accumulate, steps)
+    # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
+    # that watch tensors would miss workspaces.
     peaks = [resident_total_bytes + one.peak_bytes for one in memory]
     reserved = [_reserved_bytes(*pair) for pair in zip(peaks, memory, strict=True)]
     gradients = [name for name in expected if name.startswith("gradient of ")]
@@ -217,9 +223,9 @@ def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -
 
 
 def _backward(output: Any) -> None:
-    """Backward from every differentiable leaf; made gradients where it is no scalar.
+    """Backward from every differentiable leaf, with random gradients for those that are no scalar.
 
-    Outside autocast, where torch's documentation wants it.
+    It runs outside autocast, as torch's documentation asks.
     """
     roots = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
@@ -236,7 +242,7 @@ def _backward(output: Any) -> None:
 def _step_times(
     state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
 ) -> tuple[float, float]:
-    """Median step times in microseconds, the two in turn so that drift hits both."""
+    """Median step times in microseconds. The two run in turn, so that drift hits both."""
     times: list[list[float]] = []
     while len(times) < steps and sum(map(sum, times)) < ENOUGH_US:
         times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])

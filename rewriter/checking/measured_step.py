@@ -12,10 +12,11 @@ from torch import nn
 
 from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.devices.device_table import CPU, allocated_on
-from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.tracing.resident import Optimizer, resident_bytes
+from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.memory_events import measure_live
+from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.check import plan_run
@@ -23,6 +24,7 @@ from remat.rewriter.checking.step_state import OwnBatch, StepState, own_paramete
 from remat.schedules.report.facts import MeasuredStep
 
 STEPS = 3
+"""How many steps the median time is taken of."""
 
 
 def measured_step(
@@ -36,10 +38,10 @@ def measured_step(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
 ) -> MeasuredStep:
-    """Run steps of `module` and see what they have live, by the profiler, and how long they take.
+    """Run steps of `module`: what they have live, by the profiler, and how long they take.
 
-    The first step is not measured, one is for memory, then `STEPS` for the median time. Gradients,
-    buffers, the batch and the random streams are put back as they were.
+    The first step is not measured, the second is for memory, and `STEPS` more are for the median
+    time. Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
     ----------
@@ -48,7 +50,7 @@ def measured_step(
 
     Raises
     ------
-    DeviceError : the model is not on the CPU, whose allocations alone can be seen one by one.
+    DeviceError : the model is not on the CPU. Only there can allocations be seen one by one.
     """
     device = resolved_device(None, model)
     if device != CPU:

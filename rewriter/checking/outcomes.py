@@ -1,4 +1,7 @@
-"""Outcomes of a step, compared bit for bit; and what eager itself does not repeat."""
+"""Outcomes of a step, compared bit for bit, or to a tolerance.
+
+On a CUDA device eager is compared with itself first: sums in no fixed order differ in eager too.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ Outcome = dict[str, Any]
 """What a step leaves, by name: outputs, gradients, buffers, random streams."""
 
 TIMES = 10.0
-"""How much further than a second run of eager a result may be from the first, where eager does
-not repeat itself. Both are draws of one rounding error; a wrong gradient is off by far more."""
+"""Where eager does not repeat itself, a result may be this many times as far from its first run as
+its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
 
 
 TOLERANCE = 0.01
-"""Of compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that fuse
-otherwise round otherwise, which batch norm makes as large as 1e-3; a wrong gradient, as by another
-dropout mask, is off by its own size."""
+"""For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
+fused otherwise round otherwise, and batch norm makes that as large as 1e-3. A wrong gradient, such
+as that of another dropout mask, is off by its own size."""
 LEAST_PART = 1e-3
-"""Of the norm of all results of a kind: those below are made of rounding errors, as the gradient
-of a bias before a batch norm is, and count as this large."""
+"""A result counts as at least this part of the norm of all results of its kind. Smaller ones are
+made of rounding errors, such as the gradient of a bias before a batch norm."""
 ROUNDINGS = 16
-"""How many units in the last place of its type a result of few bits may be off in any case."""
+"""A result of a type with few bits may always be off by this many units in the last place."""
 
 
 def compared(
@@ -33,8 +36,8 @@ def compared(
 
     Parameters
     ----------
-    expected, again : of two runs of eager from the same state; the same object where eager is
-        known to repeat itself. found : of the rewritten step.
+    expected, again : of two runs of eager from the same state; the same object if eager is known
+        to repeat itself. found : of the rewritten step.
     """
     changing = [name for name in expected if not same(expected[name], again[name])]
     unsteady = tuple(name for name in changing if isinstance(expected[name], Tensor))
@@ -50,9 +53,9 @@ def compared(
 def compared_nearly(
     expected: Outcome, found: Outcome, tolerance: float
 ) -> tuple[tuple[str, ...], float]:
-    """Names of what is further off than `tolerance`, and the largest error, both relative.
+    """Names of what is further off than `tolerance`, and the largest relative error.
 
-    What is no tensor of floating point numbers, as a random stream, has to be equal.
+    What is no tensor of floating-point numbers, such as a random stream, has to be equal.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
@@ -69,7 +72,7 @@ def compared_nearly(
 
 
 def _has_error(expected: Any, found: Any) -> bool:
-    """Whether the two can be further or nearer; equal ones, infinities among them, are not off."""
+    """Whether the two differ by an amount. Equal ones do not, even where they are infinite."""
     return (
         isinstance(expected, Tensor)
         and isinstance(found, Tensor)
@@ -91,7 +94,7 @@ def _norm_of_kind(outcome: Outcome, name: str) -> float:
 
 
 def same(expected: Any, found: Any) -> bool:
-    """Whether two results have the same bits; NaNs of the same bits are the same."""
+    """Whether two results have the same bits; a NaN equals a NaN of the same bits."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if expected.dtype != found.dtype or expected.shape != found.shape:
             return False

@@ -1,4 +1,4 @@
-"""All that a training step changes, put back so that each run starts from the same place."""
+"""All that a training step changes, put back so that each run starts from the same state."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StepState:
 
     Parameters
     ----------
-    device : that the step runs on; its stream is kept beside the CPU's.
+    device : where the step runs. Its random stream is kept beside the CPU's.
     python_state : what forward and the loss read, and may change.
     keep_parameters : whether forward may write to parameters too, as a momentum encoder's does.
     """
@@ -129,7 +129,7 @@ class StepState:
             self.python_state.restore()
 
     def prepared(self, run: Callable[[], Measure], accumulate: bool) -> Measure:
-        """What `run` returns from the start of a step, which may have gradients of zeros."""
+        """What `run` returns from the start of a step; with zeros as gradients if `accumulate`."""
         self.reset()
         if accumulate:
             for leaf in self.leaves.values():

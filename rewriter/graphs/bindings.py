@@ -1,9 +1,9 @@
 """The quickest Python callables that run exactly a given ATen op.
 
-`torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call, which takes
+`torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
 one to two microseconds more than `torch.mm(a, b)`, whose parser is generated. Which op such a
-function runs depends on its arguments, so each is tried once on the fake tensors of the trace and
-taken only where it runs the same overload with the same arguments.
+function runs depends on its arguments. So each is tried once on the fake tensors of the trace, and
+taken only if it runs the same overload with the same arguments.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NAMESPACES: tuple[Any, ...] = (
     _C._fft,
 )
 _REJECTED = (TypeError, ValueError, RuntimeError)
-"""What a function raises whose parameters are not those of the op."""
+"""What a function raises if its parameters are not those of the op."""
 
 
 class Bindings:
-    """Callables for the nodes of a graph; each kind of call is tried once."""
+    """Callables for the nodes of a graph. Each kind of call is tried once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Callable[..., Any]] = {}
@@ -58,7 +58,7 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a parser can tell apart: scalars in tensors may pass for numbers."""
+    """What a parser tells apart. It may take a tensor without dimensions for a number."""
     if isinstance(leaf, Tensor):
         return Tensor, leaf.dtype, leaf.dim() == 0
     return leaf if isinstance(leaf, str) else type(leaf)

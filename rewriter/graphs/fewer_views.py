@@ -1,8 +1,8 @@
 """Views of views that a graph can do without.
 
-Autograd's backward formulas transpose what forward transposed and reshape what it reshaped. In C++
-a view costs next to nothing; from Python each is a call. A view with the geometry of a tensor that
-it goes back to is that tensor, and a reshape of a reshape is one reshape.
+Autograd's backward formulas transpose what forward transposed, and reshape what it reshaped. In C++
+a view costs next to nothing; from Python each is a call. If a view has the geometry of a tensor
+that it goes back to, it is that tensor. A reshape of a reshape is one reshape.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _geometry(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _same_before(node: fx.Node) -> fx.Node | None:
-    """The nearest tensor that the view goes back to and equals."""
+    """The nearest tensor that the view goes back to and equals, if there is one."""
     wanted, source = _geometry(node), _source(node)
     while _geometry(source) != wanted:
         if not _is_view(source):
@@ -60,7 +60,7 @@ def _same_before(node: fx.Node) -> fx.Node | None:
 
 
 def _skip_reshape(node: fx.Node) -> None:
-    """Let a reshape of a reshape read what the first one reads, if that gives the same."""
+    """Let a reshape of a reshape read what the first one reads, if the result is the same."""
     while node.target in _RESHAPES and _source(node).target in _RESHAPES:
         base = _source(_source(node))
         if not base.meta["val"].is_contiguous():

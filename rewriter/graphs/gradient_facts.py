@@ -1,4 +1,4 @@
-"""What autograd must be told of the gradients of a step, read off the joint graph."""
+"""What guards must know about the gradients of a step, read off the joint graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class GradientFacts:
 
     Attributes
     ----------
-    unused : places of what gets no gradient, though it may require one.
-    needs : of each place that gets one, the places of forward's results through which it is
-        reached. through : all of these.
+    unused : places of inputs that get no gradient, though they may require one.
+    needs : for each place that gets one, the places of the results of forward that it comes from.
+    through : all places in `needs`' values.
     summed : places whose gradient is a sum of several terms.
     overwrites : whether the step writes to a buffer or an input.
     """
@@ -53,7 +53,7 @@ def gradient_facts(joint: Joint) -> GradientFacts:
 
 
 def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, frozenset[int]]:
-    """The places of forward's results whose tangents a node depends on, for those that do."""
+    """For each node that depends on tangents: the places of the results that these belong to."""
     found: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         if is_tangent(node):

@@ -1,8 +1,9 @@
 """Saving the random stream where an op draws from it, and drawing the same again.
 
-Plain functions as fx targets: the higher-order ops that torch has for this fail under
-user dispatch modes. Both leave the stream as an eager step leaves it. Each device has a stream of
-its own; states are tensors on the CPU.
+These are plain functions as fx targets: the higher-order ops that torch has for this fail under
+user dispatch modes. A step leaves the stream as an eager step leaves it. Each device has a stream
+of its own. States are tensors on the host; that of a CUDA device has 16 bytes and counts for
+nothing.
 """
 
 from __future__ import annotations

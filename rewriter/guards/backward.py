@@ -1,4 +1,10 @@
-"""What is checked when backward reaches a rewritten step, before any of its ops runs."""
+"""What is checked when backward reaches a rewritten step, before any of its ops runs.
+
+AOTAutograd gives zeros for a gradient that no tangent reaches. Eager leaves such gradients unset,
+and so do we. Three cases cannot be made equal to eager, and are refused: a hook on such a
+parameter, which would be called without a gradient; one backward through two forwards, which adds
+terms in another order; and a checkpoint around a step that writes to buffers.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +30,9 @@ class BackwardGuards:
 
     Parameters
     ----------
-    model : the user's. inputs : what the step was called with, parameters and buffers first, for
-    which `names` has names. facts : of the step's gradients.
+    model : the user's. names : of its parameters and buffers.
+    inputs : what the step was called with, parameters and buffers first.
+    facts : of the step's gradients.
     """
 
     def __init__(
@@ -61,7 +68,7 @@ class BackwardGuards:
     def _after(
         self, gradients: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
-        """None in place of the zeros of what eager would not have reached."""
+        """Put None in place of the zeros where eager would have set no gradient."""
         unreached = set(self._unreached(tangents))
         if not unreached:
             return None
@@ -74,7 +81,10 @@ class BackwardGuards:
         return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
 
     def _require_own_pass(self) -> None:
-        """Refuse a second backward of the model in one pass where eager would add otherwise."""
+        """Refuse a second backward of the model in one pass if a gradient is a sum of terms.
+
+        Eager would add the terms of both backwards in another order.
+        """
         now = torch._C._current_graph_task_id()
         if self.facts.summed and _last_pass.get(self.model) == now:
             raise RewriteError(
@@ -98,7 +108,7 @@ def _has_hook(tensor: Tensor) -> bool:
 
 
 def compiled_node(leaf: Any) -> Any:
-    """The autograd node of the compiled step behind a result; views of results have their own."""
+    """The autograd node of the compiled step behind a result, also behind a view of one."""
     node = leaf.grad_fn if isinstance(leaf, Tensor) else None
     while node is not None and node.name() != _NODE:
         node = next((source for source, _ in node.next_functions if source is not None), None)
@@ -106,13 +116,18 @@ def compiled_node(leaf: Any) -> Any:
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
-    """Raise `RewriteError` where a checkpoint around the step would write its buffers once less."""
+    """Raise `RewriteError` if a checkpoint surrounds a step that writes to buffers.
+
+    Torch stops a checkpoint's second forward as soon as it has what backward needs. The step would
+    not have written its buffers by then, while eager would have.
+    """
     if not facts.overwrites:
         return
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     if hooks and hooks[0].__module__ == "torch.utils.checkpoint":
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
-            "torch.utils.checkpoint, whose second forward ends before it does so again, as eager "
-            "would. Call it without the checkpoint: the plan decides what is computed again"
+            "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "
+            "written them again, which eager does. Call it without the checkpoint: the plan "
+            "decides what is computed again"
         )

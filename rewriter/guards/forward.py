@@ -1,4 +1,8 @@
-"""What a rewritten module checks before each training step: that all is as at capture."""
+"""What a rewritten module checks before each training step: that all is as it was at capture.
+
+Each difference is an error that names it: otherwise the static graph would run on and be wrong
+without a sign.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from remat.graph_capture.refuse import (
     unheard_hook,
 )
 from remat.graph_capture.tracing.carried import short
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.ties import tied_places
-from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.settings import first_difference, settings
 
 
 class Guards:
-    """The state a plan relies on, read at rewriting and compared at every step.
+    """The state that a plan relies on, read at rewriting and compared at every step.
 
     Parameters
     ----------
@@ -65,7 +69,7 @@ class Guards:
         return {"": True, **{path: mode for path, _, mode in self.modes}}
 
     def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
-        """Parameters and buffers that the step takes, a tied one once; and the batch's leaves.
+        """Parameters and buffers that the step takes, tied ones once; and the batch's leaves.
 
         Parameters
         ----------
@@ -116,13 +120,13 @@ class Guards:
         return state
 
     def _another(self, name: str, before: tuple[Any, ...], tensor: Tensor) -> RewriteError:
-        """What to tell of a parameter or buffer whose facts are not as before."""
+        """The error for a parameter or buffer whose facts are not as before."""
         if is_distributed(tensor):
             return RewriteError(distributed_message(f"{name} of {self.kind}"))
         return self._changed(name, *_first_changed(before, _facts(tensor)))
 
     def _replaced(self) -> RewriteError:
-        """What to tell where modules, parameters or buffers came or went."""
+        """The error for modules, parameters or buffers that came or went."""
         now, before = [name for name, _ in named_state(self.model)], self.live.names
         if now == before:
             return self._changed("a submodule", "one object", "another one")
@@ -156,7 +160,7 @@ _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
 
 
 def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
-    """The first of two facts that differ, as text."""
+    """The first fact that differs, before and now, as text."""
     for was, found, text in zip(before, now, _FACT_TEXT, strict=True):
         if was != found:
             return text(was), text(found)
@@ -168,7 +172,7 @@ def _shown(state: tuple[Any, ...]) -> str:
 
 
 def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
-    """Tensors that the graphs have taken in: neither parameters, buffers nor arguments."""
+    """Tensors that the graphs hold themselves: neither parameters, buffers nor arguments."""
     names = [(g, str(n.target)) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
     return [constant for g, name in names if isinstance(constant := getattr(g, name), Tensor)]
 
@@ -176,7 +180,7 @@ def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
 def _watched_constants(
     model: nn.Module, *graphs: fx.GraphModule
 ) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Plain tensor attributes of the model that the graphs have taken in."""
+    """Plain tensor attributes of the model that the graphs hold as constants."""
     addresses = {constant.data_ptr() for constant in constants_of(*graphs)}
     return [
         (f"{path}.{name}".lstrip("."), module, name, item)

@@ -1,4 +1,9 @@
-"""Forwards whose backward is still to come: what they have saved is held until then."""
+"""Forwards whose backward is still to come: what they have saved is held until then.
+
+Where torch.compile breaks a model into several graphs, each finds held what the open forwards of
+the others have saved. Dynamo's numbers of frames say neither that two graphs belong to one model
+nor that a graph is called twice, so forwards are counted as they run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from remat.rewriter.guards.backward import compiled_node
 
 
 class _Open:
-    """One forward of a graph; lives as long as the autograd node of its results."""
+    """One forward of a graph. It lives as long as the autograd node of its results."""
 
     def __init__(self, graph: Hashable, number: int) -> None:
         self.graph, self.number = graph, number
@@ -21,8 +26,8 @@ class _Open:
 class OpenForwards:
     """The forwards that are open, in the order in which they ran.
 
-    One is closed by its backward, or when nothing can reach its results any more. After a backward
-    with ``retain_graph=True`` it counts as closed, though what it saved is still there.
+    A forward is closed by its backward, or when nothing can reach its results any more. After a
+    backward with ``retain_graph=True`` it counts as closed, though what it saved is still there.
     """
 
     def __init__(self) -> None:
@@ -30,11 +35,11 @@ class OpenForwards:
         self._number = 0
 
     def graphs(self) -> list[Any]:
-        """The graph of each, the earliest first."""
+        """The graphs of the open forwards, the earliest first."""
         return [one.graph for one in sorted(self._open, key=lambda one: one.number)]
 
     def watch(self, graph: Hashable, output: Any) -> None:
-        """Note the forward of `graph` that has returned `output`."""
+        """Count the forward of `graph` that has returned `output` as open."""
         node = next(filter(None, map(compiled_node, pytree.tree_leaves(output))), None)
         if node is None:
             return
@@ -45,7 +50,7 @@ class OpenForwards:
 
 
 def _closing(one: _Open, among: weakref.WeakSet[_Open]) -> Callable[..., None]:
-    """A hook of an autograd node, which keeps `one` alive as long as that lives."""
+    """A hook for an autograd node. It closes `one`, and keeps it alive as long as the node."""
 
     def close(*_: Any) -> None:
         among.discard(one)

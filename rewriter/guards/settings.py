@@ -20,7 +20,7 @@ _NAMES = (
 
 
 def settings() -> Settings:
-    """Their values now, in the order of `_NAMES`."""
+    """The values of the settings now, in the order of `_NAMES`."""
     return (
         torch._C._get_mkldnn_enabled(),
         torch._C._get_cudnn_enabled(),
@@ -33,7 +33,7 @@ def settings() -> Settings:
 
 
 def first_difference(before: Settings, now: Settings) -> tuple[str, Any, Any]:
-    """Name and both values of the first setting that differs."""
+    """The first setting that differs: its name and both values."""
     for name, was, found in zip(_NAMES, before, now, strict=True):
         if was != found:
             return name, was, found

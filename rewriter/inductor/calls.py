@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def as_laid_out(kernel: Any) -> fx.Node | None:
-    """The fx node behind a kernel, its tensor arguments with the strides they really have."""
+    """The fx node behind a kernel, with the strides that its tensor arguments really have."""
     origin = _origin(kernel)
     if origin is None:
         return None
@@ -46,7 +46,7 @@ def _origin(kernel: Any) -> fx.Node | None:
 
 
 def _laid_out(like: Any, layout: Any) -> Any:
-    """`like` with the strides of `layout`, where its shape is the same."""
+    """`like` with the strides of `layout`, if its shape is the same."""
     if not isinstance(like, FakeTensor) or layout is None:
         return like
     size, stride = [int(n) for n in layout.size], [int(n) for n in layout.stride]

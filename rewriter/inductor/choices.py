@@ -1,9 +1,11 @@
 """What Inductor may put together in a planned step: kernels between the same two calls.
 
-Left alone, it fuses kernels that read the same buffers however far apart they are. One that is
-computed again then runs beside the first, and its result is held until it is read: the schedule
-is undone. For a CPU it also puts all kernels between two calls into one function, and holds
-what any of them reads or writes until that returns.
+Left alone, Inductor fuses kernels that read the same buffers, however far apart they are. A kernel
+that is computed again then runs beside its first run, and its result is held from then on: the
+schedule is undone. For a CPU, Inductor also puts all kernels between two calls into one function,
+which holds what any of them reads or writes until it returns. So planned steps forbid fusions
+across a call, and each kernel gets a function of its own. The code of a ResNet-18's plan for 36 MB
+took 61 MB without this, and takes 36 MB with it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch._inductor.virtualized import V
 
 
 class BetweenCalls(InductorChoices):
-    """Inductor's own choices, but for fusions across a call."""
+    """Inductor's own choices, without fusions across a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class BetweenCalls(InductorChoices):
         node2: BaseSchedulerNode,
         shared_data_score: int,
     ) -> bool:
-        """Whether two kernels may become one; Inductor asks it of all that it could fuse."""
+        """Whether two kernels may become one. Inductor asks this of all that it could fuse."""
         if self._call_between(scheduler, node1, node2):
             return False
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
@@ -43,7 +45,7 @@ class BetweenCalls(InductorChoices):
     def _call_between(
         self, scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode
     ) -> bool:
-        """In the order before anything is fused."""
+        """Whether a call stands between two kernels, in the order before anything is fused."""
         if scheduler not in self._calls:
             self._calls[scheduler] = [n.min_order for n in scheduler.nodes if n.is_extern()]
         calls = self._calls[scheduler]
@@ -56,7 +58,8 @@ class BetweenCalls(InductorChoices):
 def calls_in_order(is_asked: bool) -> Generator[None]:
     """Lower graphs so that what is between two calls stays there, if that is asked for.
 
-    Buffers of one size are not used for another then either, as this raises the peak.
+    Then buffers are not used again for other results either: `allow_buffer_reuse` raises the peak.
+    It stays on for torch's own cut, which it makes up to 4 % faster.
     """
     if not is_asked:
         yield

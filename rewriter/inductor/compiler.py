@@ -1,7 +1,10 @@
-"""Inductor in the place of our own generated code: the compiler of a schedule's two graphs.
+"""Inductor in place of our own generated code: the compiler of a schedule's two graphs.
 
-The graphs are those of `emit`: eager's ops in the schedule's order, with eager's random stream.
-Inductor fuses what is cheap and stores what lasts (`inductor_decomposed`).
+The graphs are those of `emit`: eager's ops in the schedule's order. AOTAutograd lets
+`compile_fx_inner` compile them, so guards, views and mutation stay as they are. Three things differ
+from what Inductor does by itself: ops that draw are functions of the stream's state
+(`functional_draws`), what lasts across a call is stored (`decomposed`), and all results keep their
+strides.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from remat.schedules.schedule import Schedule
 class _Phase:
     """One of the two graphs as Inductor gets it, with inputs that AOTAutograd does not know.
 
-    First `constants`, tensors that the trace took in, then the state of the stream of each device.
+    These are `constants`, tensors that the trace took in, then the random state of each device.
     """
 
     graph: fx.GraphModule
@@ -48,7 +51,7 @@ class InductorStep:
 
     Parameters
     ----------
-    joint : its resident bytes count in `peak_bytes`. forward, backward : as `emit` made them.
+    joint : its resident bytes are counted in `peak_bytes`. forward, backward : made by `emit`.
 
     Raises
     ------
@@ -61,7 +64,7 @@ class InductorStep:
         self._forward, self._backward = self._phase(forward), self._phase(backward)
 
     def peak_bytes(self) -> int:
-        """Peak of the step by Inductor's code, which is generated and replayed, not compiled.
+        """Peak of the step in Inductor's code, which is generated and replayed, but not compiled.
 
         Raises
         ------
@@ -81,11 +84,11 @@ class InductorStep:
         return self._joint.graph.resident.total_bytes + found.peak_bytes
 
     def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        """The compiler of the forward handed to AOTAutograd."""
+        """The compiler of forward that AOTAutograd is given."""
         return self._compiled(self._forward, gm, is_backward=False)
 
     def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        """The compiler of the backward handed to AOTAutograd."""
+        """The compiler of backward that AOTAutograd is given."""
         return self._compiled(self._backward, gm, is_backward=True)
 
     def _phase(self, gm: fx.GraphModule) -> _Phase:
@@ -95,7 +98,7 @@ class InductorStep:
         graph = decomposed(graph, self._mode)
         end = graph.graph.output_node()
         returned: Any = end.args[0]
-        # What users see and what backward reads has the strides it was traced with.
+        # Users and backward rely on the traced strides, so Inductor must keep those of all results.
         end.meta["user_visible_output_idxs"] = [
             i for i, result in enumerate(returned) if isinstance(result, fx.Node)
         ]
@@ -112,7 +115,7 @@ class InductorStep:
 
 
 def code_peak_bytes(joint: Joint, schedule: Schedule) -> int:
-    """Peak of the step that Inductor's code for `schedule` has; nothing is compiled.
+    """Peak of a step that runs Inductor's code for `schedule`; nothing is compiled.
 
     Raises
     ------
@@ -132,13 +135,13 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
     known = [node.target for node in phase.graph.graph.find_nodes(op="placeholder")]
     if given != known[: len(known) - len(phase.constants) - len(phase.devices)]:
         raise RewriteError(
-            "AOTAutograd has changed the inputs of the step, which cannot be compiled then: "
+            "AOTAutograd has changed the inputs of the step, so it cannot be compiled: "
             "rewrite without compile=True. Please report this model"
         )
 
 
 def _without_states(gm: fx.GraphModule, n_states: int) -> None:
-    """Leave out the states after a graph, which its caller does not keep."""
+    """Leave out the random states that a graph returns: its caller does not keep them."""
     end = gm.graph.output_node()
     returned: Any = end.args[0]
     end.args = (tuple(returned[: len(returned) - n_states]),)
@@ -149,9 +152,9 @@ def _workspaces(prices: CallPrices, calls: Sequence[fx.Node]) -> list[int]:
 
 
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Make inputs of tensors that the graph holds, in place, after its other inputs.
+    """Make inputs of the tensors that the graph holds, in place, after its other inputs.
 
-    Inductor would take the numbers of small ones into its code, where changes are not seen.
+    Inductor would write the numbers of small ones into its code, and not see when they change.
     """
     constants: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -168,7 +171,7 @@ def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 
 
 def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
-    """`run` with the inputs that AOTAutograd does not know; streams are put where they are then."""
+    """`run` with the inputs that AOTAutograd does not know; random states go to the generators."""
 
     def called(args: list[Any]) -> Any:
         args.extend(phase.constants)

@@ -1,8 +1,7 @@
-"""From an emitted graph of ATen ops to what Inductor compiles, the schedule unchanged.
+"""From an emitted graph of ATen ops to what Inductor compiles, with the same schedule.
 
-Ops are decomposed as Inductor wants them, and each result that the schedule keeps while a later
-call runs is stored there: left to itself, Inductor keeps what a cheap result is made of, and makes
-it again in each reader.
+Ops are decomposed as Inductor wants them. Each result that the schedule keeps while a later call
+runs is stored where it is made, as in `emit`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ aten = torch.ops.aten
 
 
 def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
-    """`gm` decomposed, with what lasts stored; placeholders keep their names.
+    """`gm` decomposed, with what lasts stored. Placeholders keep their names.
 
     Raises
     ------
@@ -44,7 +43,7 @@ def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
 
 
 def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
-    """A fake tensor for each placeholder; what is no tensor stays as it is."""
+    """A fake tensor for each placeholder that holds a tensor; other values stay as they are."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return [
         mode.from_tensor(v) if isinstance(v, Tensor) and not isinstance(v, FakeTensor) else v
@@ -94,7 +93,7 @@ def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Results of kernels, or calls that move, which are read after a later call has run."""
+    """Results of kernels, or of calls that Inductor moves, that a node after a later call reads."""
     place = {node: i for i, node in enumerate(nodes)}
     calls = [i for i, node in enumerate(nodes) if _is_call(node)]
     last = dict(place)

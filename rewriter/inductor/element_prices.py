@@ -1,8 +1,10 @@
 """What an element costs in a kernel that Inductor generates, beyond the bytes read and written.
 
-On a CPU a random number takes some twenty times as long as other arithmetic, an error function
-five times; so these set the price of a dropout or a GELU that is computed again. Each is measured
-once on a machine, by a kernel with it and one without.
+On a CPU a random number takes some twenty times as long as other arithmetic, and an error function
+five times. So they set the price of a dropout or a GELU that is computed again: a GPT-2 plan whose
+overhead was predicted at 0.7 % took 3.8 %, since eight GELUs and the masks of eight dropouts took
+11.6 ms and were priced at 2.5. Each function is measured once a machine, by a kernel with it and
+one without.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ ELEMENTS = 1 << 20
 
 
 def slow_part(node: fx.Node) -> str:
-    """What `node` computes that is priced by the element; empty for all that is as fast as a copy.
+    """What `node` computes that is priced by the element; empty if it is as fast as a copy.
 
-    Reading a mask kept as bytes is among it.
+    Reading a mask that is kept as bytes is priced by the element too.
     """
     if node.target in DRAWS:
         return DRAW
@@ -58,10 +60,10 @@ def slow_part(node: fx.Node) -> str:
 
 
 def us_per_element(part: str, cache: PriceCache) -> float:
-    """Microseconds that a `slow_part` takes, with as many threads as there are now.
+    """Microseconds that a `slow_part` takes, with the threads that there are now.
 
-    Measured at the first call and kept in `cache`, whose file is that of this machine and number
-    of threads. May be called in the middle of a compilation.
+    It is measured at the first call and kept in `cache`, whose file is for this machine and this
+    number of threads. It may be called in the middle of a compilation.
     """
     key = f"{KEY} {part}"
     if key not in cache.prices:
@@ -74,7 +76,7 @@ def us_per_element(part: str, cache: PriceCache) -> float:
 
 
 def _kernel(part: str) -> Callable[[], Any]:
-    """A compiled kernel that multiplies `ELEMENTS` numbers by what is to be measured."""
+    """A compiled kernel that multiplies `ELEMENTS` numbers by what is measured."""
     given = [
         torch.zeros(1, dtype=torch.int64),
         torch.linspace(0.5, 2.0, ELEMENTS),
@@ -94,7 +96,7 @@ def _kernel(part: str) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def _on_its_own() -> Generator[None]:
-    """Real tensors and plain kernels, beside whatever is being compiled."""
+    """Real tensors and plain kernels, whatever is being compiled around this."""
     with (
         no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
     ):  # fmt: skip

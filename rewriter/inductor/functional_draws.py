@@ -1,9 +1,10 @@
 """Ops that draw, as functions of the random stream's state.
 
-A compiler may move, drop or repeat what has no visible effects, and drawing from a generator is
-none that it sees. So each op that draws takes the state as a tensor and returns the next one
-beside its results: what is drawn when follows from the data alone. The state enters a graph as an
-input and leaves it as an output; whoever runs the graph moves the generator there.
+A compiler may move, drop or repeat what has no effects that it sees, and it does not see that an op
+draws from a generator. So each op that draws takes the state as a tensor, and returns the next
+state beside its results. Then the data alone say what is drawn when, and random numbers are eager's
+to the bit. The state enters a graph as an input and leaves it as an output; the caller of the graph
+puts it into the generator. A recomputation draws from the state that was saved.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _wrapped: dict[Any, Any] = {}
 
 
 def make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Change what draws, and what saves or puts back the stream, in place.
+    """Make functional, in place, what draws and what saves or puts back the stream.
 
     Returns
     -------
-    The devices whose stream the graph moves. For each, in this order, it has one more input at the
-    end, the state before it, and one more output, the state after it.
+    The devices whose streams the graph draws from. For each, in this order, the graph gets one more
+    input at the end, the state before it, and one more output, the state after it.
 
     Raises
     ------
@@ -62,8 +63,8 @@ def _refuse_own_generator(node: fx.Node) -> None:
     if argument(node, "generator") is not None:
         trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
         raise RewriteError(
-            f"{node.name} ({node.target}) draws from a generator of its own, which compiled code "
-            f"cannot: let it draw from the default one, or rewrite without compile=True. "
+            f"{node.name} ({node.target}) draws from a generator of its own. Compiled code "
+            f"cannot do that: let it draw from the default one, or rewrite without compile=True. "
             f"{trace[-2].strip() if len(trace) > 1 else ''}"
         )
 
@@ -77,7 +78,7 @@ def _state_input(graph: fx.Graph, device: str) -> fx.Node:
 
 
 def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-    """Let `node` run the functional form of `target`, and its users read the same results."""
+    """Let `node` run the functional form of `target`, and let its users read the same results."""
     value = node.meta["val"]
     node.target, node.args = functional_form(target), args
     if isinstance(value, Tensor):
@@ -107,7 +108,7 @@ def _add_outputs(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
 
 
 def underlying(node: fx.Node) -> fx.Node:
-    """The call that a functional form wraps, as a node of its own; other nodes are themselves."""
+    """The call that a functional form wraps, as a node of its own; other nodes as they are."""
     wrapped = _wrapped.get(node.target)
     if wrapped is None:
         return node
@@ -119,8 +120,10 @@ def underlying(node: fx.Node) -> fx.Node:
 
 @functools.cache
 def functional_form(target: Any) -> Any:
-    """An op that takes ``(state, device)`` before what `target` takes, and returns the next state
-    after what it returns. The generator is left as it was.
+    """`target` as an op without effects.
+
+    It takes ``(state, device)`` before the arguments of `target`, and returns the next state after
+    the results of `target`. The generator is left as it was.
     """
     name = f"functional_{target.name().replace('::', '_').replace('.', '_')}"
     _library.define(_schema(name, target))

@@ -1,8 +1,8 @@
 """Inductor's joint graph as a `TrainingGraph` whose ops are kernels and calls.
 
-Pointwise nodes take no storage of their own: they are computed inside the kernels that read
-them. Those that a call reads, that backward reads of forward, or that many kernels would
-have to compute again, are values all the same; the others are inlined where they are read.
+Pointwise nodes take no storage of their own: they are inlined into the kernels that read them. Some
+are values all the same: those that a call reads, that backward reads of forward, or that would make
+their readers hold too much (`stored`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class FusedJoint:
 
     Attributes
     ----------
-    module : the joint graph. n_outputs : of its outputs, those of forward.
-    node_of_op : the node behind each op; none for the tangents.
+    module : the joint graph. n_outputs : how many of its outputs are forward's.
+    node_of_op : the node behind each op; the tangents have none.
     base_of_value : the node that first returns a value.
     values_read : for each node, the values that must be live where it is emitted.
     """
@@ -48,16 +48,6 @@ class FusedJoint:
     node_of_op: dict[str, fx.Node]
     base_of_value: dict[str, fx.Node]
     values_read: dict[fx.Node, tuple[str, ...]]
-
-    @property
-    def results(self) -> list[Any]:
-        """What both graphs return: forward's own outputs, then the gradients."""
-        return list(self.module.graph.find_nodes(op="output")[0].args[0])  # pyright: ignore
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """Inputs of the joint graph."""
-        return list(self.module.graph.find_nodes(op="placeholder"))
 
 
 @dataclass
@@ -84,7 +74,7 @@ class _Builder:
         self.overwritten = {n.args[0] for n in self.nodes if mutates(n)}
 
     def _forward_nodes(self) -> set[fx.Node]:
-        """Ancestors of forward's results, what draws or has effects there, and their parts."""
+        """Ancestors of forward's results and of what draws or has effects there; their parts."""
         late = {node for node in self.nodes if is_tangent(node)}
         for node in self.nodes:
             if any(source in late for source in node.all_input_nodes):
@@ -181,7 +171,7 @@ class _Builder:
         )
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        """Values among the arguments, those of inlined nodes in their place."""
+        """Values among the arguments. For an inlined node, the values that it reads."""
         return tuple(
             dict.fromkeys(v for a in node_inputs(node) for v in self.values_read.get(a, ()))
         )
@@ -195,7 +185,7 @@ class _Builder:
             self._add_op(node)
 
     def _add_part(self, node: fx.Node) -> None:
-        """An element of a tuple: a value of the op that made it, or a view like its source."""
+        """An element of a tuple is a value of the op that made it, or a view as its source is."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         self.values_read[node] = (
@@ -228,7 +218,7 @@ class _Builder:
         )  # fmt: skip
 
     def _written(self, node: fx.Node) -> tuple[str, ...]:
-        """The value that stands for what an op with effects returns."""
+        """What an op with effects returns: the value that it writes to."""
         first = node.args[0] if node.args else None
         return self.values_read[first] if mutates(node) and isinstance(first, fx.Node) else ()
 

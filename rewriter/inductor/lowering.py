@@ -1,10 +1,10 @@
 """What Inductor's generated code allocates and frees, read off before anything is compiled.
 
-With `inductor_calls` and `inductor_unwritten`, the one place that stands on Inductor's private
-code. It runs `compile_fx_inner` on copies of the two graphs, up to and including
-`GraphLowering.codegen`, and reads the lines of the wrapper that this leaves behind: allocations,
-frees, reuses, and calls of kernels that are not generated. A kind of line that it does not know
-is an error, not a guess.
+This file, `calls` and `unwritten` are the only ones that read Inductor's private code. It runs
+`compile_fx_inner` on copies of the two graphs, up to and including `GraphLowering.codegen`. Then it
+reads the lines of the wrapper that this leaves behind: allocations, frees, reuses, and calls of
+kernels that are not generated. A line of an unknown kind is an error, not a guess. Callers then
+warn, and estimate the peak from the graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WITHOUT_MEMORY = frozenset(
 
 
 class ReplayError(RewriteError):
-    """Inductor's code has something in it that the replay does not know."""
+    """Inductor's code has something that the replay does not know."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Event:
     Attributes
     ----------
     name : of the buffer that it makes or drops. of : the buffer whose storage it shares.
-    sizes_bytes : of the storages made; a call that returns a tuple makes one an element.
-    element : which of the tuple `of` is meant. node : the call as an fx node, arguments as
-        they are laid out, from which its workspace can be measured.
+    sizes_bytes : of the storages made; a call that returns a tuple makes one for each element.
+    element : which element of the tuple `of` is meant.
+    node : the call as an fx node, its arguments as they are laid out. Its workspace can be
+        measured from that.
     """
 
     kind: EventKind
@@ -64,9 +65,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The events of one graph, its inputs, and its outputs by the buffers that hold them.
+    """The events of one graph, its inputs, and for each output the buffer that holds it.
 
-    `output_strides` are those that the generated code gives its outputs.
+    `output_strides` are those that the generated code gives to its outputs.
     """
 
     events: tuple[Event, ...]
@@ -82,8 +83,8 @@ def lower(
 
     Parameters
     ----------
-    inputs : fake tensors, one a placeholder. visible : outputs that users see, whose strides
-        Inductor keeps.
+    inputs : fake tensors, one for each placeholder.
+    visible : which outputs users see. Inductor keeps their strides.
 
     Raises
     ------
@@ -110,7 +111,7 @@ class _Stopped(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def _stopped_after_codegen() -> Generator[list[Any]]:
-    """`compile_to_module` generates code, leaves what is found in the list, and raises."""
+    """In here, lowering a graph puts what its code does into the list, and stops."""
     found: list[Any] = []
 
     def stop(graph: GraphLowering) -> None:

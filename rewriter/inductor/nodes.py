@@ -21,7 +21,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 SEEDS = inductor_prims.seeds
 DRAWS = frozenset({inductor_prims.random, inductor_prims.randint})
-"""Draw from a seed that they are given: run again, they draw the same."""
+"""They draw from a seed that they are given, so they draw the same when they run again.
+
+Inductor's seeds are made in forward and saved. What draws from the stream itself runs once.
+"""
 
 _INLINED = frozenset(
     {
@@ -62,7 +65,7 @@ def is_inlined(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether Inductor makes a kernel of the node and of what is inlined into it."""
+    """Whether Inductor makes one kernel of the node and what is inlined into it."""
     packet = getattr(node.target, "overloadpacket", None)
     return str(getattr(packet, "__name__", "")) in _REDUCTIONS
 
@@ -73,7 +76,7 @@ def is_generated(node: fx.Node) -> bool:
 
 
 def place_of(node: fx.Node) -> tuple[str, str]:
-    """Module path and ``file:line`` behind a node, as far as dynamo has noted them."""
+    """Module path and ``file:line`` behind a node; empty where dynamo has not noted them."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [str(entry[0]) for entry in stack.values()]
     module = paths[-1].removeprefix("L['self'].").removeprefix("L['fn'].") if paths else ""
@@ -86,7 +89,7 @@ def place_of(node: fx.Node) -> tuple[str, str]:
 
 
 def refuse_symbols(node: fx.Node) -> None:
-    """Raise `CaptureError` where a size of what the node returns is symbolic."""
+    """Raise `CaptureError` if a size of what the node returns is symbolic."""
     for item in (node.meta.get("val"), *tensors_of(node)):
         sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
         if any(map(_is_symbol, sizes)):
@@ -98,5 +101,5 @@ def refuse_symbols(node: fx.Node) -> None:
 
 
 def _is_symbol(size: Any) -> bool:
-    """Whether a size is not known; a symbol may stand for a number that a guard has fixed."""
+    """Whether a size is not known. A symbol whose number a guard has fixed is known."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None

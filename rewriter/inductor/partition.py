@@ -1,7 +1,9 @@
 """The place in torch.compile where a step is cut in two: our partitioner, and what it offers.
 
-Inductor hands over its joint graph, decomposed and after its own joint passes. A `FusedStep`
-is that graph with prices, the means to emit a schedule of it, and to replay its peak.
+Inductor hands over its joint graph, decomposed and after its own joint passes, and compiles the two
+graphs that it gets back. So guards, graph breaks, views and mutated buffers stay dynamo's and
+AOTAutograd's; with a second export, the guards would be ours. A `FusedStep` is the joint graph with
+prices. It emits schedules of the graph, and replays the peaks of their code.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ CONFIG: dict[str, Any] = {
 }
 """Inductor's configuration for a step of ours.
 
-Channels-last layouts would have forward save copies of parameters, which are not seen in the
-graph; and a cached pair of graphs would come past the partitioner.
+With channels-last layouts, forward would save copies of parameters, which are not in the graph. A
+pair of graphs from Inductor's cache would never come to the partitioner.
 """
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The two graphs that Inductor compiles, and whether it must hold the order of a plan."""
+    """The two graphs that Inductor compiles, and whether it must keep the order of a plan."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -57,10 +59,10 @@ class FusedStep:
     Attributes
     ----------
     graph : its kernels and calls, priced, with nothing resident.
-    static_bytes, dynamic_bytes : of the inputs: parameters and buffers, and all others.
-    n_masks : those that a plan keeps as bytes, and torch's own cut as bool.
-    calls : forwards that run before the first backward; all but one leave what they have saved,
-        and their inputs, beside what is replayed.
+    static_bytes : of parameters and buffers. dynamic_bytes : of all other inputs.
+    n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
+    calls : how many forwards run before the first backward. All but one leave what they have
+        saved, and their inputs, beside what is replayed.
     """
 
     calls = 1
@@ -69,6 +71,8 @@ class FusedStep:
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
         static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
+        # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
+        # keep the bool from which the byte is made.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
         self.n_masks = keep_masks_as_bytes(gm, n_outputs)
         self._prices = CallPrices(gm)
@@ -92,7 +96,11 @@ class FusedStep:
         return Pair(*emit_fused(self.joint, schedule))
 
     def stock(self) -> Pair:
-        """The two graphs that torch makes of the step where nothing is asked of it."""
+        """The two graphs that torch itself makes of the step.
+
+        They keep masks as bool. With nothing computed again, a GPT-2 takes 25.5 % more than eager
+        by this cut, and 5.5 % by a plan with bytes.
+        """
         with functorch_config.patch(activation_memory_budget=1.0):
             return Pair(
                 *min_cut_rematerialization_partition(
@@ -122,7 +130,7 @@ class FusedStep:
         )
 
     def left_by_others_bytes(self, found: Replay) -> int:
-        """What the other calls have left when the last one runs."""
+        """What the other calls have left by the time the last one runs."""
         return (self.calls - 1) * (found.saved_bytes + self.dynamic_bytes)
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
@@ -130,7 +138,7 @@ class FusedStep:
 
 
 def draws_once(pair: Pair) -> bool:
-    """Whether nothing that draws in forward draws again in backward."""
+    """Whether no op that draws in forward draws again in backward."""
     drawn = {node.name for node in pair.forward.graph.nodes if _draws(node)}
     return not any(_draws(node) and node.name in drawn for node in pair.backward.graph.nodes)
 
@@ -162,7 +170,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Called by Inductor; `plan`'s errors go through to the user."""
+        """Called by Inductor. Errors of `plan` go through to the user."""
         step = FusedStep(
             gm, joint_inputs, kwargs["num_fwd_outputs"],
             kwargs.get("static_lifetime_input_indices") or (), self.n_visible,
@@ -172,20 +180,28 @@ class Partitioner(CustomPartitionerFn):
         return pair.forward, pair.backward
 
     def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile one of the two graphs; backward's turn comes when it is first run."""
+        """Compile one of the two graphs.
+
+        Backward is compiled when it first runs. No context around `compile_fx` is in force by then,
+        so the compiler itself brings what a plan needs.
+        """
         with calls_in_order(self.holds_order):
             return compile_fx_inner(*args, **kwargs)
 
     def uuid(self) -> None:
-        """No key: what is planned depends on more than the graph."""
+        """No key for a cache: what is planned depends on more than the graph."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        """Inductor copies its configuration."""
+        """The same one: Inductor copies its configuration, and with it the partitioner."""
         return self
 
 
 @contextlib.contextmanager
 def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
-    """The configuration to compile under; yields what to hand Inductor as its patches."""
+    """Compile under our configuration; yields the patches to give to Inductor.
+
+    Donated buffers are off, so that backward may run twice. On a Llama that costs 3 % of the peak
+    of torch's own cut.
+    """
     with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
         yield {**CONFIG, "custom_partitioner_fn": partitioner}

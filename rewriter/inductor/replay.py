@@ -1,4 +1,9 @@
-"""The peak of a compiled step: the events of its two graphs, replayed over storages."""
+"""The peak of a compiled step: what its two graphs allocate and free, replayed over storages.
+
+Fusion and the order of kernels are only known once Inductor has generated the code. So a compiled
+step is judged by its code: the code is generated and replayed, and calls add the workspaces that
+were measured for them.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +26,13 @@ class Replay:
 
     Attributes
     ----------
-    forward_peak_bytes, backward_peak_bytes : highest sums while each graph runs.
-    saved_bytes : what forward leaves for backward, its own outputs apart.
-    outputs_bytes : of forward's outputs that are not inputs.
+    forward_peak_bytes, backward_peak_bytes : the most bytes live while each graph runs.
+    saved_bytes : what forward leaves for backward, without its own outputs.
     """
 
     forward_peak_bytes: int
     backward_peak_bytes: int
     saved_bytes: int
-    outputs_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -49,7 +52,7 @@ def replay(
     Parameters
     ----------
     n_outputs : how many of forward's outputs are its own; the rest is saved.
-    workspaces : bytes that each of some calls takes while it runs, beyond its results.
+    workspaces : gives, for some calls, the bytes that each takes beyond its results while it runs.
     visible : as in `lower`.
 
     Raises
@@ -65,16 +68,15 @@ def replay(
     forward_peak = run.peak_bytes
     kept = [_held_by(run, name) for name in lowered.outputs]
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
-    theirs = _bytes_of(run, outputs)
-    both = _bytes_of(run, kept)
+    saved_bytes = run.bytes_of(kept) - run.bytes_of(outputs)
     then = _backward_run(
         run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:]
     )
-    return Replay(forward_peak, then.peak_bytes, both - theirs, theirs)
+    return Replay(forward_peak, then.peak_bytes, saved_bytes)
 
 
 class LiveStorages:
-    """Live storages by the names that hold them, while events are carried out."""
+    """Storages that are live while events are carried out, by the names that hold them."""
 
     def __init__(self, workspaces: Workspaces, held: set[str]) -> None:
         self.workspaces = workspaces
@@ -101,13 +103,17 @@ class LiveStorages:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def drop(self, name: str) -> None:
-        """Let go of what `name` holds, unless the caller holds it too."""
+        """Let go of what `name` holds, unless the caller holds `name` too."""
         if name in self.held:
             return
         for number in self.names.pop(name, ()):
             self.holders[number] -= 1
             if not self.holders[number]:
                 self.live_bytes -= self.size_bytes[number]
+
+    def bytes_of(self, held: Sequence[list[int]]) -> int:
+        """Bytes of some storages, each counted once."""
+        return sum(self.size_bytes[number] for number in {n for one in held for n in one})
 
     def carry_out(self, lowered: Lowered) -> None:
         """All events of a graph, in order."""
@@ -139,10 +145,6 @@ def _held_by(run: LiveStorages, name: str | None) -> list[int]:
     return [] if name is None else run.names.get(name, [])
 
 
-def _bytes_of(run: LiveStorages, storages: Sequence[list[int]]) -> int:
-    return sum(run.size_bytes[number] for number in {n for held in storages for n in held})
-
-
 def _backward_run(
     run: LiveStorages,
     backward: fx.GraphModule,
@@ -151,7 +153,7 @@ def _backward_run(
     saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None],
 ) -> LiveStorages:
-    """Carry out backward, on what forward has left."""
+    """Carry out backward on what forward has left."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
     inputs = [

@@ -1,1 +1,1 @@
-"""Plans in files: kept, read, and held against a model."""
+"""Plans in files: kept, read, and compared with a model."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ARCHIVE = ".pt2"
 EXTRA_FILE = "remat_plan.json"
-"""The name to give among the `extra_files` of `torch.export.save`."""
+"""The plan's name among the `extra_files` of `torch.export.save`."""
 _RECORD = f"extra/{EXTRA_FILE}"
 
 
@@ -25,9 +25,9 @@ def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = No
 
     Parameters
     ----------
-    path : JSON is written, or a ``.pt2`` archive where the name ends so.
-    program : of `torch.export.export`, to be kept in the same archive; without one the archive
-        holds the plan alone, no weights and no graph.
+    path : the file. A name that ends in ``.pt2`` gets an archive, any other name JSON.
+    program : of `torch.export.export`, to be kept in the same archive. Without one, the archive
+        holds only the plan: no weights and no program.
 
     Raises
     ------

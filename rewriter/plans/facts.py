@@ -1,4 +1,9 @@
-"""What a plan keeps of a model, a batch and a machine, and the recipe made of it again."""
+"""What a plan keeps of a model, a batch and a machine, and how the trace's recipe is made of it.
+
+A plan file holds facts, not objects: reading one runs no code of others. A loss function is kept by
+its name and given again. What the facts and the graph's hash do not cover, such as the p of a
+dropout, is traced as the model at hand has it, and stays exact.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,13 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.devices.cpu_meter import device_name
+from remat.graph_capture.devices.cpu_meter import cpu_title
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.ties import tied_places
-from remat.graph_capture.tracing.trace import Recipe, autocast_state
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, StateFact, TensorLeaf
 
@@ -50,17 +55,17 @@ def modules_in_eval(model: nn.Module) -> tuple[str, ...]:
 
 
 def loss_name(loss_fn: LossFunction | None) -> str:
-    """The function's name, or its class; empty for None."""
+    """The function's name, or that of its class; empty for None."""
     if isinstance(loss_fn, functools.partial):
         return loss_name(loss_fn.func)
     return "" if loss_fn is None else getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
 
 def title_of(device: str) -> str:
-    """The very machine behind a device's name."""
+    """The name of the machine behind a device's name."""
     if is_in_table(device):
         return modelled_device(device).title
-    return device_name() if device == CPU else torch.cuda.get_device_name(device)
+    return cpu_title() if device == CPU else torch.cuda.get_device_name(device)
 
 
 def batch_signature(signature: Signature) -> BatchSignature:
@@ -68,7 +73,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
 
     Raises
     ------
-    PlanError : an argument is neither a tensor, a number, a text nor a container of these.
+    PlanError : an argument is no tensor, number, text or container of these.
     """
     try:
         tree = pytree.treespec_dumps(signature.spec)
@@ -92,7 +97,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
 
 
 def signature_from(batch: BatchSignature) -> Signature:
-    """The signature that `batch_signature` made it of.
+    """The signature that `batch` was made from.
 
     Raises
     ------
@@ -155,7 +160,7 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
 
 
 def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe:
-    """How to trace the plan's step on `device`, which is here; called under the plan's autocast."""
+    """How to trace the plan's step on a `device` that is here; called under the plan's autocast."""
     return Recipe(
         name=plan.model,
         signature=signature_from(plan.batch),

@@ -1,4 +1,8 @@
-"""Whether a kept plan fits the torch, machine, model, batch and loss at hand, or what differs."""
+"""Whether a kept plan fits the torch, machine, model, batch and loss at hand.
+
+What a person can name is compared first, the graph's hash last (in `loading`): a difference of
+class, parameter or batch says more than one of ops.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,11 @@ MAKE_AGAIN = "Make the plan again for what is at hand: remat run MODEL --budget 
 
 
 def require_fit(plan: Plan, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
-    """Raise `PlanError`, naming the first difference: torch, device, model, batch, loss.
+    """Raise `PlanError` with the first difference of torch, device, model, batch or loss.
 
     Parameters
     ----------
-    batch : (args, kwargs, target), or None where it is the first step that compares.
+    batch : (args, kwargs, target), or None to let the first step compare it.
     """
     _require_torch(plan)
     _require_device(plan, model)
@@ -45,7 +49,7 @@ def _differs(what: str, planned: object, found: object) -> PlanError:
 
 
 def _require_torch(plan: Plan) -> None:
-    """A build for another device is the same torch: ``2.13.0+cpu`` is ``2.13.0``."""
+    """Builds for other devices are the same torch: ``2.13.0+cpu`` is ``2.13.0``."""
     planned, here = plan.versions.torch, str(torch.__version__)
     if planned.partition("+")[0] != here.partition("+")[0]:
         raise _differs("torch", planned, here)

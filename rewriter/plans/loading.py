@@ -14,8 +14,9 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Recipe, trace_recipe
+from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.plans.archive import read_plan
 from remat.rewriter.plans.facts import (
     autocast_of,
@@ -38,7 +39,7 @@ from remat.schedules.schedule import Schedule
 def plan_of(module: nn.Module) -> Plan:
     """The plan that a rewritten module follows, to be kept with `save_plan`.
 
-    Of a cache of plans it is the one that was used last.
+    For a cache of plans, it is the one that was used last.
 
     Raises
     ------
@@ -94,21 +95,21 @@ def load(
     target: Any = None,
     compile: bool = False,
 ) -> RematModule:
-    """Rewrite `model` to a kept plan; nothing is measured and nothing is solved.
+    """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved.
 
     Parameters
     ----------
-    plan : or the file it is kept in, JSON or ``.pt2``.
+    plan : a plan, or the file that it is kept in, JSON or ``.pt2``.
     model : of the class and shapes that the plan was made for, in training mode.
-    args, kwargs, target : where given, a batch to compare with the plan's now. Without it the
-        first step compares.
-    loss_fn : the function of the name in the plan, where it was made with one.
+    args, kwargs, target : a batch to compare with the plan's now. Without one, the first step
+        compares its batch.
+    loss_fn : if the plan was made with a loss function, the one of that name.
     compile : as in `rewrite`.
 
     Raises
     ------
     PlanError : the file cannot be read; or the torch, the device, the model, the batch or the
-        loss differ from the plan's: the first difference is named.
+        loss differ from the plan's. The message names the first difference.
     ScheduleError : all these are the same, and yet the model computes something else.
     """
     kept = plan if isinstance(plan, Plan) else read_plan(plan)

@@ -1,4 +1,4 @@
-"""A model with some of its submodules replaced, without a change to the user's own."""
+"""A model with some of its submodules replaced; the user's model stays as it is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from remat.graph_capture.refuse import HOOKS
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """`model` with other modules in the places of some.
 
-    What holds a replaced module is copied, one module deep: the copy has the same parameters,
-    buffers and attributes, and a list of submodules and hooks of its own. All else is shared.
+    A module that holds a replaced one is copied, one deep. The copy has the same parameters,
+    buffers and attributes, but its own submodules and hooks, so the user's keep theirs. All else
+    is shared.
     """
     return _rebuilt(model, dict(replaced))
 

@@ -13,7 +13,8 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.carried import Carried, state_guarded
-from remat.graph_capture.tracing.trace import Recipe, trace_recipe
+from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
@@ -26,14 +27,17 @@ from remat.schedules.schedule import Schedule
 class RematModule(SharedState, fx.GraphModule):
     """A GraphModule that shares every attribute with the user's module.
 
-    Its instances have the user's ``__dict__`` itself: the same parameters, buffers,
-    submodules, training flag and names; nothing is added to it. In training mode with
-    gradients enabled, a call runs the rewritten step; otherwise the user's own forward.
+    An instance has the user's ``__dict__`` itself, so parameters, buffers, submodules, hooks, the
+    training flag and names are the same objects. Nothing is added to it: the compiled step, the
+    schedule and the guards are attributes of a class that is made for the one instance. That class
+    is a subclass of the user's, so `isinstance` holds for both. In training mode with gradients
+    enabled, a call runs the rewritten step; otherwise it runs the user's own forward.
 
     Class attributes (each instance has a class of its own)
     -------------------------------------------------------
-    schedule : what the step carries out. forward_module, backward_module : the two
-        graphs, as plain GraphModules that can be read, printed and iterated.
+    schedule : what the step carries out.
+    forward_module, backward_module : the two graphs, as plain GraphModules that can be read,
+        printed and iterated.
     """
 
     schedule: ClassVar[Schedule]
@@ -46,11 +50,14 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_priced: ClassVar[TrainingGraph | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
-        """A plain instance; `GraphModule.__new__` would make another class for it."""
+        """A plain instance: `GraphModule.__new__` would make another class for it."""
         return object.__new__(cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the user's forward takes, and ``target`` where a loss was captured.
+        """Take what the user's forward takes, and ``target`` if a loss was captured.
+
+        With a loss, a call in training returns ``loss_fn(output, target)``, the form of
+        `torch.distributed.pipelining`. In eval mode, a call without a target returns the output.
 
         Raises
         ------
@@ -60,8 +67,8 @@ class RematModule(SharedState, fx.GraphModule):
         if self.training and torch.is_grad_enabled():
             if target is None and self._remat_guards.takes_target:
                 raise RewriteError(
-                    f"the loss is part of the rewritten {self._remat_guards.kind} and takes a target: "
-                    "call it with target=..., as it was captured"
+                    f"the loss is part of the rewritten {self._remat_guards.kind} and takes a "
+                    "target: call it with target=..., as it was captured"
                 )
             return self._remat_step((args, kwargs, target))
         return self._remat_run_original(args, kwargs, target)
@@ -87,7 +94,11 @@ class RematModule(SharedState, fx.GraphModule):
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> RematModule:
-        """The same plan over a copy of the model; traced anew if it has tensors of the model's."""
+        """The same plan over a copy of the model.
+
+        The compiled step takes all state as arguments, so the copy shares it. If the graphs hold
+        tensors of the model, or its Python state is another one now, the copy is traced anew.
+        """
         if cls._remat_guards.constants or cls._remat_guards.python_state.first_change():
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
@@ -106,7 +117,7 @@ class RematModule(SharedState, fx.GraphModule):
 
     @property
     def graph(self) -> fx.Graph:
-        """The forward graph; read-only, see `backward_module` for the other one."""
+        """The forward graph, read-only. The other one is in `backward_module`."""
         return self._remat_compiled_step.forward.graph
 
     @graph.setter
@@ -119,7 +130,8 @@ class RematModule(SharedState, fx.GraphModule):
     @property
     def code(self) -> str:
         """Python code of both graphs."""
-        return f"# forward{self._remat_compiled_step.forward.code}\n# backward{self._remat_compiled_step.backward.code}"
+        step = self._remat_compiled_step
+        return f"# forward{step.forward.code}\n# backward{step.backward.code}"
 
     def recompile(self) -> NoReturn:
         """Refused: see `graph`."""
@@ -129,7 +141,7 @@ class RematModule(SharedState, fx.GraphModule):
         )
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
-        """Both graphs with the shape of every tensor; printed unless told otherwise."""
+        """Both graphs with the shape of every tensor, as text; also printed by default."""
         parts = [
             graph.print_readable(print_output, *args, **kwargs)
             for graph in (self._remat_compiled_step.forward, self._remat_compiled_step.backward)
@@ -152,7 +164,7 @@ def make_module(
     prediction: Prediction | None = None,
     priced: TrainingGraph | None = None,
 ) -> RematModule:
-    """A `RematModule` over `model`; also an instance of the model's own class."""
+    """A `RematModule` over `model`, which is an instance of the model's own class too."""
     kind = class_of_user(
         RematModule,
         model,
@@ -181,16 +193,16 @@ def restored(
     priced: TrainingGraph | None,
     by_inductor: bool = False,
 ) -> RematModule:
-    """The module of a plan over a copy of the model that it was made for; traced anew.
+    """The module of a plan over a copy of the model that it was made for, traced anew.
 
     Parameters
     ----------
-    modes : which of the model's modules were in training mode when it was captured, by path. The
-        copy may be in eval mode, and stays so.
+    modes : by path, whether each module was in training mode at capture. The copy may be in eval
+        mode, and stays so.
 
     Raises
     ------
-    ScheduleError : what is traced is not what the plan was made for, as with another torch.
+    ScheduleError : the trace is not what the plan was made for, as under another torch.
     """
     with _in_modes(model, modes):
         traced = trace_recipe(model, recipe)

@@ -17,11 +17,11 @@ Forward = Callable[..., Any]
 
 
 class OwnForward:
-    """A descriptor that comes before the instance's ``__dict__``, which is the user's too.
+    """A descriptor, which Python finds before the instance's ``__dict__``, which is the user's too.
 
-    So what the user set there, ``model.forward = ...``, does not hide the plan, and what a
-    trainer sets on the planned module, as Accelerate does for mixed precision, is not set on
-    the user's, where the two would call each other without end.
+    So a ``model.forward = ...`` that the user has set does not hide the plan. And a forward that a
+    trainer sets on the planned module, as Accelerate does for mixed precision, is not set on the
+    user's module, where the two would call each other without end.
     """
 
     def __init__(self, function: Forward) -> None:
@@ -43,10 +43,11 @@ class OwnForward:
 def class_of_user(
     base: type[nn.Module], model: nn.Module, loss_fn: LossFunction | None, **own: Any
 ) -> Any:
-    """A class over `base` and the model's, with the name and the signature that the model has.
+    """A subclass of `base` and of the model's class, with the model's class name and signature.
 
-    Trainers choose by these what they pass and how they take the loss, and keep the name in
-    checkpoints. `torch.compile` leaves the forward as it is.
+    Trainers read the signature to choose columns of a data set, and the class name to choose how
+    the loss is shifted; they keep the name in checkpoints. `torch.compile` leaves the forward as it
+    is: it would break at every rewritten step.
     """
     user = type(model)
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
@@ -116,7 +117,7 @@ class _Unannounced:
 
 
 def _like_users(user: type[nn.Module], forward: Forward, loss_fn: LossFunction | None) -> Forward:
-    """`forward` under the user's signature, with a ``target`` where there is a loss."""
+    """`forward` under the user's signature, with a ``target`` if there is a loss."""
 
     @functools.wraps(user.forward)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

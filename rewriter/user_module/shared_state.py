@@ -1,4 +1,4 @@
-"""Modules that have the user's own state: every parameter, buffer and attribute, by one dict."""
+"""Modules that share the user's state, every parameter, buffer and attribute, through one dict."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 
 
 class SharedState:
-    """What such modules have in common; each instance has a class of its own.
+    """What such modules have in common. Each instance has a class of its own.
 
-    A copy, deep or not, has a copy of the user's module behind it, and so has what is pickled and
-    read again.
+    A copy, deep or not, is made over a copy of the user's module. Pickling keeps the user's module,
+    the schedule and the recipe of the trace; reading traces anew. So a plan that another torch
+    would trace differently is refused there.
 
     Class attributes
     ----------------
-    original_module : the user's, whose ``__dict__`` the instance has.
+    original_module : the user's module, whose ``__dict__`` the instance has.
     """
 
     original_module: ClassVar[nn.Module]
@@ -31,23 +32,23 @@ class SharedState:
 
     @classmethod
     def _remat_last_used(cls) -> type[SharedState]:
-        """The class of the rewritten module that the last step ran; this one, or one it holds."""
+        """The class of the rewritten module that ran last: this one, or one that it holds."""
         return cls
 
     @classmethod
     def _remat_run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
-        """The user's own forward, and the loss where there is a target."""
+        """The user's own forward, and the loss if there is a target."""
         output = cls._remat_original_module.forward(*args, **kwargs)
         return output if target is None else apply_loss(cls._remat_loss_fn, output, target)
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> Any:
-        """The same over a copy of the original module; each kind of module says how."""
+        """The same over a copy of the original module. Each kind of module says how."""
         raise NotImplementedError
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function, and what it needs to make the same elsewhere; each kind says what."""
+        """A function, and the arguments with which it makes the same elsewhere."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:

@@ -20,9 +20,9 @@ PROCESS = 1
 
 
 def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The trace of a step: a lane each for forward, backward and what runs again.
+    """The trace of a step, with a lane each for forward, backward and what runs again.
 
-    ``otherData`` has the figures of `simulate`. Without prices each run takes one µs.
+    ``otherData`` holds the figures of `simulate`. If the graph has no prices, each run takes 1 µs.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
             "budget_bytes": schedule.budget_bytes,
             "colours": ROLES,
         },
-        "traceEvents": [*_names(graph), *_runs(line), *_counters(line)],
+        "traceEvents": [*_name_events(graph), *_run_events(line), *_counter_events(line)],
     }
 
 
@@ -49,7 +49,7 @@ def trace_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
     return msgspec.json.encode(chrome_trace(graph, schedule))
 
 
-def _names(graph: TrainingGraph) -> list[dict[str, Any]]:
+def _name_events(graph: TrainingGraph) -> list[dict[str, Any]]:
     names = [("process_name", 0, f"{graph.name}, predicted")]
     names += [("thread_name", lane, name) for name, lane in LANES.items()]
     return [
@@ -62,7 +62,7 @@ def _micros(line: Timeline, run: int) -> float:
     return float(line.edges[run]) * (1e3 if line.is_timed else 1.0)
 
 
-def _runs(line: Timeline) -> list[dict[str, Any]]:
+def _run_events(line: Timeline) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for run in range(len(line)):
         op = line.op_of(run)
@@ -80,7 +80,7 @@ def _runs(line: Timeline) -> list[dict[str, Any]]:
     return events
 
 
-def _counters(line: Timeline) -> list[dict[str, Any]]:
+def _counter_events(line: Timeline) -> list[dict[str, Any]]:
     return [
         {
             "ph": "C", "pid": PROCESS, "name": "live bytes", "ts": _micros(line, run),

@@ -1,7 +1,7 @@
 """A graph as text for Graphviz: ops in boxes of their layers, coloured by what a plan does.
 
-Forward, backward and recomputed ops have the colours of the plots; a line is as wide as its value
-is large, on a logarithmic scale.
+Forward, backward and recomputed ops have the colours of the plots. The width of a line grows with
+the logarithm of its value's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
 
     Parameters
     ----------
-    schedule : to mark what runs more than once, and how often.
+    schedule : if given, ops that run more than once are marked with how often they do.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """A schedule as a PyTorch memory snapshot, as if a CUDA allocator had recorded the step.
 
-The dictionary is of the form of `torch.cuda.memory._snapshot()`. Pickled, it opens in the viewer
+The dictionary has the form of `torch.cuda.memory._snapshot()`. Pickled, it opens in the viewer
 at https://pytorch.org/memory_viz and with ``python -m torch.cuda._memory_viz``. Its trace
-allocates and frees what `simulate` counts, so that the highest sum of it is the simulated peak.
+allocates and frees what `simulate` counts, so its highest sum is the simulated peak.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from remat.schedules.schedule import Compute, Fetch, Schedule
 from remat.schedules.views.timeline import timeline
 
 BASE = 0x7F00_0000_0000
-"""Where the addresses begin; any number does."""
+"""Where addresses begin. Any number would do."""
 
 VIEWER_PROTOCOL = 4
 """The newest version of pickles that the viewer in the browser reads."""
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 @dataclass
 class _Arena:
-    """Addresses: each block goes to the lowest hole that it fits into."""
+    """Addresses. Each block goes into the lowest hole that it fits into."""
 
     holes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     top: int = BASE
@@ -114,7 +114,7 @@ def snapshot_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
 
 
 def _run_op(recording: _Recording, graph: TrainingGraph, op: Op, now_us: int) -> None:
-    """Outputs, second copies of those that are live, and the workspace, which go at once."""
+    """One run. Second copies of live outputs, and the workspace, are freed when it ends."""
     frames = frames_of(op)
     for name in op.outputs:
         copy = f"{name} again" if name in recording.blocks else name

@@ -1,7 +1,7 @@
 """Pictures with matplotlib, of the extra ``plot``: one function a file, each draws on an ``ax``.
 
-Nothing here imports matplotlib before it draws. Colours are those of
-`remat.schedules.views.palette`.
+The user arranges and prints the ``ax``. matplotlib is not imported before something is drawn.
+Colours are those of `remat.schedules.views.palette`.
 """
 
 from __future__ import annotations

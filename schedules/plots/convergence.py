@@ -1,4 +1,4 @@
-"""How a solve closed in: its best schedule and its bound against the clock."""
+"""How a solve went: its best schedule and its bound over time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Moment(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Since the solve began."""
+        """Seconds since the solve began."""
         ...
 
     @property
     def best_overhead(self) -> float | None:
-        """Of the best schedule so far."""
+        """Overhead of the best schedule so far; None before there is one."""
         ...
 
     @property
     def bound_overhead(self) -> float:
-        """No schedule has less."""
+        """No schedule has less overhead."""
         ...
 
 
@@ -37,8 +37,8 @@ def draw_convergence(
 
     Parameters
     ----------
-    told : what a solver told its listener, in order: ``told = []`` and then
-        ``remat.solver.solve(..., progress=told.append)``; or several such lists by name.
+    told : what a solver reported, in order: ``told = []``, then
+        ``remat.solver.solve(..., progress=told.append)``. Or several such lists by name.
     """
     runs = dict(told) if isinstance(told, Mapping) else {"best schedule": told}
     colours = cycled(list(runs)) if len(runs) > 1 else dict.fromkeys(runs, ROLES["plan"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of
 from remat.schedules.views.palette import ROLES, cycled
 
 if TYPE_CHECKING:
@@ -20,17 +21,17 @@ class Outcome(Protocol):
 
     @property
     def schedule(self) -> Schedule | None:
-        """None where nothing was found."""
+        """None if nothing was found."""
         ...
 
     @property
     def peak_bytes(self) -> int:
-        """Of the schedule."""
+        """Peak of the schedule."""
         ...
 
     @property
     def time_us(self) -> float:
-        """Of the schedule."""
+        """Time of the schedule."""
         ...
 
     @property
@@ -39,12 +40,12 @@ class Outcome(Protocol):
         ...
 
 
-class Curve(Protocol):
+class DrawnFront(Protocol):
     """What a picture needs of `remat.solver.budgets.front.Front`."""
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The name of the model."""
         ...
 
     @property
@@ -65,16 +66,16 @@ class Curve(Protocol):
 
 def draw_front(
     ax: Axes,
-    fronts: Curve | Mapping[str, Curve],
+    fronts: DrawnFront | Mapping[str, DrawnFront],
     *,
     budget_bytes: int = 0,
     plan: Outcome | None = None,
 ) -> Axes:
-    """Draw overhead against peak, one line a solver, with the best bound at each budget.
+    """Draw overhead against peak, one line a solver, and the best bound at each budget.
 
     Parameters
     ----------
-    fronts : as `remat.sweep` returns them, one or several by the solver's name.
+    fronts : what `remat.sweep` returns; or several of these by the solver's name.
     budget_bytes : where to draw your budget, if it is not 0. plan : a result to mark.
     """
     curves = dict(fronts) if isinstance(fronts, Mapping) else {_solver(fronts): fronts}
@@ -104,15 +105,15 @@ def draw_front(
     return ax
 
 
-def _solver(curve: Curve) -> str:
+def _solver(curve: DrawnFront) -> str:
     return str(getattr(curve, "solver", "plans"))
 
 
-def _percent(time_us: float, curve: Curve) -> float:
-    return 100 * (time_us / curve.base_us - 1) if curve.base_us else 0.0
+def _percent(time_us: float, curve: DrawnFront) -> float:
+    return 100 * overhead_of(time_us, curve.base_us)
 
 
-def _bounds(curves: Iterable[Curve]) -> tuple[list[int], list[float]]:
+def _bounds(curves: Iterable[DrawnFront]) -> tuple[list[int], list[float]]:
     """The highest bound known at each budget that was solved."""
     best: dict[int, float] = {}
     for curve in curves:

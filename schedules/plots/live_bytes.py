@@ -1,4 +1,4 @@
-"""Live bytes through the step: the plan in bands, the unmodified and the measured step."""
+"""Live bytes through the step: the plan in bands, and curves to compare it with."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def draw_live_bytes(
 
     Parameters
     ----------
-    by : bands by kind of value or by module. unmodified : the step to compare with: its graph, as
-        eager runs it, and its schedule.
+    by : bands by kind of value or by module.
+    unmodified : the step to compare with: its graph, as eager runs it, and its schedule.
     measured : moments of a real step from 0 to its end in any unit, [n], and the bytes live then,
-        resident ones included, [n]. It is drawn over the length of the predicted step.
-    budget_bytes : where to draw the line; that of the schedule if None, no line if 0.
+        resident ones included, [n]. It is stretched to the length of the predicted step.
+    budget_bytes : where to draw the budget; the schedule's if None, none if 0.
 
     Raises
     ------

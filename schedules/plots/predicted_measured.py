@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
-    """Draw one point an op, on logarithmic axes; on the diagonal the two agree.
+    """Draw one point an op, on logarithmic axes. On the diagonal the two times agree.
 
     Parameters
     ----------
     predicted, measured : the same step, priced twice: modelled for a device and measured on it,
-        or measured on two days. Ops that take no time in either are left out.
+        or measured on two days. An op that takes no time in one of them is left out.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The schedule ribbon: what runs when and what is kept when, a row a layer."""
+"""The schedule ribbon: what runs when and what is kept when, with one row a layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 MOST_LABELS = 24
 FAINT, STRONG = 0.25, 0.55
 NARROWEST = 1.0
-"""Points, around what runs again, which is little where memory is ample: it stays visible."""
+"""Width in points of the line around what runs again, so that a single run stays visible."""
 
 
 def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
     """Draw Checkmate's R and S, folded by layer, over the runs of ops.
 
-    Bars are runs; behind them a row is shaded while a forward value of its layer is live, darker
-    while that is at least half of the most that the layer ever holds.
+    Bars are runs. Behind them a row is shaded while a forward value of its layer is live, and
+    darker while these are at least half of the most bytes that the layer ever holds.
 
     Raises
     ------

@@ -1,4 +1,7 @@
-"""The form of the page's data: columns of plain numbers and names, each once."""
+"""The form of the page's data: columns of plain numbers and names, each text once.
+
+The page's charts are drawn from one JSON object of this form. Tests compare it with `simulate`.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,9 @@ class Values(msgspec.Struct, frozen=True):
 
 
 class Runs(msgspec.Struct, frozen=True):
-    """Runs in order: which op, what is live meanwhile; 1 where the op ran before.
+    """Runs in order: which op, and what is live meanwhile. `again` is 1 if the op ran before.
 
-    `edges` are where runs begin, and where the last one ends: one entry more.
+    `edges` are where runs begin, and where the last one ends: one entry more than there are runs.
     """
 
     op: list[int]
@@ -76,7 +79,10 @@ class Stays(msgspec.Struct, frozen=True):
 
 
 class Band(msgspec.Struct, frozen=True):
-    """One band of the timeline; bytes of a run are the sum of `changes` up to it."""
+    """One band of the timeline. Its bytes at a run are the sum of `changes` up to that run.
+
+    Changes are mostly 0, which is short: the page of a step of 6,000 ops has 1.9 MB.
+    """
 
     name: str
     colour: str
@@ -90,8 +96,8 @@ class Curve(msgspec.Struct, frozen=True):
     live_bytes: list[int]
 
 
-class Ribbon(msgspec.Struct, frozen=True):
-    """Rows, and spans in them as row, begin, end, row, begin, end, ..."""
+class RibbonRows(msgspec.Struct, frozen=True):
+    """Titles of rows, and spans in them, each as three numbers: row, begin, end."""
 
     titles: list[str]
     spans: dict[str, list[int]]
@@ -112,7 +118,7 @@ class Page(msgspec.Struct, frozen=True):
     bands: dict[str, list[Band]]
     unmodified: Curve
     measured: Curve | None
-    ribbon: Ribbon
+    ribbon: RibbonRows
     rules: list[Alternative]
     fronts: dict[str, list[Alternative]]
     colours: dict[str, str]

@@ -1,4 +1,4 @@
-"""The data of the page, from what is known of a plan; its form is in `columns`."""
+"""The data of the page, made of what is known of a plan. Its form is in `columns`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat.schedules.report.columns import (
     Curve,
     Ops,
     Page,
-    Ribbon,
+    RibbonRows,
     Runs,
     Stays,
     Summary,
@@ -25,7 +25,7 @@ from remat.schedules.views.ribbon import Span, ribbon
 from remat.schedules.views.timeline import Floats, Timeline, timeline
 
 DIGITS = 6
-"""Of times in ms: a thousandth of a nanosecond is more than any clock tells."""
+"""Digits of times in ms after the point, which is to the nanosecond."""
 
 
 def page_data(facts: Facts) -> Page:
@@ -154,10 +154,10 @@ def _measured(facts: Facts, line: Timeline) -> Curve | None:
     return Curve(_rounded(moments), step.live_bytes.tolist())
 
 
-def _ribbon(line: Timeline) -> Ribbon:
+def _ribbon(line: Timeline) -> RibbonRows:
     picture = ribbon(line)
     kinds = ("holds", "holds_most", "forward", "backward", "recompute")
-    return Ribbon(list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds})
+    return RibbonRows(list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds})
 
 
 def _flat(spans: tuple[Span, ...]) -> list[int]:

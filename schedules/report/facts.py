@@ -1,4 +1,4 @@
-"""What a report tells: plain facts about a plan, from `simulate` or from a measurement."""
+"""What a report says: plain facts about a plan, from `simulate` or from a measurement."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Alternative(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : the rule or the solver that made it. budget_bytes : that it was asked to keep to, 0 for
-        a rule that takes none. lower_bound_us : no schedule at that budget takes less; 0 where
-        nothing is known.
+    name : the rule or the solver that made it.
+    budget_bytes : the budget that it was asked to keep; 0 for a rule that takes none.
+    lower_bound_us : no schedule at that budget takes less; 0 if nothing is known.
     """
 
     name: str
@@ -35,9 +35,9 @@ class MeasuredStep:
 
     Attributes
     ----------
-    moments : from 0 to the end of the step, in any unit, [n]. live_bytes : live then, resident
-        ones included, [n]. peak_bytes, time_us : of the step; `time_us` is None where its time was
-        not taken.
+    moments : from 0 to the end of the step, in any unit, [n].
+    live_bytes : live at each moment, resident ones included, [n].
+    peak_bytes, time_us : of the step; `time_us` is None if the step was not timed.
     """
 
     moments: Floats
@@ -52,11 +52,12 @@ class Facts:
 
     Attributes
     ----------
-    graph, schedule : the step and its plan. unmodified_graph, unmodified_schedule : the step as
-        eager runs it. budget_bytes : 0 where there was none.
-    lower_bound_us : proven; 0 where nothing is known. status, solver : how it was solved.
+    graph, schedule : the step and its plan.
+    unmodified_graph, unmodified_schedule : the step as eager runs it.
+    budget_bytes : 0 if there was none. lower_bound_us : proven; 0 if nothing is known.
+    status, solver : how it was solved.
     rules : schedules of simple rules. fronts : by solver, the best at several budgets.
-    measured : where the step was run. prices : what is behind the predicted figures, in words.
+    measured : if the step was run. prices : where the prices come from, in words.
     """
 
     graph: TrainingGraph

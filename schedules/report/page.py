@@ -1,4 +1,10 @@
-"""One page that holds all it needs: style, script, plotting library, data. No network."""
+"""One page that holds all it needs: style, script, plotting library, data. No network.
+
+The page needs hovering and zooming, so it embeds a JavaScript library; `plots/` draws with
+matplotlib on an ``ax`` that the user arranges and prints. Both take their colours from
+`views/palette.py`. Tables are HTML and need no script. A content policy in the page forbids it
+every request.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,11 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.schedules.report.columns import Page, Summary
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
+from remat.schedules.simulate import overhead_of
 
 LIBRARY = "vendor/echarts.common.min.js"
 SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
-"""In an order in which each finds what it uses."""
+"""Each script uses only those before it."""
 
 
 class Figure(NamedTuple):
@@ -49,7 +56,7 @@ def _file(name: str) -> str:
 
 
 def script_safe(page: Page) -> str:
-    """JSON that ends no script element and begins no comment in it."""
+    """JSON in which nothing can end the script element or begin a comment."""
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 
@@ -59,7 +66,7 @@ def figures(facts: Facts, summary: Summary) -> list[Figure]:
     of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
     bound = "no bound is known"
     if summary.lower_bound_us and facts.graph.time_us:
-        least = percent_text(max(summary.lower_bound_us / facts.graph.time_us - 1, 0.0))
+        least = percent_text(overhead_of(summary.lower_bound_us, facts.graph.time_us))
         bound = f"no schedule at this budget has less than {least}"
     budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
     return [

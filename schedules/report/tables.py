@@ -1,4 +1,4 @@
-"""The tables of the page, as rows of text; they are there without its script too."""
+"""The tables of the page, as rows of text. They show without the page's script too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from remat.formats import bytes_text, percent_text, time_text
 from remat.schedules.report.columns import Summary
 from remat.schedules.report.facts import Alternative, Facts
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import overhead_of, simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
 from remat.schedules.verdicts.rows import ValueRow, value_rows
 from remat.schedules.views.module_groups import OUTSIDE, place_of
@@ -19,7 +19,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first column names the row, those in `numbers` stand on the right."""
+    """A table. The first column names the row; columns in `numbers` are aligned right."""
 
     name: str
     caption: str
@@ -29,7 +29,7 @@ class Table:
 
 
 def tables(facts: Facts, summary: Summary) -> list[Table]:
-    """The tables, in the order of the page; those without rows are left out."""
+    """The tables, in the order of the page, without those that have no rows."""
     rows = value_rows(facts.graph, facts.schedule)
     made = (
         at_peak(facts, rows), kept(rows), computed_again(facts), alternatives(facts, summary)
@@ -61,7 +61,7 @@ def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
 
 
 def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
-    """What is live at the peak, identical layers folded."""
+    """What is live at the peak, equal layers folded."""
     graph = facts.graph
     found = simulate(graph, facts.schedule)
     caption = (
@@ -73,7 +73,7 @@ def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
 
 
 def kept(rows: Sequence[ValueRow]) -> Table:
-    """What forward keeps for backward, identical layers folded."""
+    """What forward keeps for backward, equal layers folded."""
     chosen = [row for row in rows if row.verdict == "keep"]
     size_bytes = sum(row.size_bytes for row in chosen)
     caption = f"Kept from forward for backward: {len(chosen)} values, {bytes_text(size_bytes)}"
@@ -81,7 +81,7 @@ def kept(rows: Sequence[ValueRow]) -> Table:
 
 
 def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
-    """One row for all layers that have the same, most bytes first."""
+    """One row for equal layers, most bytes first."""
     found = sorted(folded(rows), key=lambda row: -row.size_bytes)
     rest = found[MOST_ROWS:]
     if rest:
@@ -106,7 +106,7 @@ def _value_row(row: FoldedRow) -> tuple[str, ...]:
 
 
 def computed_again(facts: Facts) -> Table:
-    """What is computed again, equal places of all layers together."""
+    """What is computed again, summed over the same place in all layers."""
     graph, runs = facts.graph, facts.schedule.computations()
     groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for op in graph.ops:
@@ -146,8 +146,12 @@ def _ranked(points: Iterable[Alternative]) -> list[Alternative]:
     return sorted(points, key=lambda point: (-point.peak_bytes, point.time_us))
 
 
+def _bound_text(lower_bound_us: float, base_us: float) -> str:
+    is_known = base_us and lower_bound_us
+    return percent_text(overhead_of(lower_bound_us, base_us)) if is_known else NOTHING
+
+
 def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:
-    bound = point.lower_bound_us / base_us - 1 if base_us and point.lower_bound_us else None
     fits = "yes" if point.peak_bytes <= budget_bytes else "no"
     return (
         point.name,
@@ -155,6 +159,6 @@ def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[s
         bytes_text(point.peak_bytes),
         time_text(point.time_us),
         percent_text(point.overhead),
-        NOTHING if bound is None else percent_text(max(bound, 0.0)),
+        _bound_text(point.lower_bound_us, base_us),
         fits if budget_bytes else NOTHING,
     )

@@ -1,4 +1,4 @@
-"""Rows of identical layers folded to one: ``layers.0-11, x12``."""
+"""Rows of equal layers folded to one: ``layers.0-11, x12``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from remat.schedules.verdicts.rows import ValueRow
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
-    """Rows that differ in the indices of their module path alone, and in the names.
+    """Rows that differ only in their names and in the indices of their module path.
 
     Attributes
     ----------
-    module : with ranges for indices. count : of rows. first : the first of them.
-    size_bytes, cost_us : all together, one copy and one run each.
-    recomputed_us : of all runs beyond the first. values : their names.
+    module : with ranges for indices. count : how many rows. first : the first of them.
+    size_bytes, cost_us : summed over the rows, one copy and one run each.
+    recomputed_us : of all runs after the first. values : their names.
     """
 
     module: str
@@ -31,22 +31,22 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 
 def folded(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
-    """Fold rows whose layers are the same in op, phase, verdict, size, shape and source line.
+    """Fold rows of equal layers: the same op, phase, verdict, size, shape and source line.
 
-    The n-th value of an op in one layer folds with the n-th in the others. Prices may differ, as
-    the figures are sums. In the order in which rows first stand.
+    The n-th value of an op in one layer folds with the n-th in the others. Prices may differ,
+    since a folded row holds their sum. Folded rows come in the order of their first rows.
     """
     alike: dict[Hashable, dict[Indices, ValueRow]] = {}
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):
         pattern, indices = split_indices(row.module)
         alike.setdefault((pattern, ordinal, *_facts(row)), {})[indices] = row
-    found = [one for by_index in alike.values() for one in _fold(by_index)]
+    found = [one for by_index in alike.values() for one in _folded_rows(by_index)]
     place = {row.value: i for i, row in enumerate(rows)}
     return tuple(sorted(found, key=lambda one: place[one.first.value]))
 
 
 def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
-    """Which value it is of its target and place in its module."""
+    """For each row: how many rows before it have the same op and place in the same module."""
     seen: Counter[tuple[str, ...]] = Counter()
     ordinals: list[int] = []
     for row in rows:
@@ -63,7 +63,7 @@ def _facts(row: ValueRow) -> tuple[Hashable, ...]:
     )  # fmt: skip
 
 
-def _fold(by_index: dict[Indices, ValueRow]) -> list[FoldedRow]:
+def _folded_rows(by_index: dict[Indices, ValueRow]) -> list[FoldedRow]:
     pattern, _ = split_indices(next(iter(by_index.values())).module)
     return [_folded_row(written(pattern, box), inside(by_index, box)) for box in boxes(by_index)]
 

@@ -1,4 +1,4 @@
-"""What no solver may choose: ops that must not run twice and values that are held, and why."""
+"""What no solver may choose, and why: ops that must not run twice, and values that are held."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from remat.schedules.verdicts.rows import value_rows
 
 HANDED_OVER = "the step hands it over"
 DRAWS = "it draws random numbers, and runs again from a saved state of the stream"
-RECOMPUTED = "recomputed by --recompute"
 
 
 class Forced(msgspec.Struct, frozen=True):
-    """Forward ops for which a reason leaves no choice.
+    """Forward ops that one reason leaves no choice for.
 
     Attributes
     ----------
     reason : as the graph says it, or a pin of the user. ops : how many.
     kept_bytes : of their values that are live when forward ends. cost_us : of one run each.
-    places : modules, folded; at most those that hold most.
+    places : folded modules, those that hold most first.
     """
 
     reason: str
@@ -35,11 +34,11 @@ class Forced(msgspec.Struct, frozen=True):
 
 
 def forced(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[Forced, ...]:
-    """What was forced, by reason, those that hold most first.
+    """What was forced, by reason; the reason that holds most comes first.
 
-    Pinned ops of forward, values in the caller's hands, and what pins of the user name in the
-    schedule's options. Reasons that differ in their module alone count as one. An op that draws is
-    no pin, but what its second run needs is held.
+    Counted are pinned ops of forward, values in the caller's hands, and the pins of the user that
+    the schedule's options name. Reasons that differ only in their module count as one. An op that
+    draws is not pinned, but the state that its second run draws from is held.
     """
     live, runs = live_after_forward(graph, schedule), schedule.computations()
     by_reason: dict[str, list[Op]] = {}

@@ -1,4 +1,4 @@
-"""Values and runs summed by module, by op or by source line, identical layers folded."""
+"""Values and runs summed by module, by op or by source line, equal layers folded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ WITHOUT = {"module": "(no module)", "op": "(no op)", "line": "(no line)"}
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What the ops of one module, of one kind or of one line make and do again.
+    """What the ops of one module, of one kind or of one line make, and what they do again.
 
     Attributes
     ----------
-    name : of the group, with ranges for indices. count : of layers folded in it.
-    values : how many it makes. kept_bytes, recomputed_bytes, offloaded_bytes, at_peak_bytes : of
-        values with that verdict in forward, and of those live at the peak; one copy each.
-    cost_us : of one run of each op. runs_again, recomputed_us : of the runs beyond the first.
+    name : of the group, with ranges for indices. count : how many layers are folded in it.
+    values : how many values it makes. size_bytes : of one copy of each.
+    kept_bytes, recomputed_bytes, offloaded_bytes : of those with that verdict in forward.
+    at_peak_bytes : of those that are live at the peak.
+    cost_us : of one run of each op. runs_again, recomputed_us : of the runs after the first.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Group(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Sums:
-    """Sums of one name before layers are folded; whole figures first, times apart."""
+    """Sums of one name before layers are folded. Layers fold if `figures` are equal; times vary."""
 
     figures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0))
     cost_us: float = 0.0
@@ -65,12 +66,12 @@ def grouped(
 ) -> tuple[Group, ...]:
     """Sum `rows`, and the runs of the ops that make them.
 
-    Layers whose bytes and runs are the same fold to one group. Groups that hold most at the peak
-    come first, then those that keep most.
+    Layers with equal bytes and runs fold to one group. The group that holds most at the peak
+    comes first; of equal ones, the largest.
 
     Parameters
     ----------
-    rows : of `value_rows`, filtered or not. schedule : the one that they are of.
+    rows : of `value_rows`, filtered or not. schedule : the one that they were made for.
     """
     sums: dict[str, _Sums] = {}
     for row in rows:
@@ -82,7 +83,7 @@ def grouped(
         one.cost_us += op.cost_us
         one.recomputed_us += again * op.cost_us
         one.figures["runs_again"] += again
-    return tuple(sorted(_fold(sums), key=_rank))
+    return tuple(sorted(_folded_groups(sums), key=_rank))
 
 
 def _rank(group: Group) -> tuple[int, int, float]:
@@ -106,7 +107,7 @@ def _add(sums: _Sums, row: ValueRow) -> None:
         sums.figures["at_peak_bytes"] += row.size_bytes
 
 
-def _fold(sums: dict[str, _Sums]) -> list[Group]:
+def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
     alike: dict[tuple[str, tuple[int, ...]], dict[Indices, _Sums]] = {}
     for name, one in sums.items():
         pattern, indices = split_indices(name)

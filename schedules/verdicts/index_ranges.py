@@ -1,4 +1,4 @@
-"""Module paths that differ in their indices alone, written as one: ``layers.0-11``."""
+"""Module paths that differ only in their indices, written as one: ``layers.0-11``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def split_indices(module: str) -> tuple[str, Indices]:
 def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Part a set of index tuples, all of one length, into products of sets of indices.
 
-    One product where the set is one, as ``stages.0-3.0-1`` is; else what has the same inner
-    indices stands together.
+    A set that is a product, such as ``stages.0-3.0-1``, stays whole. Otherwise outer indices with
+    the same inner indices stand together.
     """
     whole = sorted(set(indices))
     if whole == [()]:
@@ -42,7 +42,7 @@ def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 
 def inside(by_index: Mapping[Indices, T], box: tuple[tuple[int, ...], ...]) -> list[T]:
-    """What a product of sets of indices covers, in order."""
+    """What stands at the indices of a product, in order."""
     return [
         one
         for indices, one in by_index.items()

@@ -1,8 +1,6 @@
-"""Who holds the memory at the peak of a schedule; what is said sums to the peak."""
+"""What holds the memory at the peak of a schedule; its parts sum to the peak."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import msgspec
 
@@ -19,10 +17,10 @@ class PeakHolders(msgspec.Struct, frozen=True):
     Attributes
     ----------
     peak_bytes, step : from `simulate`; `step` is the index of the step that reaches the peak.
-    op, target, phase, module, source : of the op that runs then. run : the n-th run of it.
-    resident : by category, those that are not 0. workspace_bytes : of that op.
-    copies_bytes : second copies that it makes of values which are live already.
-    values : the values that are live, identical layers folded, largest first.
+    op, target, phase, module, source : of the op that runs then. run : which run of it, from 1.
+    resident : bytes by category, without those of 0. workspace_bytes : of that op.
+    copies_bytes : second copies that it makes of values that are live already.
+    values : the values that are live, equal layers folded, largest first.
     """
 
     peak_bytes: int
@@ -43,19 +41,11 @@ class PeakHolders(msgspec.Struct, frozen=True):
         """Module path and source line of the op at the peak."""
         return " ".join(part for part in (self.module, self.source) if part) or self.op
 
-    def by_kind(self) -> dict[str, int]:
-        """Bytes of the live values by kind, largest first."""
-        return _summed((one.first.kind, one.size_bytes) for one in self.values)
-
-    def by_module(self) -> dict[str, int]:
-        """Bytes of the live values by folded module path, largest first."""
-        return _summed((one.module, one.size_bytes) for one in self.values)
-
 
 def peak_holders(
     graph: TrainingGraph, schedule: Schedule, simulation: Simulation | None = None
 ) -> PeakHolders:
-    """Who holds the memory at the peak.
+    """What holds the memory at the peak.
 
     Parameters
     ----------
@@ -99,10 +89,3 @@ def _runs_until(schedule: Schedule, op: Op | None, step: int) -> int:
 
 def _smaller(one: FoldedRow) -> int:
     return -one.size_bytes
-
-
-def _summed(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, size_bytes in parts:
-        sums[name] = sums.get(name, 0) + size_bytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -1,4 +1,8 @@
-"""What a schedule does with each value: one row a value, with its size, its place and its price."""
+"""What a schedule does with each value: one row a value, with its size, its place and its price.
+
+Verdicts are of values, not of ops: an op that runs again for one of its results makes the others
+again only if they are not live.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,7 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.schedules.simulate import simulate
-
-EXAMPLES = 5
-"""Names that an error shows."""
+from remat.schedules.verdicts.globs import EXAMPLES, modules_text, names_module
 
 
 class ValueRow(msgspec.Struct, frozen=True):
@@ -23,10 +25,11 @@ class ValueRow(msgspec.Struct, frozen=True):
     Attributes
     ----------
     value : its name. op, target, phase : of the op that makes it.
-    verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (not live
-        when forward ends, and made once) or, of backward, ``run``; empty without a schedule.
-    again : how often it is made beyond the first time.
-    size_bytes : of one copy. cost_us : of one run of its op. price : where that comes from.
+    verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once,
+        and not live when forward ends), or ``run`` for a value of backward. Empty without a
+        schedule.
+    again : how often it is made after the first time.
+    size_bytes : of one copy. cost_us : of one run of its op. price : where that cost comes from.
     at_peak : whether it is live at the schedule's peak.
     """
 
@@ -48,7 +51,7 @@ class ValueRow(msgspec.Struct, frozen=True):
 
     @property
     def verdict_text(self) -> str:
-        """The verdict, and how often where it is made again: ``recompute x2``."""
+        """The verdict, and how often the value is made again: ``recompute x2``."""
         return f"{self.verdict} x{self.again}" if self.again else self.verdict
 
 
@@ -73,7 +76,7 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
 
 
 def times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """How often each value comes to be: runs of its op at which it is not live already."""
+    """How often each value is made: the runs of its op at which it is not live already."""
     made = {value.name: 0 for value in graph.values if value.producer}
     live: set[str] = set()
     for step in schedule.steps:
@@ -89,9 +92,9 @@ def times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
 
 
 def matching(rows: Sequence[ValueRow], globs: Iterable[str]) -> tuple[ValueRow, ...]:
-    """The rows whose module, a module above it, value, op or source line a glob names.
+    """The rows that a glob names by value, op, source line, module or a module above that.
 
-    All rows where there is no glob.
+    Without a glob, all rows.
 
     Raises
     ------
@@ -100,7 +103,7 @@ def matching(rows: Sequence[ValueRow], globs: Iterable[str]) -> tuple[ValueRow, 
     asked = tuple(globs)
     for glob in asked:
         if not any(_is_named(row, glob) for row in rows):
-            raise GlobError(_nothing_matched(rows, glob))
+            raise GlobError(_no_row_text(rows, glob))
     return tuple(row for row in rows if not asked or any(_is_named(row, glob) for glob in asked))
 
 
@@ -143,20 +146,13 @@ def _row(op: Op, value: Value, verdict: str, again: int, *, at_peak: bool) -> Va
 
 
 def _is_named(row: ValueRow, glob: str) -> bool:
-    names = (row.value, row.op, row.target, row.source, *_paths_above(row.module))
-    return any(fnmatchcase(name, glob) for name in names)
+    names = (row.value, row.op, row.target, row.source)
+    return names_module(glob, row.module) or any(fnmatchcase(name, glob) for name in names)
 
 
-def _paths_above(module: str) -> list[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _nothing_matched(rows: Sequence[ValueRow], glob: str) -> str:
+def _no_row_text(rows: Sequence[ValueRow], glob: str) -> str:
     modules = [module for module in dict.fromkeys(row.module for row in rows) if module]
-    shown = f"Modules are {', '.join(modules[:EXAMPLES])}" if modules else "No op names its module"
-    more = f" and {len(modules) - EXAMPLES} more" if len(modules) > EXAMPLES else ""
+    shown = modules_text(modules) if modules else "No op names its module"
     targets = list(dict.fromkeys(row.target for row in rows))
     ops = f"; ops are {', '.join(targets[:EXAMPLES])}, ..." if targets else ""
-    return f"'{glob}' matches no module, value, op or source line of this graph. {shown}{more}{ops}"
+    return f"'{glob}' matches no module, value, op or source line of this graph. {shown}{ops}"

@@ -1,4 +1,4 @@
-"""The same schedule, had the values of one op stayed from their first run to their last use."""
+"""The same schedule with the values of one op kept from their first run to their last use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from remat.schedules.schedule import Compute, Free, Schedule, Step
 
 
 def staying(graph: TrainingGraph, schedule: Schedule, op: str) -> Schedule:
-    """`schedule` without the further runs of `op`, whose values are then kept in between.
+    """`schedule` without the further runs of `op`; its values are kept in between.
 
-    All else stays as it is: what ran again for its sake alone still does. So the peak of this
-    schedule says what keeping the values takes, if nothing else is changed.
+    Nothing else changes: ops that ran again only for the sake of `op` still do. So the peak of the
+    result is what keeping these values takes.
     """
     held = set(graph.ops[graph.op_index[op]].outputs)
     runs = [i for i, step in enumerate(schedule.steps) if step == Compute(op)]
 
     def stays(i: int, step: Step) -> bool:
-        """A value that is dropped before the last run of its op is made again by that."""
+        """Frees of the op's values stay only after its last run: earlier ones are made again."""
         if isinstance(step, Compute):
             return i not in runs[1:]
         return step.value not in held or (isinstance(step, Free) and i > runs[-1])

@@ -15,15 +15,15 @@ By = Literal["kind", "module"]
 
 RESIDENT, WORKSPACE, OTHERS = "resident", "workspace", "others"
 MOST = 6
-"""So many modules have a band of their own: as many as the palette has colours for them."""
+"""How many modules have a band of their own: as many as the palette has colours for."""
 
 
 def live_bands(line: Timeline, by: By = "kind") -> dict[str, Ints]:
     """Bytes live during each run, [runs], by name; at each run they sum to `line.live_bytes`.
 
-    ``resident`` comes first, what no schedule changes, and ``workspace`` last: what the op takes
-    while it runs, the second copy of a value that it makes again included. Between them are the
-    kinds of values, or the modules that make them, largest first.
+    ``resident`` comes first: no schedule changes it. ``workspace`` comes last: what the op takes
+    while it runs, and the second copy of a value that it makes again. Between them are the kinds
+    of values, or the modules that make them, largest first.
     """
     groups = _groups(line.graph, by)
     curves = _curves(line, groups)
@@ -33,6 +33,7 @@ def live_bands(line: Timeline, by: By = "kind") -> dict[str, Ints]:
     bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:MOST]}
     if ranked[MOST:]:
         bands[OTHERS] = sum((curves[name] for name in ranked[MOST:]), np.zeros_like(resident))
+    # The workspace is what no value accounts for, so the bands cannot but sum to the simulator's.
     return bands | {WORKSPACE: line.live_bytes - held}
 
 

@@ -1,4 +1,4 @@
-"""Module paths as groups that a picture has room for: by layer, or by place in any layer."""
+"""Groups of modules that a picture has room for: by layer, or by place in any layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from remat.graph_capture.graph import TrainingGraph
 
 OUTSIDE = "(outside modules)"
 FEW, MANY = 4, 150
-"""Below so many rows a picture says little; above so many they cannot be told apart."""
+"""With fewer rows than `FEW` a picture says little. More than `MANY` cannot be told apart."""
 
 
 def layer_of(module: str) -> str:
@@ -30,8 +30,8 @@ def place_of(module: str) -> str:
 def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Titles of rows in captured order, and the row of each op.
 
-    By layer; by module where that gives too few rows; by op where a model has no modules. More
-    rows than a picture has room for are put together, neighbours with neighbours.
+    A row is a layer. If that gives too few rows, it is a module; if that does too, a forward op.
+    If there are too many rows, neighbours are merged.
     """
 
     def module(i: int) -> str:
@@ -50,7 +50,7 @@ def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]
 
 
 def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """One row a forward op; an op of backward is in the row of a forward value that it reads."""
+    """One row a forward op. An op of backward is in the row of a forward value that it reads."""
     producer = {v: i for i, op in enumerate(graph.ops[: graph.n_forward]) for v in op.outputs}
     rows: list[int] = []
     for i, op in enumerate(graph.ops):

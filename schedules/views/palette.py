@@ -1,12 +1,11 @@
 """The colours of every picture: one role, one colour, in plots, report and exports.
 
-The palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008), whose colours are
-told apart with the common kinds of colour blindness too.
+The palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008). People with the
+common kinds of colour blindness can tell its colours apart.
 """
 
 from __future__ import annotations
 
-BLACK = "#000000"
 GREY = "#999999"
 DARK_GREY = "#666666"
 ORANGE = "#E69F00"

@@ -1,7 +1,8 @@
 """The schedule as Checkmate draws it, folded by layer: what runs when (R), what is kept when (S).
 
-Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column a run, so that
-a step of thousands of ops still shows as a picture.
+Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column is a run, so
+that a step of thousands of ops still fits into a picture. A row is not a mean of its ops: what
+runs in the layer is drawn run by run.
 
 P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
 MLSys 2020.
@@ -32,10 +33,10 @@ class Ribbon:
 
     Attributes
     ----------
-    titles : of the rows, in captured order. forward, backward, recompute : spans of runs that are
-        the first of an op of that phase, or another one.
+    titles : of the rows, in captured order.
+    forward, backward : spans of first runs of ops of that phase. recompute : of all later runs.
     holds : spans in which a forward value of the row is live.
-    holds_most : of these, where it is at least half of the most bytes that the row ever holds.
+    holds_most : where these hold at least half of the most bytes that the row ever holds.
     """
 
     titles: tuple[str, ...]
@@ -55,11 +56,11 @@ def ribbon(line: Timeline) -> Ribbon:
     most = held.max(axis=1, keepdims=True, initial=0)
     return Ribbon(
         titles=titles,
-        forward=_runs(rows, is_forward & ~line.again),
-        backward=_runs(rows, ~is_forward & ~line.again),
-        recompute=_runs(rows, line.again),
-        holds=_spans(held > 0),
-        holds_most=_spans((held > 0) & (2 * held >= most)),
+        forward=_spans_of_runs(rows, is_forward & ~line.again),
+        backward=_spans_of_runs(rows, ~is_forward & ~line.again),
+        recompute=_spans_of_runs(rows, line.again),
+        holds=_spans_of_mask(held > 0),
+        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
     )
 
 
@@ -76,7 +77,9 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
     return np.cumsum(change, axis=1)[:, :-1]
 
 
-def _runs(rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+def _spans_of_runs(
+    rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> tuple[Span, ...]:
     """Spans of neighbouring runs in one row."""
     spans: list[Span] = []
     for run in np.flatnonzero(chosen).tolist():
@@ -88,7 +91,7 @@ def _runs(rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tup
     return tuple(spans)
 
 
-def _spans(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
     """Where each row of a mask is true."""
     padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
     edges = np.diff(padded, axis=1)

@@ -1,6 +1,7 @@
-"""A schedule as it runs: when each op runs, what is live meanwhile, which values are there.
+"""A schedule as it runs: when each op runs, how much is live meanwhile, which values are there.
 
-Everything that draws a schedule reads this file. Bytes and times are those of `simulate`.
+Everything that draws or exports a schedule reads a `Timeline`. Bytes and times are those of
+`simulate`, so no picture can say otherwise than the judge.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Residence:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The runs of a schedule, one entry of each array a run, in order.
+    """The runs of a schedule in order. Each array has one entry a run.
 
     Attributes
     ----------
@@ -65,14 +66,14 @@ class Timeline:
 
     @cached_property
     def edges(self) -> Floats:
-        """Where runs begin, and the last one ends, [runs + 1]: in ms, without prices in runs."""
+        """Where runs begin, and where the last ends, [runs + 1]: in ms, or in runs if unpriced."""
         if not self.is_timed:
             return np.arange(len(self) + 1, dtype=np.float64)
         return np.append(self.start_us, self.simulation.time_us) / 1e3
 
     @property
     def axis_title(self) -> str:
-        """What `edges` are."""
+        """What `edges` count."""
         return "time in the step (ms)" if self.is_timed else "runs of ops"
 
     @cached_property

@@ -1,9 +1,9 @@
 """Calls of functions in processes of their own, which can be ended at any moment.
 
-HiGHS, as OR-Tools 9.15 has it, needs that: it heeds no interrupter, so in a thread it would
-go on after Ctrl-C, and abort the interpreter where that ends meanwhile; and some repairs of
-solutions print a line to standard output whatever the options say, into the user's data
-(https://github.com/ERGO-Code/HiGHS/issues/2783). A process waits for its next call, and
+HiGHS, as OR-Tools 9.15 has it, needs that, for two reasons. It heeds no interrupter: in a
+thread it would go on after Ctrl-C, and abort the interpreter if that ended meanwhile. And some
+repairs of solutions print a line to standard output, into the user's data, whatever the options
+say (https://github.com/ERGO-Code/HiGHS/issues/2783). A process waits for its next call, and
 ends with the one that began it.
 """
 
@@ -32,7 +32,7 @@ BEGIN = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "sys.path[:] = sys.argv[1:]; import remat.solver.backends.apart as apart; apart.serve()"
 )
-"""Ctrl-C reaches every process of a terminal; it is the first one that decides."""
+"""Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
 
 
 def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -130,7 +130,7 @@ def serve() -> None:
 
 
 def _read(calls: SimpleQueue[bytes]) -> None:
-    """Pass on what comes in; at its end, end the process, whatever it is at."""
+    """Pass on the calls that come in. When no more can come, end the process at once."""
     with contextlib.suppress(EOFError):
         while True:
             calls.put(pickle.load(sys.stdin.buffer))

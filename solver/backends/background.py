@@ -1,9 +1,9 @@
 """Work in a thread of its own that never keeps Ctrl-C waiting.
 
 Solvers in C++ return to Python only when they are done. So they run in daemon threads, and
-whoever waits does so in short spells: an interrupt is heard at once. The task is then
-stopped, with all that it began in its turn, and waited for. So is what still runs when the
-interpreter ends, as a thread that comes back from C++ while it does would abort it.
+the caller waits in short spells: it hears Ctrl-C at once. It then stops the task, and all tasks
+that this one began, and waits for their end. The same happens to what still runs when the
+interpreter ends: a thread that came back from C++ during that would abort the process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STOPPING_S = 5.0
 class Task(Generic[T]):
     """One call of `work`, begun at once.
 
-    It is stopped, by `stop` if there is one, where an interrupt ends the waiting for it or
-    an error its `with` block. So is each task that it began; and it can begin no other.
+    Ctrl-C while it is waited for stops it, and so does an error in its `with` block: `stop` is
+    called, if there is one. Each task that it began is stopped too, and it can begin no other.
 
     Raises
     ------
@@ -87,7 +87,7 @@ class Task(Generic[T]):
     def stop(self) -> None:
         """Stop the work and what it began; wait for a while, unless nothing can be told to.
 
-        A solver about to begin does not hear it, so it is told again in every spell.
+        It is told again in every spell, since a solver that is about to begin does not hear it.
         """
         until_s = time.monotonic() + STOPPING_S
         while not self._ended.is_set() and self._tell_to_stop():
@@ -115,7 +115,7 @@ _running: dict[Task[Any], None] = {}
 
 @atexit.register
 def stop_all() -> None:
-    """Stop what runs, and wait for its end: for all tasks together a while at most."""
+    """Stop what runs, and wait for its end: `STOPPING_S` at most for all tasks together."""
     moment_s = time.monotonic() + STOPPING_S
     for task in list(_running):
         task.end_by(moment_s)

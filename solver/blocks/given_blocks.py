@@ -1,26 +1,26 @@
 """Share a budget out over given blocks, each of which is to be rewritten by itself.
 
-The options of each distinct block once, then a knapsack over blocks: `hierarchical` for blocks
-that are given and run as units. What lies between blocks runs as eager runs it, and has the one
-option of keeping all.
+This is `hierarchical` for blocks that are given and run as units: the options of each distinct
+block are found once, then a knapsack takes one for each block. What lies between blocks runs as
+eager runs it, so its one option is to keep all.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute
-from remat.solver.blocks.knapsack import Choice, choices_in_place, compose
+from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
 from remat.solver.blocks.options import TURN, BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
 LIMITS, SLOTS = 12, 4096
-"""Bounds on the bytes that a block keeps for which it is solved; steps of the knapsack's grid."""
+"""At how many limits on its kept bytes a block is solved; steps of the knapsack's grid."""
 
 Span = tuple[int, int, int, int]
 """Start and stop of a block's forward ops, then of its backward ops."""
@@ -41,7 +41,7 @@ class GivenBlocks:
     graphs: list[TrainingGraph]
     tables: list[Options]
     is_given: list[bool]
-    choices: list[list[Choice]]
+    choices: list[list[BlockChoice]]
     distinct: int
 
     @classmethod
@@ -57,9 +57,10 @@ class GivenBlocks:
         Parameters
         ----------
         spans : in forward order; backward runs through them in reverse.
-        beside_bytes : for each op what is live besides, of which the graph does not know.
+        beside_bytes : for each op, bytes live beside it that the knapsack would not see.
+            Buffers of FSDP2 are such: a block's own graph does not show them.
         """
-        end_s = time.monotonic() + time_limit_s
+        clock = Clock(time_limit_s)
         problem = Problem.of(graph)
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
@@ -70,7 +71,7 @@ class GivenBlocks:
             shape = (given, shape_of(problem, reads, block))
             if shape not in known:
                 limits = LIMITS if given else 0
-                found = block_options(small, limits, lambda: end_s - time.monotonic())
+                found = block_options(small, limits, lambda: clock.left_s)
                 known[shape] = found if given else _keeping_all(found)
             tables.append(known[shape])
         layers = list(zip(blocks, tables, strict=True))
@@ -79,7 +80,10 @@ class GivenBlocks:
         return cls(problem, blocks, graphs, tables, is_given, choices, distinct)
 
     def sequences(self, room_bytes: int) -> list[list[str]] | None:
-        """Ops that each given block runs, in turn, where all fit; None where nothing does.
+        """For each given block the ops that it runs, in order; None if nothing fits.
+
+        The knapsack's memory is a model. The caller puts the blocks together to a schedule of
+        the whole step, simulates it, and asks again with more or less room.
 
         Parameters
         ----------

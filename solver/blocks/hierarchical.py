@@ -6,10 +6,10 @@ Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", 
 https://arxiv.org/abs/2307.01236; HiRemate (J. Gusak et al., ICML 2025) nests it.
 Solves: the least extra time over one option for each block, where all that the blocks
 before one keep, what is live beside it, and the block itself while it runs fit together;
-bytes kept are rounded up to a grid. The options of equal blocks (`repeated_blocks`) are
-found once (`block_options`). Values between blocks stay, as in Rockmate's options but
-unlike its chain step, which may recompute whole blocks; where nothing fits so, blocks are
-taken in groups, inside which such values may go. The schedule is then filled with what fits.
+bytes kept are rounded up to a grid. The options of equal blocks (`repeated`) are found once
+(`options`). Values between blocks stay, as in Rockmate's options. Rockmate's chain step may
+recompute whole blocks; here, if nothing fits, blocks are taken in groups, and values inside a
+group may go. The schedule is then filled with what fits.
 Optimal: for its tables, up to the grid; not for the graph, so no bound is claimed.
 Cost: the options of each distinct block, then one pass over the grid for each block and
 option; near-linear.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of
+from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of_block
 from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
@@ -36,9 +36,12 @@ from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
 GROUPS = (1, 2, 4)
-"""Repetitions taken as one block, tried in turn until something fits."""
+"""How many repetitions make one block: tried in turn until something fits."""
 PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
-"""Parts of the room given to the composition, until its schedule truly fits."""
+"""Shares of the room that the knapsack gets, tried until its schedule truly fits.
+
+The knapsack's memory is a model, and the judge decides.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Hierarchical:
 
     Attributes
     ----------
-    limits : bounds on the bytes a block keeps for which it is solved.
+    limits : how many limits on the bytes that it keeps each block is solved for.
     slots : steps of the grid of bytes on which blocks are composed.
     """
 
@@ -63,16 +66,15 @@ class Hierarchical:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule composed within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "hierarchical", self.time_limit_s, self.progress)
-        search.options = {"limits": self.limits, "slots": self.slots}
+        search = Search.of(self, "hierarchical", graph, budget_bytes)
         with search.until_interrupted():
             self._run(search)
         return search.result()
 
     def first(self, search: Search, *, is_thorough: bool) -> None:
-        """Offer the composition of single repetitions, if there are any and it fits.
+        """Offer the composition of blocks of one repetition, if there are any and it fits.
 
-        Where it does not, go on as `solve` does if `is_thorough`.
+        With `is_thorough`, go on as `solve` does if it does not fit.
         """
         message = search.message
         if is_thorough:
@@ -165,7 +167,7 @@ def _expanded(problem: Problem, layers: Sequence[Layer], picked: Sequence[BlockO
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
         n_forward = block.stop - block.start
-        for stage, again in zip(stages_of(block), option.recomputed, strict=True):
+        for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):
             for op in again:
                 place = block.start + op
                 if op > n_forward:

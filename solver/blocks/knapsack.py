@@ -1,9 +1,10 @@
 """One option for each block: a multiple-choice knapsack whose room shrinks from block to block.
 
 Also called: prefix-constrained multiple-choice knapsack, solved by dynamic programming.
-What a block keeps is live while every later block runs, forward and backward; what lies
-behind it in forward is done when its backward runs, but for gradients and outputs. So one
-row for each block bounds what the blocks before it keep plus what it needs itself.
+What a block keeps is live while every later block runs, forward and backward. When its own
+backward runs, later blocks are done: only gradients and outputs of theirs are left. So there is
+one row for each block: what the blocks before it keep plus what it needs itself is within the
+room.
 Optimal on the grid. Cost: blocks x options x slots, in vector operations.
 """
 
@@ -24,10 +25,10 @@ Layer = tuple[Block, Options]
 """A block in its place, and the options that it shares with its equals."""
 
 
-class Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """An option of one block in its place.
 
-    `need_bytes` is the most that is live while the block runs, without what the blocks
+    `need_bytes` is the most that is live while the block runs. It leaves out what the blocks
     before it keep.
     """
 
@@ -38,10 +39,10 @@ class Choice(NamedTuple):
 
 def choices_in_place(
     problem: Problem, layers: Sequence[Layer], beside_bytes: Sequence[int] = ()
-) -> list[list[Choice]]:
+) -> list[list[BlockChoice]]:
     """The options of each block, with what they need where the block is.
 
-    `beside_bytes` are what the graph does not know of, live while each op first runs.
+    `beside_bytes` are live while each op first runs, and unknown to the blocks' own graphs.
     """
     fixed = _fixed_bytes(problem, layers)
     fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
@@ -64,16 +65,16 @@ def _fixed_bytes(problem: Problem, layers: Sequence[Layer]) -> npt.NDArray[np.in
     return np.array(list(accumulate(change)), np.int64)
 
 
-def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[Choice]:
-    beside = fixed[stages_of(block)]
+def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[BlockChoice]:
+    beside = fixed[stages_of_block(block)]
     beside[-1] = beside[-2]
     return [
-        Choice(option.saved_bytes, int((option.live_bytes + beside).max()), option.extra_us)
+        BlockChoice(option.saved_bytes, int((option.live_bytes + beside).max()), option.extra_us)
         for option in table
     ]
 
 
-def stages_of(block: Block) -> list[int]:
+def stages_of_block(block: Block) -> list[int]:
     """The graph's stage for each stage of the block's graph, its turn and end included."""
     return [
         *range(block.start, block.stop),
@@ -83,7 +84,9 @@ def stages_of(block: Block) -> list[int]:
     ]
 
 
-def compose(choices: Sequence[Sequence[Choice]], room_bytes: int, slots: int) -> list[int] | None:
+def compose(
+    choices: Sequence[Sequence[BlockChoice]], room_bytes: int, slots: int
+) -> list[int] | None:
     """One choice a block, of least extra time; None if nothing fits.
 
     For each block, what the blocks before it save, rounded up to a grid of `slots` steps,
@@ -114,7 +117,7 @@ def compose(choices: Sequence[Sequence[Choice]], room_bytes: int, slots: int) ->
 
 
 def _traced(
-    choices: Sequence[Sequence[Choice]],
+    choices: Sequence[Sequence[BlockChoice]],
     steps: Sequence[npt.NDArray[np.int16]],
     best_us: npt.NDArray[np.float64],
     unit: int,

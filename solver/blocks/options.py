@@ -1,12 +1,13 @@
 """What one block can do: bytes kept from forward to backward against extra time.
 
 Source: the option tables of Rockmate (Zhao et al. 2023, https://arxiv.org/abs/2307.01236),
-which solves each block at a grid of budgets, here with the program of `cut_bound` in place
-of Checkmate's. The block becomes a small training graph: what it reads from outside is
-there for free, what others read of it stays. Between its forward and backward a turn is
-set, an op at no cost, at which only what the block keeps is live; cutting there gives the
-least recomputation for each limit on the bytes kept. A second option for each limit has a
-lower peak, by repair. Keep all and keep the least are always among the options.
+which solves each block at a grid of budgets. Here the program of one cut
+(`bounds/cut_program`) does it, in place of Checkmate's. The block becomes a small training
+graph: what it reads from outside is there for free, and what others read of it stays. Between
+its forward and its backward stands a turn, an op at no cost. Only what the block keeps is live
+there, so a cut at the turn gives the least recomputation for each limit on the bytes kept. A
+second option for each limit has a lower peak, by repair. Keep all and keep the least are always
+among the options.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.stage import recomputed_in
 from remat.solver.state import State
+from remat.solver.stopping import BLOCK_NODES
 from remat.solver.store_all import store_all_state
 
 TURN = "remat.tangents"
-"""Target of the turn: as what opens backward, it runs before any other backward op."""
+"""Target of the turn. It opens backward, so it runs before any other backward op."""
 GAP = 2.0
-"""Part of the block's time, in units of 1e-4, to which each program is solved."""
-NODE_LIMIT = 200
+"""Absolute gap of each program, in ten-thousandths of the block's time."""
 LOW_PEAK = 0.5
-"""How far a low-peak option goes from its peak towards the largest working set."""
+"""How far a low-peak option goes: this share of the way from its peak to the least possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class BlockOption:
 
     Attributes
     ----------
-    saved_bytes : of the block's values live from its forward to its backward.
-    live_bytes : of the block's values, its ops' workspaces included: the most in each
-        stage of the block's graph.
+    saved_bytes : of the block's values that are live from its forward to its backward.
+    live_bytes : the most in each stage of the block's graph, of the block's values and the
+        workspaces of its ops.
     extra_us : time of the recomputations. recomputed : ops of the block's graph, by stage.
     """
 
@@ -100,7 +101,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
         if state is not None:
             _add(found, state)
     for option in tuple(found):
-        lower = _lower_peak(problem, option, left_s())
+        lower = _with_lower_peak(problem, option, left_s())
         if lower is not None:
             _add(found, lower)
     return tuple(sorted(found, key=lambda option: (option.extra_us, option.saved_bytes)))
@@ -128,7 +129,7 @@ def _option_of(state: State) -> BlockOption:
 def _keep(problem: Problem, limit_bytes: int, left_s: float) -> State | None:
     """Least recomputation with at most `limit_bytes` kept."""
     program = CutProgram(problem, (problem.n_forward,), limit_bytes)
-    limits = Limits(time_limit_s=left_s, absolute_gap=GAP, node_limit=NODE_LIMIT)
+    limits = Limits(time_limit_s=left_s, absolute_gap=GAP, node_limit=BLOCK_NODES.most)
     solution = program.solve(limits)
     if solution.values is None:
         return None
@@ -136,7 +137,7 @@ def _keep(problem: Problem, limit_bytes: int, left_s: float) -> State | None:
 
 
 def _keep_least(problem: Problem) -> State:
-    """Keep what others read and what cannot be made again; recompute the rest, once."""
+    """Keep only what others read and what cannot be made again; recompute the rest once."""
     available = bytearray(problem.n_values)
     for v, op in enumerate(problem.producer):
         available[v] = v in problem.held or problem.pinned[op]
@@ -150,7 +151,7 @@ def _keep_least(problem: Problem) -> State:
     return State.from_recomputed(problem, recomputed)
 
 
-def _lower_peak(problem: Problem, option: BlockOption, left_s: float) -> State | None:
+def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> State | None:
     """The option repaired to a lower peak, with no more kept; None if that fails."""
     floor = largest_working_set_bytes(problem)
     peak_bytes = int(option.live_bytes.max())

@@ -2,8 +2,8 @@
 
 Also called: maximal repetitions, runs. Distances between equal entries vote for periods, and
 the periods with most votes are tried. Cost: a pass for each period tried, so linear.
-Shortcomings: a period is missed where each entry in it occurs more than `LOOK_BACK` times,
-or where more than `PERIODS` others have more votes.
+Shortcomings: a period is missed if each entry in it occurs more than `LOOK_BACK` times, or if
+`PERIODS` others have more votes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 LOOK_BACK = 3
-"""Earlier ops of an op's class whose distances vote for a period."""
+"""So many earlier ops of an op's class vote for a period, each by its distance."""
 PERIODS = 16
 """Periods tried for each run: those with most votes."""
 LEAST_OPS = 4
@@ -41,7 +41,7 @@ def periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
 
 
 def _phase(start: int, length: int, step: int, crossing: Sequence[int]) -> list[int]:
-    """Boundaries with few bytes across: one block fewer only where that halves the bytes."""
+    """Boundaries with few bytes across. One block fewer is taken only if that halves the bytes."""
     most = length // step
     best: tuple[float, list[int]] | None = None
     for offset in range(step):

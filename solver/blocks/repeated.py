@@ -3,11 +3,14 @@
 Also called: layers, repeated subgraphs; the partition step of Rockmate (Zhao et al. 2023,
 https://arxiv.org/abs/2307.01236), which also solves equal blocks once.
 
-Forward ops become classes (target, price, sizes). A period at which classes repeat is
-looked for (`periodic_runs`); the run of ops that repeats longest is cut into blocks where the
-fewest bytes cross, and what lies before and after is searched again.
-A block takes with it the backward ops from the last that reads anything behind it to
-the last that reads its own values. Cost: near-linear, some passes over forward for each run.
+A graph need not have module names, so names are not asked. (Templates do ask them, see
+`templates/module_blocks`, since people wrap modules.)
+
+Each forward op has a class: its target, price and sizes. `periodic_runs` finds the longest run
+of ops whose classes repeat with one period. The run is cut into blocks where the fewest bytes
+cross, and what lies before and after it is searched again. A block gets the backward ops from
+the last that reads anything behind it to the last that reads its own values.
+Cost: near-linear, some passes over forward for each run.
 Shortcomings: blocks are runs of forward, so one whose ops are interleaved with others is missed.
 """
 
@@ -24,7 +27,7 @@ from remat.solver.blocks.periodic_runs import periodic_run
 from remat.solver.problem import Problem
 
 Shape = tuple[object, ...]
-"""All that the sub-problem of a block depends on; equal for equal blocks."""
+"""All that the sub-problem of a block depends on; equal blocks have equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     number: dict[Shape, int] = {}
     keys = (_class_key(problem, op) for op in range(problem.n_forward))
     classes = np.array([number.setdefault(key, len(number)) for key in keys], np.int64)
-    crossing = _crossing_bytes(problem, reads.last_forward, range(problem.n_forward))
+    crossing = _bytes_across(problem, reads.last_forward, range(problem.n_forward))
     found: list[list[int]] = []
     waiting = [(0, problem.n_forward)]
     while waiting:
@@ -146,7 +149,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     return found
 
 
-def _crossing_bytes(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
+def _bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
     """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
     change = [0] * (problem.n_ops + 2)
     for op in ops:
@@ -158,13 +161,14 @@ def _crossing_bytes(problem: Problem, last: Sequence[int], ops: Iterable[int]) -
 
 
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
-    """For each forward boundary the first backward op that belongs to what is before it.
+    """For each forward boundary the first backward op of what is before it.
 
-    It is in the boundary's gap, where the fewest bytes cross; but boundaries are alike if
-    they can be: an op that ends or begins the backward of one block does so for most.
+    It is in the boundary's gap, where the fewest bytes cross. But boundaries are made alike
+    where that is possible, so that equal forward blocks have equal backward parts. So each
+    boundary votes for the kinds of op before and after it.
     """
     backward = range(problem.n_forward, problem.n_ops)
-    crossing = _crossing_bytes(problem, reads.last_backward, backward)
+    crossing = _bytes_across(problem, reads.last_backward, backward)
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]
@@ -188,8 +192,8 @@ def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[
 def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
     """For each inner boundary, the last first, the places where backward may be cut.
 
-    After the last op that reads a value made behind the boundary, up to the first that
-    reads one made and spent before it.
+    They begin after the last op that reads a value made behind the boundary. They end at the
+    first op that reads a value made and spent before it.
     """
     behind = [problem.n_forward] * (problem.n_forward + 1)
     for op in reversed(range(problem.n_forward)):

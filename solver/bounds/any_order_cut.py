@@ -1,6 +1,6 @@
 """A bound on time for every order of first computations: one cut, by ancestry.
 
-Also called: the knapsack-closure bound of `cut_bound` for a free order.
+Also called: the knapsack-closure bound of `cut_program` for a free order.
 Source: the cut of Checkmate's program (Jain et al. 2020, https://arxiv.org/abs/1910.02653) at
 one moment, with the ops that must precede an op and those that must follow it in place of
 what comes before and after it in one given order.
@@ -15,7 +15,6 @@ Shortcomings: weak on wide graphs, where most ops neither precede nor follow a g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,14 +26,13 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram
 from remat.solver.bounds.least_peak import effort_for, least_peak_bound_bytes
+from remat.solver.clock import Clock
 from remat.solver.ordering import predecessors
 from remat.solver.problem import Problem
+from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
 PLACES = 6
 """Ops whose linear program is solved; the best one's integer program is solved too."""
-NODE_LIMIT = 100
-LEAST_S = 0.1
-"""Seconds that a linear program has at least."""
 END_OF_FORWARD = "remat.end_of_forward"
 
 
@@ -74,22 +72,22 @@ def free_bound_us(
     Infinite where no schedule fits. Microseconds; `graph.time_us` if nothing better is proved.
     Ends as soon as `enough_us` is proved, and about when `time_limit_s` is over.
     """
-    end_s = time.monotonic() + time_limit_s
+    clock = Clock(time_limit_s)
     ancestry = Ancestry.of(graph)
     best: tuple[float, int] | None = None
     for t in _candidates(graph, ancestry, budget_bytes):
-        left_s = end_s - time.monotonic()
+        left_s = clock.left_s
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
-        bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(max(left_s, LEAST_S))
+        bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(RELAXED.of(left_s))
         if bound_us == float("inf"):
             return bound_us
         if best is None or bound_us > best[0]:
             best = bound_us, t
-    left_s = end_s - time.monotonic()
+    left_s = clock.left_s
     if best is None or best[0] >= enough_us or left_s <= 0:
         return max(best[0] if best else 0.0, graph.time_us)
-    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=NODE_LIMIT)
+    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES.most)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
     return max(bound_us, best[0], graph.time_us)
 
@@ -97,7 +95,7 @@ def free_bound_us(
 def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
     """Bytes that the peak of any schedule reaches, whatever its order of first runs.
 
-    The bound of `least_peak_bound` for the graph with nothing pinned and nothing handed over
+    The bound of `least_peak` for the graph with nothing pinned and nothing handed over
     after forward: without these its proof needs no order, and all schedules of the graph are
     schedules of that one.
     """

@@ -5,7 +5,8 @@ t_(k+1), the last one to the end. `carried[k, v]`: v is live while op t_k first 
 `again[k, op]`: op, first run at or before t_k, runs again in interval k. Any schedule in the
 captured order, with any number of recomputations, gives a point of this program that
 costs no more than the schedule, so its optimum is a proven lower bound; expanded, the
-point is a good start for a search. One cut: a knapsack row over a closure problem.
+point is a good start for a search: bound and start in one. With one cut it is a knapsack row
+over a closure problem.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ COST_SCALE = 1e4
 ROW_SCALE = 1e3
 """The right-hand side of a memory row in the program's unit, for the same reason."""
 MOST_SIZE = 1e12
-"""In the same unit: what is far beyond the right-hand side is so anyway; HiGHS refuses 1e15."""
+"""Most that a coefficient of a memory row may be: this is far beyond the right-hand side, and
+HiGHS refuses 1e15."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,8 @@ class CutProgram:
     def _variables(self, k: int, values: list[int]) -> None:
         """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost.
 
-        With one cut carried[k, v] may be in [0, 1]; with more, HiGHS needs to branch on it.
+        With one cut carried[k, v] may be a fraction, which leaves fewer integers. With more it
+        is whole: HiGHS then branches on it, and closes programs that it otherwise leaves open.
         """
         problem, free = self.problem, self.free_at(k)
         is_whole = len(self.cuts) > 1

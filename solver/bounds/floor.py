@@ -1,6 +1,6 @@
 """What to say, and to prove, where a budget is below the floor.
 
-The floor (`least_peak_bound.floor_bytes`) is what any schedule needs that never computes an
+The floor (`floor_of` of `least_peak`) is what any schedule needs that never computes an
 output of the step again, a gradient above all. Below it schedules must do so; below the
 proved bound on the least peak there are none. Costs nothing where the step fits as it is.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.bounds.least_peak import effort_for, floor_bytes, least_peak_bound_bytes
+from remat.solver.bounds.least_peak import effort_for, floor_of, least_peak_bound_bytes
 from remat.solver.problem import Problem
 from remat.solver.result import Holding
 from remat.solver.search import Search
@@ -21,7 +21,7 @@ LEAST_BOUND = "No schedule has a peak below"
 def prove_nothing_fits(search: Search) -> None:
     """Find the bound on the least peak; note in `search` if it proves that nothing fits.
 
-    About a second at most. For first runs in the order of the search's graph.
+    It takes about a second at most, and holds for first runs in the order of the search's graph.
     """
     if search.best is not None or search.least_bound_bytes or search.left_s <= 0:
         return
@@ -43,7 +43,7 @@ def note_floor(search: Search) -> None:
 
 def floor_above(problem: Problem, budget_bytes: int) -> Holding | None:
     """The floor and the op that sets it, if `budget_bytes` is below."""
-    floor = floor_bytes(problem)
+    floor = floor_of(problem)
     if budget_bytes >= floor.size_bytes:
         return None
     module = next((op.module for op in problem.graph.ops if op.name == floor.op), "")

@@ -1,10 +1,11 @@
 """Lazy multi-cut: cuts, and rows inside stages, added where the expanded point is too full.
 
-Begins with one cut. The point of each program is expanded into a schedule; its fullest
-stage over the budget, stages next to a cut counting less, becomes the next cut. Where it
-is one already, the stage before it does, so that the stage stands alone; and then the op
-that is fullest when it runs again gets a row (`stage_rows`). The bounds hold in the given
-order of first computations, for any number of recomputations.
+It begins with one cut. The point of each program is expanded into a schedule, and the stage
+of that which is fullest over the budget becomes the next cut. If there is a cut already, the
+stage before it becomes one, so that the stage stands alone. If there is one too, the op that
+is fullest when it runs again gets a row (`add_stage_row`). Such rows close what cuts leave
+open where recomputing itself is what needs the memory. The bounds hold in the given order of
+first computations, for any number of recomputations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from remat.solver.state import State
 PLACES = 30
 """Stages over the budget that are looked at for the next cut."""
 FAR, AT_A_CUT = 4.0, 0.01
-"""Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them."""
+"""Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them: a cut
+beside another says little that is new."""
 
 Interval = tuple[int, int]
 
@@ -48,7 +50,8 @@ class LazyCuts:
     cuts : ops at which there is a cut, ascending; `added` has them in order of addition.
     rows : (stage, op) with a row each.
     bound_us : the best bound proved. is_done : whether there is nothing to add.
-    is_exact : whether the program of now is to be solved without any tolerance: its point fits.
+    is_exact : whether to solve the program as it is now without any tolerance: its point fits,
+        so no further cut will replace it.
     """
 
     problem: Problem
@@ -72,9 +75,9 @@ class LazyCuts:
         return made
 
     def climb(self, limits: Limits) -> Climbed:
-        """Solve the program of now, take over its bound, add what its point violates most.
+        """Solve the program as it is now, take its bound, add what its point violates most.
 
-        A program that a limit ended stays as it is, to be taken further.
+        A program that a limit ended stays as it is, and is taken further next time.
         """
         solution = self.program().solve(limits)
         self.bound_us = max(self.bound_us, solution.bound_us)
@@ -116,7 +119,11 @@ class LazyCuts:
 
 
 def add_spans(made: CutProgram, added: Sequence[int]) -> None:
-    """Rows for each interval that `added`, the cuts in order of their addition, has split."""
+    """Rows for each interval that `added`, the cuts in order of their addition, has split.
+
+    They keep what was said of the whole interval. Without them the linear relaxation falls when
+    cuts are added, as measured on layered graphs.
+    """
     end = made.problem.n_ops
     places = [*made.cuts, end]
     runs: dict[Interval, dict[int, int]] = {

@@ -25,15 +25,13 @@ from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
 from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.stopping import REGRESSION
 
-EFFORT = 2000
-"""Sets that the search for the bound looks at in all."""
-EFFORT_OPS = 4_000_000
-"""The same times ops, in large graphs: about a second."""
 MOST_MOMENTS = 200
 """Moments from which the search goes back: both ends of a phase, and those that need most."""
 SPECIAL_PART, OTHER_PART = 4, 50
-"""Of what is left of it, one part in so many for the ends of forward and step, and for others."""
+"""The ends of forward and of the step have one part in `SPECIAL_PART` of the effort that is left,
+other moments one in `OTHER_PART`."""
 
 
 class Floor(NamedTuple):
@@ -43,7 +41,7 @@ class Floor(NamedTuple):
     op: str
 
 
-def floor_bytes(problem: Problem) -> Floor:
+def floor_of(problem: Problem) -> Floor:
     """What any schedule needs that never computes an output of the step again.
 
     The largest working set of an op together with the outputs of the step made before it,
@@ -62,7 +60,7 @@ def floor_bytes(problem: Problem) -> Floor:
     return best
 
 
-def least_peak_bound_bytes(problem: Problem, effort: int = EFFORT) -> int:
+def least_peak_bound_bytes(problem: Problem, effort: int = REGRESSION.most) -> int:
     """Bytes that the peak of any schedule reaches, resident ones included.
 
     For first runs in captured order, any number of recomputations, no offloading; the proof
@@ -86,7 +84,7 @@ def least_peak_bound_bytes(problem: Problem, effort: int = EFFORT) -> int:
 
 def effort_for(problem: Problem) -> int:
     """The effort that takes about a second at most."""
-    return min(EFFORT, EFFORT_OPS // max(problem.n_ops, 1))
+    return REGRESSION.at(problem.n_ops)
 
 
 class Open(NamedTuple):

@@ -26,8 +26,10 @@ class Front(msgspec.Struct, frozen=True):
     ----------
     name, graph_hash : of the graph. solver : who solved.
     base_us : time of the step that computes every op once.
-    floor_bytes : no schedule's peak is below: the largest working set of an op, and what is
-        resident. unmodified_bytes : peak of the step that keeps everything.
+    least_needed_bytes : no schedule's peak is below: what some op, or the end of the step,
+        needs with what is resident. In files it is called ``floor_bytes``, though the floor
+        of a `Result` is another and higher figure.
+    unmodified_bytes : peak of the step without a plan.
     points : from the smallest budget to the largest.
     """
 
@@ -35,7 +37,7 @@ class Front(msgspec.Struct, frozen=True):
     graph_hash: str
     solver: str
     base_us: float
-    floor_bytes: int
+    least_needed_bytes: int = msgspec.field(name="floor_bytes")
     unmodified_bytes: int
     points: tuple[Point, ...]
 

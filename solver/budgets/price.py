@@ -8,7 +8,8 @@ from remat.graph_capture.errors import SolverError
 
 GIB = 1 << 30
 STEP_SHARE = 20
-"""Where a GiB is more than one part in this many of the peak, that part is priced instead."""
+"""If a GiB is more than one part in so many of the peak, that part is priced instead: on a small
+model a GiB would say nothing."""
 
 
 class GibPrice(msgspec.Struct, frozen=True):

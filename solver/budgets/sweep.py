@@ -2,15 +2,15 @@
 
 `sweep` solves at several budgets, from tight to loose, and merges what it finds: a schedule
 serves every budget that its peak is within, and a bound proved at one budget holds at every
-smaller one. So time never rises with the budget. With `jobs` the solves run side by side
-through joblib: on this machine, or on the cluster of the backend that is configured by
+smaller one. So time never rises with the budget, though each solve is a heuristic. One by one,
+it stops solving at the budget where nothing is computed again. With `jobs` the solves run side
+by side through joblib: on this machine, or on the cluster of the backend that is configured by
 ``joblib.parallel_config`` (dask, ray).
 """
 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -21,20 +21,18 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
-from remat.solver.problem import Problem, largest_working_set_bytes
+from remat.solver.clock import Clock
+from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
+from remat.solver.stopping import NAMING, ONE_BUDGET
 from remat.solver.store_all import StoreAll
 from remat.solver.table import make_solver
 
 BUDGETS = 12
 """Budgets of a sweep that names none."""
 PINS = ("keep", "recompute")
-NAMING_PART = 1 / 6
-"""Part of the time limit in which the least peak is looked for."""
-LARGEST_PART = 1.5
-"""Most that a budget takes of the time left, in equal parts of it; most budgets take less."""
 
-Tell = Callable[[int, int], None]
+BudgetsDone = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
 
 
@@ -45,8 +43,9 @@ def sweep(
     *,
     time_limit_s: float = 60.0,
     jobs: int = 1,
-    tell: Tell | None = None,
+    progress: BudgetsDone | None = None,
     at_hand: Sequence[Result] = (),
+    unmodified_bytes: int = 0,
     **options: object,
 ) -> Front:
     """Solve at several budgets and merge what is found.
@@ -63,10 +62,13 @@ def sweep(
         For all budgets together, each of which has about an equal part.
     jobs : int
         How many solves run at once; -1 for as many as there are cores or workers.
-    tell : callable
-        Told how many budgets are done, where they are solved one by one.
+    progress : callable
+        Called with how many budgets are done, where they are solved one by one.
     at_hand : results
         Whose schedules count where they fit, if they are of the same solver.
+    unmodified_bytes : int
+        Peak of the step without a plan; 0 for that of the step that keeps everything. The
+        two differ where eager keeps more than a plan needs to, as masks of dropout.
     **options : object
         As of `remat.solver.solve`.
 
@@ -74,25 +76,26 @@ def sweep(
     ------
     SolverError : no budgets, a number of jobs that means nothing, an unknown solver or option.
     """
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
+    unmodified_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     if isinstance(budgets, int):
-        budgets, least = spread(graph, budgets, time_limit_s=NAMING_PART * time_limit_s, **options)
+        limit_s = NAMING.of(time_limit_s)
+        budgets, least = spread(graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options)
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
-    left_s = time_limit_s - (time.monotonic() - began_s)
     if jobs == 1:
-        found = _one_by_one(graph, asked, solver, options, left_s, tell)
+        found = _one_by_one(graph, asked, solver, options, clock, progress)
     else:
-        found = _side_by_side(graph, asked, solver, options, left_s, jobs)
+        found = _side_by_side(graph, asked, solver, options, clock.left_s, jobs)
     return Front(
         name=graph.name,
         graph_hash=graph.hash,
         solver=solver,
         base_us=graph.time_us,
-        floor_bytes=floor_bytes(graph),
-        unmodified_bytes=_unmodified_bytes(graph),
+        least_needed_bytes=least_needed_bytes(Problem.of(graph)),
+        unmodified_bytes=unmodified_bytes,
         points=tuple(
             Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
             for result in merged(graph, found, [r for r in at_hand if r.solver == solver])
@@ -114,12 +117,18 @@ def _checked(budgets: Iterable[int]) -> list[int]:
 
 
 def spread(
-    graph: TrainingGraph, count: int, *, time_limit_s: float = 60.0, **options: object
+    graph: TrainingGraph,
+    count: int,
+    unmodified_bytes: int = 0,
+    *,
+    time_limit_s: float = 60.0,
+    **options: object,
 ) -> tuple[list[int], list[Result]]:
     """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
 
-    The same for each solver; and the outcome at the least, if it is at hand. `time_limit_s` is
-    for naming the least peak. Of `options` only the pins are heeded.
+    The same for each solver; and the outcome at the least, if it is at hand. `unmodified_bytes`
+    is as in `sweep`, `time_limit_s` for naming the least peak. Of `options` only the pins are
+    heeded.
 
     Raises
     ------
@@ -127,10 +136,10 @@ def spread(
     """
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
-    high_bytes = _unmodified_bytes(graph)
+    high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
     lost = solve(graph, 0, time_limit_s=time_limit_s, **pins)
-    least_bytes = lost.least_feasible_bytes or floor_bytes(graph)
+    least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
     parts = range(count) if count > 1 else [1]
     asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
@@ -138,13 +147,7 @@ def spread(
     return sorted(asked), [] if least is None else [least]
 
 
-def floor_bytes(graph: TrainingGraph) -> int:
-    """A peak that no schedule is below: the largest working set of an op, and the resident."""
-    problem = Problem.of(graph)
-    return problem.resident_bytes + largest_working_set_bytes(problem)
-
-
-def _unmodified_bytes(graph: TrainingGraph) -> int:
+def _keeping_all_bytes(graph: TrainingGraph) -> int:
     return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
 
@@ -153,18 +156,17 @@ def _one_by_one(
     budgets: Sequence[int],
     solver: str,
     options: dict[str, Any],
-    time_limit_s: float,
-    tell: Tell | None,
+    clock: Clock,
+    progress: BudgetsDone | None,
 ) -> list[Result]:
     """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
     found: list[Result] = []
-    end_s = time.monotonic() + time_limit_s
     for budget_bytes in budgets:
-        if tell:
-            tell(len(found), len(budgets))
+        if progress:
+            progress(len(found), len(budgets))
         last = found[-1] if found else None
-        left_s = max(end_s - time.monotonic(), 0.0)
-        part_s = left_s * min(LARGEST_PART / (len(budgets) - len(found)), 1.0)
+        left_s = max(clock.left_s, 0.0)
+        part_s = min(ONE_BUDGET.of(left_s / (len(budgets) - len(found))), left_s)
         if last is not None and is_ideal(graph, last):
             found.append(_at_larger_budget(last, budget_bytes))
         elif last is not None and last.message.startswith(INTERRUPTED):

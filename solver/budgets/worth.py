@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -12,10 +11,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
 from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.budgets.sweep import is_ideal
+from remat.solver.clock import Clock
 from remat.solver.result import Result, at_least_budget
-
-LEAST_S = 1.0
-"""Seconds that the second solve of `least_peak` has at least."""
+from remat.solver.stopping import SECOND_SOLVE
 
 
 def least_peak(
@@ -27,14 +25,14 @@ def least_peak(
 ) -> Result:
     """The outcome at the least peak that `solver` knows: the least budget to ask for.
 
-    Where none is named, the infeasible result that says so. The least peak is one that was
+    If none is named, the infeasible result that says so. The least peak is one that was
     found, not one that is proved to be least.
     """
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     named = solve(graph, 0, solver, time_limit_s=time_limit_s, **options)
     if named.schedule is not None or not named.least_feasible_bytes:
         return named
-    left_s = max(time_limit_s - (time.monotonic() - began_s), min(LEAST_S, time_limit_s))
+    left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
     found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
     at_hand = at_least_budget(graph, named)
     if found.schedule is not None or at_hand is None:
@@ -56,9 +54,9 @@ def price_of_gib(
 ) -> GibPrice:
     """What a GiB more than the budget of `result` would save, and one less would cost.
 
-    Each by a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
-    stands for one GiB, or 5 % of the peak if that is less. A faster schedule that the
-    smaller budget turns up counts at every budget.
+    Each takes a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
+    stands for one GiB, or 5 % of the peak if that is less. If the smaller budget turns up a
+    faster schedule, that counts at every budget.
 
     Raises
     ------

@@ -4,8 +4,8 @@ Sources: A. Griewank, A. Walther, "Algorithm 799: Revolve", 2000,
 https://doi.org/10.1145/347837.347846, for slots that hold the state before a stage;
 J. R. Maddison, "Step-based checkpointing with high-level algorithmic differentiation", 2024,
 https://arxiv.org/abs/2305.09568, for slots that may hold what backward reads of a stage
-instead. Counts are runs of a stage forward over the whole adjoint; the state before the
-first stage takes a slot where it is read again.
+instead. Counts are forward runs of stages in the whole step. The state before the first stage
+takes a slot if it is read again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,11 @@ NEVER = 1 << 60
 
 
 def repetitions(stages: int, slots: int) -> int:
-    """The least number of times t that no stage need run more often: C(s + t, s) ≥ n."""
+    """The least t with C(s + t, s) ≥ n: no stage need run more than t times again."""
     times = 0
     while comb(slots + times, slots) < stages:
         times += 1
     return times
-
-
-def optimal_steps(stages: int, slots: int) -> int:
-    """Fewest forward runs with `slots` states stored: n + t·n - C(s + t, t - 1).
-
-    Raises
-    ------
-    SolverError : no stage, or no slot for the first state.
-    """
-    _check(stages, slots, least_slots=1)
-    times = repetitions(stages, slots)
-    return stages + times * stages - (comb(slots + times, times - 1) if times else 0)
 
 
 def _check(stages: int, slots: int, least_slots: int) -> None:
@@ -54,8 +42,8 @@ def _check(stages: int, slots: int, least_slots: int) -> None:
 def _right_start(stages: int, slots: int) -> int:
     """How many stages to advance before the next state is stored.
 
-    The part on the left is to need one repetition less with the same slots, the part on the
-    right the same repetitions with a slot less: any split that allows both is optimal.
+    The left part must do with one repetition less and the same slots. The right part must do
+    with the same repetitions and one slot less. Any split that allows both is optimal.
     """
     times = repetitions(stages, slots)
     left_most = comb(slots + times - 1, slots)
@@ -64,7 +52,14 @@ def _right_start(stages: int, slots: int) -> int:
 
 
 def binomial_actions(stages: int, slots: int) -> list[Action]:
-    """A schedule of `optimal_steps(stages, slots)` forward runs that holds `slots` states."""
+    """A schedule of the fewest forward runs with `slots` states stored.
+
+    Their number is n + t·n - C(s + t, t - 1), with t from `repetitions`.
+
+    Raises
+    ------
+    SolverError : no stage, or no slot for the first state.
+    """
     _check(stages, slots, least_slots=1)
     found, stored = [Action("store", 0)], {0}
     waiting = [(0, stages, slots)]
@@ -105,20 +100,13 @@ def mixed_table(stages: int, slots: int) -> tuple[Counts, Counts]:
     return np.minimum(steps, NEVER), choice
 
 
-def optimal_steps_mixed(stages: int, slots: int) -> int:
-    """Fewest forward runs where a slot holds a state, or what backward reads of one stage.
+def mixed_actions(stages: int, slots: int) -> list[Action]:
+    """A schedule of the fewest forward runs where a slot holds a state, or what backward reads.
 
     Raises
     ------
     SolverError : no stage, or more than one and no slot.
     """
-    _check(stages, slots, least_slots=1 if stages > 1 else 0)
-    slots = min(slots, stages)
-    return int(mixed_table(stages, slots)[0][slots, stages])
-
-
-def mixed_actions(stages: int, slots: int) -> list[Action]:
-    """A schedule of `optimal_steps_mixed(stages, slots)` forward runs."""
     _check(stages, slots, least_slots=1 if stages > 1 else 0)
     slots = min(slots, stages)
     choice = mixed_table(stages, slots)[1]

@@ -1,9 +1,10 @@
 """A training graph as a chain of stages, each with its times and bytes.
 
-A stage is what forward computes between two articulation points (`chain_places`), with the
-backward ops that read it. Its times and bytes are a model: backward values are counted
-exactly, kept values as if all lived throughout, and the value that enters a stage as if it
-lived to the end of the stage. `simulate` judges what a solver makes of it.
+A stage is what forward computes between two articulation points (`places`), with the
+backward ops that read it. Its times and bytes are a model. The model counts backward values
+exactly. It counts kept values as if all lived throughout, and the value that enters a stage as
+if it lived to the end of the stage. So the model asks for more memory than a schedule needs,
+and `simulate` judges each schedule that a solver makes.
 
 Terms follow O. Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to
 train deep neural networks with limited memory", 2019, https://arxiv.org/abs/1911.13214.
@@ -31,7 +32,10 @@ Kind = Literal["store", "forward", "save", "backward", "discard"]
 
 
 class Run(NamedTuple):
-    """Some forward ops of a stage, run in order; bytes beside the value that enters it."""
+    """Some forward ops of a stage, run in order.
+
+    `peak_bytes` leaves out the value that enters the stage.
+    """
 
     ops: tuple[int, ...]
     cost_us: float
@@ -47,11 +51,13 @@ class ChainStage:
     entry : the value that enters it, -1 if none does. entry_bytes : its size.
     saved_bytes : all that its backward reads of it, and its result (rotor's ``abar``).
     pending_bytes : backward values live when its backward begins.
-    first_drop, first_save : its first run, keeping the result or what backward reads too.
-    again_drop, again_save, again_leaf : only the ops that make the result, what backward
-        reads and the result, what backward reads.
+    first_drop : its first run, which keeps the result alone.
+    first_save : its first run, which keeps what backward reads too.
+    again_drop : the ops that make the result, run again.
+    again_save : the ops that make the result and what backward reads, run again.
+    again_leaf : the ops that make what backward reads, run again.
     backward : its backward ops. backward_us : their time. backward_peak_bytes : the most
-        live in them beside the value that enters, saved values included.
+        live in them, with saved values and without the value that enters.
     """
 
     entry: int
@@ -181,7 +187,7 @@ class _Model:
     def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> Run:
         """Run `ops`, freeing what is read no more, up to `wanted`.
 
-        In a first run kept values are counted in `base_bytes` already.
+        In a first run kept values do not count: `base_bytes` has them already.
         """
         problem, kept = self.problem, self.kept
         last = {v: op for op in ops for v in (*problem.outputs[op], *problem.inputs[op])}
@@ -232,7 +238,7 @@ class Action(NamedTuple):
     stage: int
 
 
-def runs_of(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
+def ops_of_actions(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
     """For each of `actions` the ops that it runs.
 
     First runs are whole stages; later ones are those ops that make what is asked for.

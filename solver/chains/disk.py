@@ -14,12 +14,16 @@ from typing import NamedTuple
 import msgspec
 
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.solver.chains.chain import Action, Chain, runs_of
+from remat.solver.chains.chain import Action, Chain, ops_of_actions
 from remat.solver.problem import Problem
 
 
 class Stored(NamedTuple):
-    """A state in a slot: position of its action, its stage, its slot, reads to start again."""
+    """A state in a slot.
+
+    `position` is that of the action that stores it. `reads` counts how often forward starts
+    again from it.
+    """
 
     position: int
     stage: int
@@ -30,7 +34,7 @@ class Stored(NamedTuple):
 def stored_states(actions: Sequence[Action]) -> list[Stored]:
     """Each state that `actions` store, in order.
 
-    Slots are taken and left last in, first out; saved stages wait in slots too.
+    Slots are a stack: the last one taken is the first one left. Saved stages take slots too.
     """
     slots: list[int | None] = []
     found: list[Stored] = []
@@ -73,7 +77,7 @@ def with_disk(
 ) -> Schedule:
     """`made` from `actions`, with the states of `count` slots offloaded while they wait."""
     chosen = least_read(stored_states(actions), count)
-    runs = runs_of(chain, actions)
+    runs = ops_of_actions(chain, actions)
     making: dict[str, list[int]] = {}
     for state in chosen:
         entry = chain.stages[state.stage].entry
@@ -96,9 +100,9 @@ def with_disk(
 def _waits(
     problem: Problem, steps: Sequence[Step], name: str, making: Iterable[int]
 ) -> list[tuple[int, int]]:
-    """Between which uses the value waits while a backward op or a run again goes on.
+    """The pairs of uses between which the value waits while other ops run.
 
-    Only after those of its makings that `making` counts, from 1.
+    `making` says after which of its makings, counted from 1; after others it stays.
     """
     graph = problem.graph
     producer, times, last_use, worked = graph.value_by_name[name].producer, 0, -1, False

@@ -1,9 +1,9 @@
 """Where a training graph can be cut into a chain: articulation points, matched by backward.
 
-A place is a point of forward, in captured order, that at most one value crosses. Not counted
-are values that are kept in any case. Backward must visit the stages between places last to
-first; stages that it reads interleaved are joined. Linear in ops and reads, but for the
-sweeps that joins ask for, of which there are few.
+A place is a point of forward, in captured order, that at most one value crosses. Values that
+are kept in any case do not count. Backward must visit the stages between places last to first.
+Stages that backward reads interleaved are joined. Cost: linear in ops and reads for each sweep;
+joins ask for a few more sweeps.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import NamedTuple
 from remat.solver.problem import Problem
 
 SMALL_PART = 0.01
-"""A value read all along is kept if it takes at most this part of the bytes forward makes."""
+"""A value that is read all along is kept if it is at most this share of what forward makes.
+
+Otherwise one small mask or position table that every layer reads would leave no place to cut.
+"""
 LONG_PART = 0.25
-"""Read all along: its last read is more than this part of forward after its making."""
+"""Read all along means: the last read comes more than this share of forward's ops later."""
 
 
 class Place(NamedTuple):
@@ -35,9 +38,10 @@ class Split(NamedTuple):
 
 
 def kept_values(problem: Problem) -> bytearray:
-    """1 for what a chain schedule keeps throughout.
+    """1 for each value that a chain schedule keeps throughout.
 
-    Made by ops that must not run twice, in the caller's hands, or small and read all along.
+    These are values of ops that must not run twice, values in the caller's hands, and small
+    values that are read all along.
     """
     kept = bytearray(problem.n_values)
     lasting = {*problem.forward_outputs, *problem.needs[problem.n_ops]}
@@ -61,7 +65,7 @@ def last_forward_reads(problem: Problem) -> list[int]:
 
 
 def articulation_points(problem: Problem, kept: bytearray) -> list[Place]:
-    """All places of forward; of those that the same value crosses, the first."""
+    """All places of forward. Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
     marks = [0] * (problem.n_forward + 1)
     for v, last in enumerate(last_forward_reads(problem)):
@@ -82,7 +86,10 @@ def articulation_points(problem: Problem, kept: bytearray) -> list[Place]:
 
 
 def coarsened(problem: Problem, places: list[Place], most_stages: int) -> list[Place]:
-    """At most `most_stages - 1` places, near equal bytes and time, small values preferred."""
+    """At most `most_stages - 1` places, for stages of about equal bytes and time.
+
+    Of the places near a cut, the one that the smallest value crosses is taken.
+    """
     if len(places) < most_stages:
         return places
     total_bytes = sum(problem.output_bytes[: problem.n_forward]) or 1
@@ -99,7 +106,7 @@ def coarsened(problem: Problem, places: list[Place], most_stages: int) -> list[P
 
 
 def split_by_backward(problem: Problem, kept: bytearray, places: list[Place]) -> Split:
-    """The places at which backward splits too; without one if it does not."""
+    """The places at which backward can be split too; empty if there are none."""
     while True:
         stage_of_op, joined = _sweep(problem, kept, places)
         left = [place for place, is_joined in zip(places, joined, strict=True) if not is_joined]
@@ -111,7 +118,7 @@ def split_by_backward(problem: Problem, kept: bytearray, places: list[Place]) ->
 
 
 def _sweep(problem: Problem, kept: bytearray, places: list[Place]) -> tuple[list[int], list[bool]]:
-    """The stage of each backward op, never rising, and the places that this has to join."""
+    """The stage of each backward op, which never rises, and which places have to be joined."""
     ends = [place.end for place in places]
     stage = [bisect_left(ends, op) for op in range(problem.n_forward)]
     crossing = {place.entry for place in places}

@@ -12,9 +12,10 @@ The graph is cut into stages at its articulation points. The greatest number of 
 schedule fits is found by bisection; the fastest schedule is filled with what still fits.
 Optimal: on chains whose stages are alike in time and bytes (`binomial` counts the runs).
 Cost: O(stages · repetitions); `mixed` O(stages² · slots).
-Shortcomings: none but chains; blind to times and sizes; a stage's forward runs again right
-before its backward even where there is room (but for what the fill carries).
-With `disk_slots`, transfers take no time in the simulator, and nothing is filled.
+Shortcomings: takes chains only; blind to times and sizes; runs a stage's forward again right
+before its backward even where there is room, unless the fill carries its values.
+With `disk_slots` it is the one solver that writes `Offload` steps. The simulator takes
+transfers to cost no time, and nothing is filled.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class Revolve:
 
     Attributes
     ----------
-    slots : how many states are stored (0: as many as fit). disk_slots : how many of those,
-        the least read, wait in host memory. mixed : a slot may hold what backward reads of
-        a stage instead of a state. stages : the most stages.
+    slots : how many states are stored (0: as many as fit).
+    disk_slots : how many of those wait in host memory; the least read ones do.
+    mixed : a slot may hold what backward reads of a stage instead of a state.
+    stages : the most stages.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
@@ -62,13 +64,7 @@ class Revolve:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best such schedule within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "revolve", self.time_limit_s, self.progress)
-        search.options = {
-            "slots": self.slots,
-            "disk_slots": self.disk_slots,
-            "mixed": self.mixed,
-            "stages": self.stages,
-        }
+        search = Search.of(self, "revolve", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
             if chain is not None:

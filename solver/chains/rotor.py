@@ -11,9 +11,9 @@ backward reads or nothing. The graph is cut into stages at its articulation poin
 program finds is expanded to real ops, judged, and filled with what still fits.
 Optimal: on chains, among persistent schedules, where the sizes of stages are whole slots.
 Cost: O(stages³ · slots), vectorised: some seconds for 128 stages.
-Shortcomings: none but chains; longer ones are cut coarser; sizes are rounded up to slots,
-which model limits beyond the budget make up for in part; not optimal at tight budgets with
-mixed sizes, where it can pay to drop a stored value and make it again.
+Shortcomings: takes chains only; cuts longer ones coarser; rounds sizes up to slots, which
+limits beyond the budget make up for in part; not optimal at tight budgets with mixed sizes,
+where it can pay to drop a stored value and make it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
 BEYOND = 1.25
-"""The model is asked for up to this part of the budget: it counts more than is true."""
+"""The model's limit goes up to this multiple of the budget.
+
+The model counts more bytes than are live. A schedule that it puts beyond the budget may fit,
+and the judge says so.
+"""
 LEAST_TRIES = 3
 """Schedules of least memory that are judged where nothing else fits."""
 
@@ -60,8 +64,7 @@ class Rotor:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best chain schedule within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "rotor", self.time_limit_s, self.progress)
-        search.options = {"slots": self.slots, "stages": self.stages}
+        search = Search.of(self, "rotor", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
             if chain is not None:
@@ -90,8 +93,8 @@ class Rotor:
     def _try_least(self, tries: ChainSearch, model: ChainModel, limit_bytes: int) -> None:
         """Try schedules of the least memory; none of them depends on the budget.
 
-        Those of few states for a uniform chain are among them: where the model counts more
-        than is true, they may need less than it says.
+        Schedules of a uniform chain with few states are among them. They may need less memory
+        than the model says, since it counts more than is live.
         """
         table = solve_rotor(model, limit_bytes, self.slots, tries.search.out_of_time)
         if table is not None:
@@ -102,7 +105,7 @@ class Rotor:
 
 
 def _breakpoints(table: RotorTable) -> list[int]:
-    """The slots at which the time of the whole chain falls, rising."""
+    """The numbers of slots at which the time of the whole chain falls, the least first."""
     whole_us = table.whole_us
     falls = np.concatenate((np.isfinite(whole_us[:1]), whole_us[1:] < whole_us[:-1]))
     return [int(slots) for slots in np.flatnonzero(falls)]

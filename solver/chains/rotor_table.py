@@ -4,9 +4,9 @@ Source: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optima
 checkpointing for heterogeneous chains: how to train deep neural networks with limited
 memory", 2019, https://arxiv.org/abs/1911.13214, recurrence for persistent schedules.
 
-Sub-chain (i, j) with memory m: the value that enters stage i is stored outside m, and
-stages i..j are to be run forward and backward. Either stage i saves what its backward
-reads, or the stages up to some k drop it and the value that enters k is stored. Sizes are
+Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
+stage i is stored outside m. There are two ways on. Either stage i saves what its backward
+reads; or the stages before some k drop it, and the value that enters k is stored. Sizes are
 rounded up to whole slots, so a schedule never takes more than the table says.
 """
 
@@ -28,9 +28,9 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChainRuns:
-    """Forward runs of each stage: times and the most bytes in them, by what they keep.
+    """Times and peaks of the forward runs of each stage, by what a run keeps.
 
-    A leaf is a save that backward of the same stage follows at once.
+    A leaf is a save right before the backward of the same stage.
     """
 
     drop_us: tuple[float, ...]
@@ -52,11 +52,11 @@ class ChainRuns:
 
 @dataclass(frozen=True, slots=True)
 class ChainModel:
-    """A chain in numbers, one entry a stage, as `ChainStage` has them.
+    """A chain in numbers, one entry for each stage.
 
     Attributes
     ----------
-    entry_bytes, saved_bytes, pending_bytes, backward_us, backward_peak_bytes : as there.
+    entry_bytes, saved_bytes, pending_bytes, backward_us, backward_peak_bytes : as in `ChainStage`.
     first : forward runs of sub-chains that end with the last stage, which are first runs.
     again : of all others.
     """
@@ -155,7 +155,8 @@ def solve_rotor(
 ) -> RotorTable | None:
     """The table of all sub-chains for 0..`slots` slots, which make up `limit_bytes`.
 
-    Fewer slots do where all sizes have a common divisor. None if `stopped` says so.
+    Takes fewer slots if all sizes have a common divisor larger than a slot. None if `stopped`
+    says so.
     """
     slot_bytes = max(-(-limit_bytes // slots), 1)
     grain_bytes = model.grain_bytes()
@@ -183,7 +184,7 @@ class _Column:
         self.runs = table.model.first if j == table.time_us.shape[0] - 1 else table.model.again
         self.slots: Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
         self.stored = np.full((j + 1, self.slots.size), np.inf)
-        """Row k: time of (k, j) where the value that enters k takes of the same memory."""
+        """Row k: time of (k, j) if the value that enters k is stored in the same memory."""
 
     def fill(self) -> None:
         time_us, choice = self.table.time_us, self.table.choice
@@ -200,7 +201,7 @@ class _Column:
             self.stored[i] = self._delayed(best, self.model.entry_bytes[i])
 
     def _saving(self, i: int) -> Floats:
-        """Time where stage i saves what its backward reads."""
+        """Time if stage i saves what its backward reads."""
         model, runs, j = self.model, self.runs, self.j
         is_leaf = i == j
         run_us = runs.leaf_us[i] if is_leaf else runs.save_us[i]
@@ -213,7 +214,7 @@ class _Column:
         return own + self._delayed(self.table.time_us[i + 1, j], model.saved_bytes[i])
 
     def _storing(self, i: int) -> Floats:
-        """Rows k = i + 1..j: time where stages i..k - 1 drop and k's entry is stored."""
+        """Rows k = i + 1..j: time if stages i..k - 1 drop and the value that enters k is stored."""
         model, j = self.model, self.j
         peaks = np.array(self.runs.drop_peak_bytes[i:j], np.int64)
         peaks[1:] += np.array(model.entry_bytes[i + 1 : j], np.int64)

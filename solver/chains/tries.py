@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.chains.chain import Action, Chain, find_chain, runs_of
+from remat.solver.chains.chain import Action, Chain, find_chain, ops_of_actions
 from remat.solver.local_search.repair import fill
 from remat.solver.search import Search
 from remat.solver.sequence import recomputed_by_stage, schedule_of
@@ -14,13 +14,11 @@ from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
 NEIGHBOURS = 3
-"""Choices tried above the greatest that fits: peaks do not rise quite evenly."""
+"""Choices tried above the greatest that fits, since a peak may fall from one to the next."""
 FEW = 10000
-"""All choices are tried where choices times ops are at most this many."""
+"""All choices are tried if choices times ops are at most this many; else bisection."""
 FILLED = 3
 """How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
-MANY_OPS = 1000
-"""Beyond this many ops a fill takes seconds, so the fastest schedule alone is filled."""
 
 
 def chain_or_done(search: Search, most_stages: int) -> Chain | None:
@@ -54,9 +52,9 @@ class ChainSearch:
         self.found: dict[tuple[int, ...], float] = {}
 
     def fits(self, actions: Sequence[Action]) -> bool:
-        """Judge the schedule of `actions`, take it if it is the best yet; does it fit?"""
+        """Judge the schedule of `actions` and take it if it is the best; return whether it fits."""
         search = self.search
-        sequence = tuple(op for run in runs_of(self.chain, actions) for op in run)
+        sequence = tuple(op for run in ops_of_actions(self.chain, actions) for op in run)
         made = schedule_of(search.problem, sequence)
         if self.change is not None:
             made = self.change(made, actions)
@@ -67,9 +65,9 @@ class ChainSearch:
         return True
 
     def try_rising(self, actions_of: Callable[[int], Sequence[Action]], count: int) -> None:
-        """Find the greatest choice in 0..count - 1 that fits: by bisection, if they are many.
+        """Find the greatest choice in 0..count - 1 that fits, by bisection if there are many.
 
-        The greater the choice, the more memory and the less time its schedule takes.
+        A greater choice takes more memory and less time.
         """
         if count * self.search.problem.n_ops <= FEW:
             self._try_each(actions_of, range(count))
@@ -95,7 +93,8 @@ class ChainSearch:
         search.say("carrying what still fits")
         ranked = sorted(self.found, key=lambda sequence: self.found[sequence])
         chosen = [*ranked[:FILLED], *ranked[FILLED:][-1:]]
-        for sequence in chosen[:1] if search.problem.n_ops > MANY_OPS else chosen:
+        # On a large graph a fill takes seconds, so the fastest schedule alone is filled.
+        for sequence in chosen[:1] if search.is_large else chosen:
             if search.out_of_time():
                 return
             recomputed = recomputed_by_stage(search.problem, sequence)

@@ -5,7 +5,7 @@ Source: the cut is the restriction of Checkmate's MILP (Jain et al. 2020,
 https://arxiv.org/abs/1910.02653) to one moment; choosing what to keep across it is the
 knapsack problem of "selective activation recomputation" with recompute chains counted.
 Solves: least time under a budget on the true peak, first runs in captured order, any number
-of recomputations. The program of `cut_bound` gives a proven bound and a start; the start
+of recomputations. The program of `cut_program` gives a proven bound and a start; the start
 is expanded just in time, repaired under the true peak and filled with what still fits.
 Where the gap stays open, segments between lower sets and cuts at lower targets give more
 starts, and the fullest stage becomes a further cut, bound and start in one.
@@ -31,28 +31,31 @@ from remat.solver.cuts.starts import take_segments
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.local_search.exchange import take_exchanges
 from remat.solver.local_search.repair import Repair, fill
-from remat.solver.problem import largest_working_set_bytes, working_set_bytes
+from remat.solver.problem import largest_working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State
+from remat.solver.stopping import (
+    BEST_CUT,
+    CUT_NODES,
+    FIRST_CUT_NODES,
+    FIRST_REPAIRS,
+    LARGE_CUT_NODES,
+    RELAXED,
+    REPAIRS_OF_A_START,
+    Nodes,
+)
 from remat.solver.store_all import store_all_state
 
-MANY_OPS = 1000
-"""Beyond this many ops more than two cuts, or exchanges from each start, take too long."""
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
 POWERS = (0.3, 0.6, 1.0, 1.6)
 WIDE = 0.05
-"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds."""
+"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds.
+On an unrolled LSTM of 819 ops at 48 % of its peak they had 31 % of overhead, where cuts and
+repair were at 50 % after 17 s."""
 GAP_PART = 0.1
 """Part of the open gap that a program of cuts may leave, where less than that is asked for."""
-NODE_LIMIT, FIRST_NODES = 500, 50
-"""Branch-and-bound nodes a program may take: a limit that is the same on every machine. The first
-program may take fewer, as the starts that come after it are often better ones."""
-FEW_NODES = 20
-"""The same for a program of many ops, whose nodes are slow."""
-FIRST_WORK, REPAIR_WORK = 100_000, 20_000
-"""Moves weighed, in all starts from one cut and from one start, after which no other is tried."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,7 @@ class Cut:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule found within `budget_bytes`, and a proven bound."""
-        search = Search(graph, budget_bytes, "cut", self.time_limit_s, self.progress)
-        search.options = {"gap": self.gap, "cuts": self.cuts}
+        search = Search.of(self, "cut", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         note_floor(search)
@@ -85,7 +87,7 @@ class Cut:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not has_room(search):
+        if not search.has_room():
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
@@ -96,16 +98,11 @@ class Cut:
         lazy = begin(search, plain, self.gap)
         prove_nothing_fits(search)
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
-            if not is_open(search, self.gap):
+            if not search.is_open(self.gap):
                 break
             climb(search, lazy, self.gap)
-        if is_open(search, self.gap):
+        if search.is_open(self.gap):
             take_exchanges(search)
-
-
-def is_open(search: Search, gap: float) -> bool:
-    """Whether there is something left to do, and time."""
-    return search.gap > gap and not search.proved_infeasible and not search.out_of_time()
 
 
 def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
@@ -119,17 +116,19 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
-    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_NODES))
-    is_repaired = take_climbed(search, first, search.work + FIRST_WORK)
-    if is_open(search, gap) and search.gap > WIDE and not has_start:
+    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_CUT_NODES))
+    # A first repair that takes long waits: segments may have a better start, and on an unrolled
+    # LSTM of 819 ops they had it in less than a second.
+    is_repaired = take_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
+    if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
     if not is_repaired and search.best is None:
         take_climbed(search, first)
     for target_bytes in targets(search, () if has_start else TARGETS):
-        if is_open(search, gap) and not has_worked(search, FIRST_WORK):
+        if search.is_open(gap) and not has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
-            solution = program.relaxed(max(search.left_s, 0.1))
+            solution = program.relaxed(RELAXED.of(search.left_s))
             if solution.values is not None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
     return lazy
@@ -156,54 +155,26 @@ def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf
 
 
 def limits_of(
-    search: Search, lazy: LazyCuts, gap: float, open_gap: float, most_nodes: int = NODE_LIMIT
+    search: Search, lazy: LazyCuts, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
-    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known."""
+    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known.
+
+    Closer is of no use, since the next cut replaces the program; an exact one is the last.
+    """
     tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
-        time_limit_s=max(search.left_s, 0.1),
+        time_limit_s=RELAXED.of(search.left_s),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
-        node_limit=FEW_NODES if is_large(search) else most_nodes,
+        node_limit=(LARGE_CUT_NODES if search.is_large else nodes).most,
     )
-
-
-def is_large(search: Search) -> bool:
-    """Whether the graph has so many ops that slow steps come last."""
-    return search.problem.n_ops > MANY_OPS
-
-
-def has_room(search: Search) -> bool:
-    """Whether each op's own working set, and what must be live at the end, is in the budget."""
-    problem = search.problem
-    room_bytes = search.budget_bytes - problem.resident_bytes
-    worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
-    if working_set_bytes(problem, worst) <= room_bytes:
-        return _has_room_at_end(search, room_bytes)
-    op = search.graph.ops[worst]
-    need_bytes = working_set_bytes(problem, worst) + problem.resident_bytes
-    place = f" ({op.module})" if op.module else ""
-    search.message = f"op {op.name}{place} alone needs {need_bytes} bytes with what is resident"
-    return False
-
-
-def _has_room_at_end(search: Search, room_bytes: int) -> bool:
-    problem = search.problem
-    end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
-    if end_bytes <= room_bytes:
-        return True
-    search.message = (
-        f"what must be live when the step ends, gradients above all, takes {end_bytes} bytes "
-        f"beside {problem.resident_bytes} that are resident"
-    )
-    return False
 
 
 def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
     """Budgets below the real one at which to solve for starts."""
     problem = search.problem
-    floor = largest_working_set_bytes(problem) + problem.resident_bytes
+    least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
     for part in parts:
-        yield floor + int(part * (search.budget_bytes - floor))
+        yield least_bytes + int(part * (search.budget_bytes - least_bytes))
 
 
 def best_cut(search: Search, plain: State) -> int | None:
@@ -213,7 +184,7 @@ def best_cut(search: Search, plain: State) -> int | None:
         if search.out_of_time() and best is not None:
             break
         program = CutProgram(search.problem, (t,), search.budget_bytes)
-        bound_us = program.relaxed(max(search.left_s, 1.0)).bound_us
+        bound_us = program.relaxed(BEST_CUT.of(search.left_s)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
             search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
@@ -247,7 +218,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
     Ends early where that takes long and there is a schedule; or, and then it returns False, when
     `search.work` comes to `most_work`.
     """
-    enough_work = search.work + REPAIR_WORK
+    enough_work = REPAIRS_OF_A_START.from_now(search.work)
     for power in POWERS:
         if search.out_of_time() or has_worked(search, enough_work):
             break

@@ -1,4 +1,4 @@
-"""Schedules of online policies, as starts for a search where one cut leaves the gap open.
+"""Schedules of other solvers, as starts for a search where one cut leaves the gap open.
 
 The policies plan within the budget in about a second on thousands of ops. Near the least
 peak they now and then fit where repair does not; and nothing that starts from their
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from remat.solver.contract import Solver
 from remat.solver.policies.dtr import Dtr
 from remat.solver.policies.largest import Largest
 from remat.solver.policies.msps import Msps
-from remat.solver.search import Search, Solver
+from remat.solver.search import Search
 from remat.solver.segments.lower_set import LowerSet
+from remat.solver.stopping import START
 
-PART = 0.2
-"""Part of the time left that one start may take."""
 FEW_OPS = 3000
 """Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
 
@@ -34,7 +34,7 @@ def take_start(search: Search, solver: Callable[..., Solver], doing: str) -> Non
     if search.out_of_time():
         return
     search.say(doing)
-    found = solver(time_limit_s=PART * search.left_s).solve(search.graph, search.budget_bytes)
+    found = solver(time_limit_s=START.of(search.left_s)).solve(search.graph, search.budget_bytes)
     if found.schedule is not None:
         search.offer_schedule(found.schedule)
 

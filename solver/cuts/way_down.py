@@ -19,25 +19,25 @@ from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.state import State
+from remat.solver.stopping import RELAXED
 
 LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""
 LEAST_POWERS = (0.6, 1.0)
-MANY_OPS = 1000
-"""More ops have a long way down."""
 
 
 def take_least_peak(search: Search, plain: State) -> None:
     """Name the least peak known, or take its schedule if it fits after all.
 
     The ways down start from the graph alone, not from the budget. So a solve for the
-    budget that an infeasible result names finds this schedule again.
+    budget that an infeasible result names finds this schedule again, in any process. A search
+    near another budget may come across a lower peak by chance; that one is not named.
     """
     prove_nothing_fits(search)
     search.say("looking for the least peak")
     for start in least_starts(search, plain):
         for power in LEAST_POWERS:
-            _lower_peak(search, start.copy(), power)
+            _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
         state = search.best_state.copy()
         fill(state, search.budget_bytes, search)
@@ -49,25 +49,25 @@ def least_starts(search: Search, plain: State) -> Iterator[State]:
 
     On large graphs, whose way down is long, first those whose repeated blocks keep the least.
     """
-    if search.problem.n_ops > MANY_OPS:
+    if search.is_large:
         yield from Hierarchical().least_states(search)
     yield plain
     problem = search.problem
-    floor = largest_working_set_bytes(problem)
+    least_bytes = largest_working_set_bytes(problem)
     peak_bytes = plain.peak_bytes
     place = int(np.argmax(peak_bytes[: problem.n_ops]))
-    room = int(peak_bytes[place]) - problem.resident_bytes - floor
+    room = int(peak_bytes[place]) - problem.resident_bytes - least_bytes
     for part in LEAST_TARGETS:
         if search.out_of_time():
             return
-        target_bytes = problem.resident_bytes + floor + int(part * room)
+        target_bytes = problem.resident_bytes + least_bytes + int(part * room)
         program = CutProgram(problem, (place,), target_bytes)
-        solution = program.relaxed(max(search.left_s, 0.1))
+        solution = program.relaxed(RELAXED.of(search.left_s))
         if solution.values is not None:
             yield State.from_recomputed(problem, expand(solution))
 
 
-def _lower_peak(search: Search, state: State, power: float) -> None:
+def _repair_ever_lower(search: Search, state: State, power: float) -> None:
     """Lower the limit by 2 % as long as repair can follow."""
     while not search.out_of_time():
         peak_bytes = int(state.peak_bytes.max())

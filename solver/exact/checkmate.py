@@ -3,13 +3,13 @@
 Also called: optimal tensor rematerialisation, the R-S-U-FREE program.
 Paper: P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", 2020, https://arxiv.org/abs/1910.02653.
-Solves: least time under a budget on the true peak. Stage t ends with the first run of op t;
-before it any op run earlier may run again, in captured order, at most once in a sweep;
-`passes` sets how many sweeps a stage has. With one sweep, as in the paper, schedules that
-run an op twice within a stage, or in another order, are out of reach. On random graphs of
-up to 8 ops at their tightest budgets 1 sweep missed the optimum in about 2.5 % of cases,
-2 sweeps in 0.2 %, 3 in none seen. So a bound is claimed from 3 sweeps on; with fewer the
-result's message says what the schedule is the best of, and the bound is that of `cut`.
+Solves: least time under a budget on the true peak. Stage t ends with the first run of op t.
+Before it any earlier op may run again, in captured order, at most once in a sweep. `passes` sets
+how many sweeps a stage has. The paper has one. One sweep does not reach schedules that run an
+op twice within a stage, or in another order. On random graphs of up to 8 ops at their tightest
+budgets, 1 sweep missed the optimum in about 2.5 % of cases, 2 sweeps in 0.2 %, 3 in none seen.
+So a bound is claimed from 3 sweeps on. With fewer, the result's message says among which
+schedules it is the best, and the bound is that of `cut`.
 Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
 Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
 (ops + reads)) variables. Shortcomings: beyond some 60 ops open solvers rarely finish.
@@ -25,14 +25,14 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.mip import BACKENDS, Answer, Backend, Limits, satisfies, solve_program
 from remat.solver.cuts.cut import Cut
-from remat.solver.exact.staged_program import StagedProgram, point_of, steps_of
+from remat.solver.exact.staged_program import StagedProgram, point_of, steps_of_point
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
 PASSES = ((8, 4), (12, 3), (24, 2))
 """Sweeps a stage has by default, by the most ops of the graph."""
 EXACT_PASSES = 3
-"""Sweeps from which no schedule was seen to be missed: fewer prove nothing about all schedules."""
+"""With so many sweeps no optimum was seen to be missed. Fewer prove nothing of all schedules."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Checkmate:
     passes : sweeps a stage has; 0 takes 4 up to 8 ops, 3 up to 12, 2 up to 24, else 1 as
         the paper.
     start : begin from the schedule of `cut`, and use its bound.
-    most_ops : graphs of more ops are left to that start: their program takes gigabytes.
+    most_ops : larger graphs keep the schedule of `cut`, as their program takes gigabytes.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
@@ -68,9 +68,7 @@ class Checkmate:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule within `budget_bytes`, optimal if the program was solved."""
-        search = Search(graph, budget_bytes, "checkmate", self.time_limit_s, self.progress)
-        search.options = {"backend": self.backend, "passes": self.passes, "start": self.start}
-        search.options["most_ops"] = self.most_ops
+        search = Search.of(self, "checkmate", graph, budget_bytes)
         with search.until_interrupted():
             if self.start:
                 Cut(gap=0.0).run(search)
@@ -108,7 +106,7 @@ class Checkmate:
 
     def _take(self, search: Search, made: StagedProgram, answer: Answer) -> None:
         if answer.values is not None:
-            steps = steps_of(made, answer.values)
+            steps = steps_of_point(made, answer.values)
             search.offer_schedule(Schedule.for_graph(search.graph, steps))
         search.cut_short = not answer.finished
         if answer.finished:

@@ -8,10 +8,10 @@ Memory-Aware Scheduling of Irregularly Wired Neural Networks for Edge Devices", 
 https://arxiv.org/abs/2003.02369. Here a state also says what is live, and time is minimised.
 Solves: least time under a budget on the true peak, any number of recomputations, first runs
 in captured order (``fixed``) or in any order that the graph allows (``free``).
-Optimal: always, with proof, where it ends; cut short by time, its bound still holds. That
-nothing fits is proved too, and the least feasible budget is then found exactly.
-Cost: exponential; up to 3^n states for n ops. At 14 ops below a second as a rule, 5 s on a wide
-graph on which nothing fits, where the least feasible budget is found by bisection.
+Optimal: always, with proof, if it ends. If time cuts it short, its bound still holds. It also
+proves that nothing fits, and then finds the least feasible budget exactly, by bisection.
+Cost: exponential, up to 3^n states for n ops. 14 ops take below a second as a rule, and 5 s on a
+wide graph on which nothing fits.
 Shortcomings: the cost. Larger graphs than `most_ops` are refused unless everything fits.
 """
 
@@ -63,8 +63,7 @@ class Exhaustive:
         ------
         SolverError : the graph has more than `most_ops` ops and cannot keep everything.
         """
-        search = Search(graph, budget_bytes, "exhaustive", self.time_limit_s, self.progress)
-        search.options = {"order": self.order, "most_ops": self.most_ops}
+        search = Search.of(self, "exhaustive", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
@@ -93,7 +92,7 @@ class Exhaustive:
             assert fits, "a sequence needs more than the states it came from"
         elif not search.cut_short:
             search.proved_infeasible = True
-            _take_least_peak(search, space)
+            _find_least_budget(search, space)
 
 
 class Walk(NamedTuple):
@@ -104,9 +103,10 @@ class Walk(NamedTuple):
 
 
 def fastest(space: StateSpace, budget_bytes: int, search: Search) -> Walk:
-    """Best-first search: least time of what ran again, then most ops computed.
+    """Best-first search: the state of least recomputation first, then that of most ops computed.
 
-    The time of a state plus that of the ops still to come bounds each way on from it.
+    Every op runs once in any case, so recomputation alone ranks states. The first complete
+    state is therefore optimal. If time runs out, the best open state gives a bound.
     """
     problem = space.problem
     room_bytes = budget_bytes - problem.resident_bytes
@@ -148,7 +148,7 @@ def _path(parents: list[tuple[int, int]], node: int) -> list[int]:
     return ops[::-1]
 
 
-def _take_least_peak(search: Search, space: StateSpace) -> None:
+def _find_least_budget(search: Search, space: StateSpace) -> None:
     """Find the least feasible budget by bisection."""
     search.say("looking for the least peak")
     plain = store_all_state(search.problem)

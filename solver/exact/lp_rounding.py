@@ -5,12 +5,12 @@ Paper: P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", 2020, https://arxiv.org/abs/1910.02653 (section 5).
 Solves: least time under a budget on the true peak, by the program of `staged_program`
 without integrality, at a budget whose room above the resident bytes is tightened by
-`slack`. Phase one rounds what is carried into each stage at a threshold, 0.5 first, then at
-random with the relaxed value as the probability; phase two runs again what that leaves out,
-no more. What does not fit is dropped, the best that fits is returned; where nothing fits,
-other slacks are tried. What must not run twice, and what the caller holds, is carried.
-Optimal: never by proof, except where it meets the bound. The relaxation at the full budget
-is a bound from 3 sweeps a stage on, see `checkmate`; with fewer it is every op once.
+`slack`. Phase one rounds what is carried into each stage: at thresholds, 0.5 first, then at
+random with the relaxed value as the probability. Phase two runs again what is then missing, and
+no more. Schedules that do not fit are dropped, and the best of the others is returned. If none
+fits, other slacks are tried. What must not run twice, and what the caller holds, is carried.
+Optimal: never by proof, except where it meets the bound. The relaxation at the full budget is a
+bound from 3 sweeps a stage on, see `checkmate`. With fewer, the bound is every op once.
 Cost: an LP of O(passes · ops · (ops + reads)) variables, and about as many rows; refused
 beyond `most_ops`. Shortcomings: the LP rarely ends beyond some 150 ops; rounding often fits
 no tight budget, since relaxed values spread over many stages.
@@ -29,14 +29,14 @@ from remat.solver.exact.checkmate import EXACT_PASSES
 from remat.solver.exact.staged_program import StagedProgram
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
-from remat.solver.result import Result
+from remat.solver.result import TOO_LARGE, Result
 from remat.solver.search import Listener, Search
 from remat.solver.stage import recomputed_in
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
 THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
-"""The paper's first."""
+"""Thresholds tried in turn; the first is the paper's."""
 SLACK_STEPS = (1.0, 2.0, 3.0, 0.5, 0.0)
 """Slacks tried in turn, in units of the one asked for, until a rounded schedule fits."""
 BOUND_SLACK = 1e-6
@@ -87,12 +87,7 @@ class LpRounding:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best rounded schedule within `budget_bytes`."""
-        search = Search(graph, budget_bytes, "lp_rounding", self.time_limit_s, self.progress)
-        search.options = {
-            "slack": self.slack, "rounds": self.rounds, "seed": self.seed,
-            "passes": self.passes, "repair": self.repair, "most_ops": self.most_ops,
-            "backend": self.backend,
-        }  # fmt: skip
+        search = Search.of(self, "lp_rounding", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
@@ -105,7 +100,7 @@ class LpRounding:
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
             search.cut_short = True
-            search.message = f"the graph has {n_ops} ops, more than most_ops = {self.most_ops}"
+            search.message = f"the graph has {n_ops} ops, {TOO_LARGE} = {self.most_ops}"
             return
         if search.budget_bytes <= search.problem.resident_bytes:
             search.message = "what is resident takes the whole budget"
@@ -124,13 +119,13 @@ class LpRounding:
             search.message = "no rounding of the relaxed program fits, at any slack tried"
 
     def _slacks(self) -> list[float]:
-        """The full budget first if its LP is a bound; then as asked, then others."""
+        """The full budget first if its LP is a bound; then the slack asked for, then others."""
         first = [0.0] if self.passes >= EXACT_PASSES else []
         asked = [min(self.slack * step, 0.9) for step in SLACK_STEPS]
         return list(dict.fromkeys((*first, *asked)))
 
     def _relaxed(self, search: Search, slack: float) -> Relaxed | None:
-        """The LP's point at that slack, None where there is none or time is up."""
+        """The LP's point at that slack; None if there is none, or time is up."""
         search.say(f"solving the relaxed program at slack {slack:g}")
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         tightened = search.problem.resident_bytes + max(int(room_bytes * (1 - slack)), 1)
@@ -187,9 +182,9 @@ def _carried(made: StagedProgram, values: Sequence[float]) -> Relaxed:
 
 
 def rounded_state(problem: Problem, point: Relaxed, is_carried: Callable[[float], bool]) -> State:
-    """Round what is carried into each stage and run again what that asks for, no more.
+    """Round what is carried into each stage, and run again what is then missing, no more.
 
-    What is carried to no use is dropped, from the last stage back.
+    Values carried without a use are dropped, from the last stage back.
     """
     bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
     for stage, parts in enumerate(point):

@@ -9,8 +9,8 @@ Generalised to ops with several outputs, workspace, pinned ops, forward outputs 
 Optimal: among those schedules, when CP-SAT finishes. That proves nothing about schedules that
 run an op more often, so the bound is that of `cut`, and the message says what was proved.
 Cost: O(computations² · reads) variables, but event numbers grow with the square of the ops,
-and CP-SAT is exponential at worst: beyond `most_ops` ops the outcome is that of `cut`.
-Shortcomings: cold it finds little beyond some 200 ops, so it lives on its start.
+and CP-SAT is exponential at worst. Beyond `most_ops` ops the outcome is that of `cut`.
+Shortcomings: without a start it finds little beyond some 200 ops, so it depends on that of `cut`.
 The formulation is in `retention_model`.
 """
 
@@ -22,19 +22,18 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.cuts.cut import Cut
-from remat.solver.exact.retention_events import Stages, sequence_of, stages_of
-from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
+from remat.solver.exact.retention_events import Stages, sequence_of_stages, stages_of_runs
+from remat.solver.exact.retention_model import RetentionEffort, RetentionModel, RetentionOutcome
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.sequence import ops_of
+from remat.solver.stopping import CUT_FIRST, Seconds
 from remat.solver.store_all import store_all_state
 
 RAISED = (2, 3)
 """Most computations of an op, one after the other, where that is chosen for the user."""
-CUT_PART = 1 / 3
-"""Of the time limit, what `cut` may take at most."""
 CLOSED = 1e-9
-"""A gap from which on there is nothing left to find."""
+"""With a gap of at most this, nothing is left to find."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class Retention:
     Attributes
     ----------
     computations : most runs of an op; 0 tries 2, then 3.
-    workers : threads of CP-SAT; with more than one, runs may differ.
+    workers : threads of CP-SAT. With more than one, two runs may differ: all other solvers
+        limit CP-SAT by its own count of work, with one worker for each program.
     seed : of CP-SAT.
     most_ops : graphs of more ops are left to `cut`.
     time_limit_s, progress : as in `remat.solver.solve`.
@@ -69,11 +69,7 @@ class Retention:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule within `budget_bytes`, and the bound of `cut`."""
-        search = Search(graph, budget_bytes, "retention", self.time_limit_s, self.progress)
-        search.options = {
-            "computations": self.computations, "workers": self.workers,
-            "seed": self.seed, "most_ops": self.most_ops,
-        }  # fmt: skip
+        search = Search.of(self, "retention", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
@@ -95,13 +91,9 @@ class Retention:
 
     def _begin(self, search: Search) -> None:
         """Run `cut` for its part of the time, or all of it on a graph that is too large."""
-        whole_s = search.time_limit_s
-        if search.problem.n_ops <= self.most_ops:
-            search.time_limit_s = whole_s * CUT_PART
-        try:
+        part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
+        with search.clock.limited_to(part.of(search.clock.time_limit_s)):
             Cut(gap=0.0).run(search)
-        finally:
-            search.time_limit_s = whole_s
         search.cut_short = search.out_of_time()
 
     def _improve(self, search: Search, computations: int) -> None:
@@ -117,13 +109,15 @@ class Retention:
             is_wide=not self.computations,
         )
         try:
-            outcome = model.solve(Effort(max(search.left_s, 0.01), self.workers, self.seed))
+            outcome = model.solve(
+                RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)
+            )
         finally:
             if model.best is not None:
-                search.offer_sequence(sequence_of(search.problem, model.best))
+                search.offer_sequence(sequence_of_stages(search.problem, model.best))
         self._note(search, computations, outcome)
 
-    def _note(self, search: Search, computations: int, outcome: Outcome) -> None:
+    def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:
         """Say what the end of the program proves."""
         search.cut_short = not outcome.finished
         if not outcome.finished or search.gap <= CLOSED:
@@ -144,4 +138,4 @@ def start_of(search: Search) -> Stages:
     problem = search.problem
     known = search.best or search.lowest
     made: Schedule = known or store_all_state(problem).schedule()
-    return stages_of(problem, ops_of(problem, made))
+    return stages_of_runs(problem, ops_of(problem, made))

@@ -1,7 +1,7 @@
 """Staged events, and a schedule as retention intervals over them, for `retention_model`.
 
-Time is a sequence of events: in stage t any earlier op may run again, in captured order, then
-op t runs first; the last event is the end of the step.
+Time is a sequence of events. In stage t any earlier op may run again, in captured order; then
+op t has its first run. The last event is the end of the step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from remat.solver.problem import Problem
 from remat.solver.sequence import recomputed_by_stage
 
 Stages = list[list[int]]
-"""For each op the stages in which it runs, that of its first run first."""
+"""For each op the stages in which it runs, beginning with that of its first run."""
 FORWARD_END, STEP_END = -1, -2
-"""In place of an op: who uses forward outputs, and who uses outputs of the step."""
+"""They stand for an op: the one that uses forward outputs, and the one that uses the step's."""
 
 
 def event_of(stage: int, op: int) -> int:
@@ -25,7 +25,7 @@ def event_of(stage: int, op: int) -> int:
 
 
 def last_stages(problem: Problem) -> list[int]:
-    """The last stage in which running each op again can serve anyone; its own if none."""
+    """For each op the last stage in which another run of it can be of use; its own if none."""
     last = list(range(problem.n_ops))
     for op in reversed(range(problem.n_ops)):
         if not problem.pinned[op]:
@@ -39,13 +39,13 @@ def stage_of(event: int, op: int) -> int:
     return (math.isqrt(8 * (event - op) + 1) - 1) // 2
 
 
-def sequence_of(problem: Problem, stages: Stages) -> list[int]:
+def sequence_of_stages(problem: Problem, stages: Stages) -> list[int]:
     """The ops in the order in which they run."""
     runs = [(event_of(stage, op), op) for op, times in enumerate(stages) for stage in times]
     return [op for _, op in sorted(runs)]
 
 
-def stages_of(problem: Problem, sequence: Sequence[int]) -> Stages:
+def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
     """Where each op runs in `sequence`, whose first runs are in captured order."""
     stages: Stages = [[op] for op in range(problem.n_ops)]
     for stage, again in enumerate(recomputed_by_stage(problem, sequence)):

@@ -32,12 +32,12 @@ from remat.solver.exact.retention_events import (
 from remat.solver.problem import Problem
 
 COST_UNITS = 10_000_000
-"""Units the time of the step is cut into: CP-SAT counts in integers."""
+"""Units that the time of the step is divided into, as CP-SAT counts in integers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How CP-SAT is run; the seed counts only where time does not end the search."""
+class RetentionEffort:
+    """How CP-SAT is run. A seed makes runs equal only if time does not end the search."""
 
     seconds: float
     workers: int = 1
@@ -45,8 +45,8 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What CP-SAT found: `finished` says that the program was solved to its end."""
+class RetentionOutcome:
+    """What CP-SAT found; `finished` if the program was solved to its end."""
 
     stages: Stages | None
     finished: bool
@@ -65,8 +65,8 @@ def cost_units(problem: Problem) -> tuple[list[int], float]:
 class RetentionModel:
     """The program for at most `computations` runs of an op, within `room_bytes`.
 
-    `hint` is a schedule to begin from; if `is_wide`, ops may run as often as they do in it.
-    Extra time is at least `least_us`, and at most that of the hint if it `is_feasible`.
+    `hint` is a schedule to begin from. If `is_wide`, an op may also run as often as in the hint.
+    Extra time is at least `least_us`. If the hint `is_feasible`, it is at most the hint's.
     """
 
     problem: Problem
@@ -136,7 +136,7 @@ class RetentionModel:
             self.demands.append(own_bytes)
 
     def _retentions(self, v: int, shown: Shown) -> list[Any]:
-        """The last use of `v` from each run; what is idle ends where it starts."""
+        """The last use of `v` from each run of its op; an idle run ends where it starts."""
         op, model = self.problem.producer[v], self.model
         ends: list[Any] = []
         for i, (start, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):
@@ -222,24 +222,24 @@ class RetentionModel:
             for op in range(self.problem.n_ops)
         ]
 
-    def solve(self, effort: Effort) -> Outcome:
-        """Run CP-SAT; what it has found so far survives an interrupt in `best`.
-
-        One worker takes turns at all of CP-SAT's strategies: 4 to 6 times as fast on FCN8 as the
-        first of them alone. Probing costs more seconds on 200 ops than it saves.
-        """
+    def solve(self, effort: RetentionEffort) -> RetentionOutcome:
+        """Run CP-SAT; `best` holds what it has found, also after an interrupt."""
         solver = self.api.CpSolver()
         solver.parameters.num_workers = effort.workers
         solver.parameters.random_seed = effort.seed
         solver.parameters.linearization_level = 2
+        # One worker takes turns at all of CP-SAT's strategies: on FCN8 that is 4 to 6 times as
+        # fast as the first strategy alone.
         solver.parameters.interleave_search = effort.workers == 1
+        # On 200 ops probing costs more seconds than it saves.
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.max_presolve_iterations = 1
+        # Ctrl-C goes to `Task`, which stops the search and keeps what was found.
         solver.parameters.catch_sigint_signal = False
         solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
         watch = _watcher(self)
         status = Task(lambda: solver.solve(self.model, watch), solver.stop_search).wait()
-        return Outcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
+        return RetentionOutcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
 
 
 def _watcher(made: RetentionModel) -> Any:

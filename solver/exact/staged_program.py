@@ -3,9 +3,9 @@
 A row is one sweep over ops 0..t-1 in captured order within stage t; the last sweep of a stage
 ends with the first run of op t. A stage has `passes` sweeps.
 
-Legend, in words : in Jain et al. 2020. runs[row, op] : R. carried[row, v] : S.
-live_bytes[row, op] : U. freed[row, op, v] : FREE. made[row, v] has no letter: a value counts
-once though its op runs again for the sake of another output.
+Names here, and letters in Jain et al. 2020: runs[row, op] is R, carried[row, v] is S,
+live_bytes[row, op] is U, freed[row, op, v] is FREE. made[row, v] has no letter. It keeps a value
+from counting twice when its op runs again for another output.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from remat.solver.problem import Problem
 from remat.solver.state import State
 
 COST_SCALE = 1e4
-"""The time of the step in the program's unit: solvers' tolerances are absolute."""
+"""The time of the step in the program's units. HiGHS's tolerances are absolute, so it is scaled."""
 MEMORY_SCALE = 1e3
-"""The budget in the program's unit, for the same reason."""
+"""The budget in the program's units, scaled for the same reason."""
 
 Terms = list[tuple[int, float]]
 
@@ -268,24 +268,24 @@ def _is_blocked(made: StagedProgram, row: Row, op: int, v: int, point: list[floa
     return any(point[i] for i in later) or (following is not None and point[following] > 0)
 
 
-def steps_of(made: StagedProgram, values: list[float]) -> list[Step]:
-    """The schedule that runs and carried stand for."""
+def steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
+    """The schedule that the values of runs and carried describe."""
     problem, steps, live = made.problem, list[Step](), dict[int, None]()
     for row in made.rows:
         ran = [op for op in made.slots(row) if values[made.runs[row.index, op]] > 0.5]
-        spare = [v for v in live if not _wanted(made, row, -1, v, ran, values)]
+        spare = [v for v in live if not _is_needed_after(made, row, -1, v, ran, values)]
         _free(problem, spare, live, steps)
         for op in ran:
             if all(v in live for v in problem.outputs[op]) and op != row.stage:
                 continue
             steps.append(Compute(problem.graph.ops[op].name))
             live.update(dict.fromkeys(problem.outputs[op]))
-            spare = [v for v in live if not _wanted(made, row, op, v, ran, values)]
+            spare = [v for v in live if not _is_needed_after(made, row, op, v, ran, values)]
             _free(problem, spare, live, steps)
     return steps
 
 
-def _wanted(
+def _is_needed_after(
     made: StagedProgram, row: Row, op: int, v: int, ran: list[int], values: list[float]
 ) -> bool:
     """Whether v is carried past `row` or read in it after `op`."""

@@ -1,8 +1,8 @@
 """States of a step under way: which ops have run and which values are live, as bits.
 
-The moves are those that `simulate` allows, less those that cannot help: a value is dropped
-only to make room for the next op, no more of them than needed, or where nothing can read it
-any more; and no op runs again unless it makes something of use that is not live.
+The moves are those that `simulate` allows, without those that cannot help. A value is dropped
+only if nothing can read it any more, or to make room for the next op, and then no more values
+than needed. An op runs again only if it makes something of use that is not live.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StateSpace:
     reads, writes : for each op the values. own_bytes : outputs and workspace of each op.
     forward : all forward ops. handed_over, wanted : values that must be live when forward
         ends, and when the step ends.
-    useful : memory of `useful_after`.
+    useful : what `useful_after` has found so far.
     """
 
     problem: Problem
@@ -68,8 +68,8 @@ class StateSpace:
     def useful_after(self, computed: int) -> int:
         """Values that some schedule may still read once `computed` has run.
 
-        What only feeds ops that will never run again, since nothing reads their results,
-        is dead: to keep it never helps.
+        A value is dead if it only feeds ops that will never run again, because nothing reads
+        their results. Keeping it never helps.
         """
         if computed not in self.useful:
             found = self.wanted
@@ -97,7 +97,7 @@ class StateSpace:
                 yield op, after, (kept | self.writes[op]) & self.useful_after(after)
 
     def _kept(self, op: int, computed: int, live: int, room_bytes: int) -> Iterator[int]:
-        """The largest parts of `live` beside which `op` can run: to keep more never hurts."""
+        """The largest parts of `live` beside which `op` can run, as keeping more never hurts."""
         needed, held = self.reads[op], 0
         if not self.forward & ~computed:
             held = self.handed_over & self.wanted & live

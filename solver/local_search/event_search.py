@@ -10,13 +10,13 @@ from typing import Any, cast
 from remat.solver.local_search.events import ALWAYS, NEVER, EventProgram, Runs, again_us
 
 LEAST_EFFORT = 0.05
-"""What a try is held to take at least, for building the program."""
+"""What a try counts as at least: its program has to be built."""
 COST_UNITS = 10_000_000
-"""Units the time of the step is cut into: CP-SAT counts in integers."""
+"""Units into which the time of the step is cut: CP-SAT counts in integers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Tried:
     """What a try found.
 
     `runs` is None where there is nothing better; `finished` says whether the neighbourhood
@@ -29,7 +29,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class TryLimits:
     """How long a try may take; `deterministic` is in CP-SAT's own unit, about a second."""
 
     deterministic: float
@@ -61,22 +61,22 @@ def solve_events(
     base: Runs,
     fixed: Sequence[int],
     below_us: float,
-    effort: Effort,
+    effort: TryLimits,
     running: Running,
-) -> Outcome:
-    """Runs that cost less than `below_us` in all, `base` with the program's choice put in.
+) -> Tried:
+    """Search for runs that cost less than `below_us` in all: `base` with the program's choice.
 
     `fixed` are the ops that the program does not decide: their runs are those of `base`.
     """
     if program.is_empty:
-        return Outcome(None, True)
+        return Tried(None, True)
     from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
 
     api = cast(Any, cp_model)
     model, variables = _model(api, program, base, fixed, below_us)
     solver = api.CpSolver()
     if model is None or not running.add(solver):
-        return Outcome(None, True)
+        return Tried(None, True)
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = effort.seed
     solver.parameters.linearization_level = 2
@@ -89,11 +89,11 @@ def solve_events(
     finished = status in (api.OPTIMAL, api.INFEASIBLE)
     spent = LEAST_EFFORT + solver.response_proto.deterministic_time
     if status not in (api.OPTIMAL, api.FEASIBLE):
-        return Outcome(None, finished, spent)
+        return Tried(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
     runs = _merged(base, fixed, chosen)
     is_cheaper = again_us(program.problem, runs) < below_us
-    return Outcome(runs if is_cheaper else None, finished, spent)
+    return Tried(runs if is_cheaper else None, finished, spent)
 
 
 def _model(

@@ -10,7 +10,8 @@ subject to  kept[v, i] <= kept[v, i-1] + runs[e_i]  (the last term where event e
             runs[e] <= kept[v, i]                   (event e reads v and ends gap i)
             Σ size · kept + own bytes of e · runs[e] <= room    for each event e
 
-Optimal for the candidate stages given, no more: it proves nothing about other schedules.
+Optimal for the candidate stages given, no more: it proves nothing about other schedules. The
+program of a set is small enough for CP-SAT where that of the whole graph is not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exchanges of what is kept: carry what does not fit, and repair elsewhere, while that pays.
 
 Also called: add-drop local search. A gap is carried, then as many are dropped as that takes.
-Cost: each try about as much as there are ops; ends by the moves that were weighed.
+Cost: each try takes about as much as there are ops; the moves that were weighed end it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import heapq
 
 import numpy as np
 
-from remat.solver.local_search.repair import Move, Repair, apply, carriable, fill, try_move, work_of
+from remat.solver.local_search.repair import (
+    GapMove,
+    Repair,
+    apply,
+    carriable,
+    fill,
+    try_move,
+    work_of,
+)
 from remat.solver.search import Search
 from remat.solver.state import State
-
-VAIN_OPS, LEAST_VAIN = 100_000, 20
-"""Exchanges in a row that do not help, times ops, after which there are no more; and the fewest."""
-MOST_WORK = 300_000
-"""Moves weighed, as `search.work` counts them, after which no exchange is tried."""
+from remat.solver.stopping import EXCHANGES, VAIN_EXCHANGES
 
 
 def take_exchanges(search: Search) -> None:
@@ -29,15 +33,15 @@ def take_exchanges(search: Search) -> None:
 
 
 def exchange(state: State, search: Search) -> State:
-    """The best that exchanges from `state`, which fits the budget, come to.
+    """The best schedule that exchanges make of `state`, which fits the budget.
 
-    Each better one is offered to `search`. The greatest saving for its bytes is tried first; a
-    success begins anew.
+    Each better one is offered to `search`. The greatest saving for its bytes is tried first;
+    after a success all are ranked anew.
     """
     limit_bytes = search.budget_bytes
-    most_vain = max(VAIN_OPS // max(search.problem.n_ops, 1), LEAST_VAIN)
-    most_work = search.work + MOST_WORK
-    waiting, in_vain = _wanted(state, search), 0
+    most_vain = VAIN_EXCHANGES.at(search.problem.n_ops)
+    most_work = EXCHANGES.from_now(search.work)
+    waiting, in_vain = _worth_carrying(state, search), 0
     while waiting and in_vain < most_vain and search.work < most_work:
         if search.out_of_time():
             break
@@ -50,18 +54,18 @@ def exchange(state: State, search: Search) -> State:
         fill(twin, limit_bytes, search)
         if twin.cost_us < state.cost_us * (1 - 1e-9):
             search.offer(twin)
-            state, waiting, in_vain = twin, _wanted(twin, search), 0
+            state, waiting, in_vain = twin, _worth_carrying(twin, search), 0
     return state
 
 
-def _wanted(state: State, search: Search) -> list[tuple[float, Move]]:
+def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]:
     """Gaps whose carrying saves time, as a heap by time saved for their bytes."""
     nothing = np.zeros_like(state.entry_bytes)
-    found: list[tuple[float, Move]] = []
+    found: list[tuple[float, GapMove]] = []
     for stage, replayed in enumerate(state.stages):
         for op in replayed.recomputed:
             for v, before in carriable(state, op, stage):
-                move = Move(v, before, stage, 1)
+                move = GapMove(v, before, stage, 1)
                 trial = try_move(state, move, nothing, 1 << 60)
                 search.work += work_of(trial)
                 if trial is not None and trial.cost_us < 0:

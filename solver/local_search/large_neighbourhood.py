@@ -5,9 +5,9 @@ Routing Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30; the neighbour
 those of `events`.
 
 A round picks `workers` sets of ops, lets each set run again wherever that may help, and
-takes the best outcome. Sets grow while they are searched to the end, and shrink where time
-ends the search. Sets and efforts do not depend on the clock, so a seed and a number of
-workers give the same schedules, until the time limit.
+takes the best outcome. Sets grow while they are searched to the end, and shrink when their
+effort ends first. Neither depends on the clock, so a seed and a number of workers give the
+same schedules, until the time limit. Nothing is proved: where a set may run again is a choice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.background import Task
-from remat.solver.local_search.event_search import Effort, Outcome, Running, solve_events
+from remat.solver.local_search.event_search import Running, Tried, TryLimits, solve_events
 from remat.solver.local_search.events import (
     EventBuilder,
     Runs,
@@ -35,12 +35,11 @@ from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.sequence import ops_of, recomputed_by_stage
 from remat.solver.state import State
+from remat.solver.stopping import NEIGHBOURHOOD
 
 FIRST_SIZE = 40
 """Ops in the first sets."""
 GROWTH, SHRINKAGE = 1.15, 0.85
-EFFORT = 0.7
-"""CP-SAT's deterministic time for one try."""
 FEW_STAGES = 3
 """Stages in which an op may run again, beside those where it does, until all is searched."""
 FULL = 0.98
@@ -71,7 +70,7 @@ class LargeNeighbourhoods:
         """Begin again from the best schedule of the search."""
         assert self.search.best is not None
         self.is_exhausted = False
-        self._take(runs_of(self.search.problem, self.search.best))
+        self._take(runs_by_stage(self.search.problem, self.search.best))
 
     @property
     def cost_us(self) -> float:
@@ -114,21 +113,21 @@ class LargeNeighbourhoods:
             self.size = FIRST_SIZE
         return max(found.effort for found in outcomes)
 
-    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Outcome:
+    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Tried:
         search, problem = self.search, self.search.problem
         stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
         program = EventBuilder(problem, self.runs, stages_of).build(
             search.budget_bytes - problem.resident_bytes
         )
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-        effort = Effort(EFFORT, search.left_s, seed)
+        effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
         below_us = self.cost_us * (1 - 1e-9)
         return solve_events(program, self.runs, fixed, below_us, effort, running)
 
     def _take(self, runs: Runs) -> None:
         """Make `runs` the schedule at hand, with what still fits carried, and offer it."""
         problem = self.search.problem
-        self.search.offer_sequence(sequence_of(problem, runs))
+        self.search.offer_sequence(sequence_of_runs(problem, runs))
         self.state = State.from_recomputed(problem, runs)
         fill(self.state, self.search.budget_bytes, self.search)
         if self.search.offer(self.state):
@@ -136,7 +135,7 @@ class LargeNeighbourhoods:
         self.runs = runs
 
     def _pick(self) -> list[int]:
-        """A set of ops, by one of four rules in turn of the dice."""
+        """A set of ops, by a rule that is drawn at random."""
         size = int(self.size)
         if size >= self.search.problem.n_ops:
             return list(range(self.search.problem.n_ops))
@@ -212,13 +211,13 @@ class LargeNeighbourhoods:
         return [problem.producer[v] for op in ops for v in problem.inputs[op]]
 
 
-def runs_of(problem: Problem, schedule: Schedule) -> Runs:
+def runs_by_stage(problem: Problem, schedule: Schedule) -> Runs:
     """What runs again in each stage of `schedule`, in captured order."""
     stages = recomputed_by_stage(problem, ops_of(problem, schedule))
     return [sorted(set(again)) for again in stages]
 
 
-def sequence_of(problem: Problem, runs: Runs) -> list[int]:
+def sequence_of_runs(problem: Problem, runs: Runs) -> list[int]:
     """The ops in the order in which `runs` has them."""
     sequence: list[int] = []
     for stage, again in enumerate(runs):

@@ -17,17 +17,15 @@ import numpy as np
 from remat.solver.search import Search
 from remat.solver.stage import Stage, UnreachableError, closure_cost_us
 from remat.solver.state import Bytes, State
+from remat.solver.stopping import VAIN_MOVES
 
 TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
-MOST_VAIN_WORK = 60_000
-"""Work, as `search.work` counts it, after which a stage is given up. Ops of large graphs that
-run a long way back again take much for each move."""
 TRIAL_WORK, OPS_A_WORK = 4, 25
-"""What a replayed move takes, in estimated ones; and ops that are replayed in the time of one."""
+"""A replayed move counts as so many estimated ones, and so many replayed ops as one more."""
 
 
-class Move(NamedTuple):
+class GapMove(NamedTuple):
     """Carry a value (bit 1) or not (bit 0) between its touches at two stages."""
 
     v: int
@@ -49,8 +47,11 @@ class Trial(NamedTuple):
 class Repair:
     """Brings `state` under `limit_bytes`, changing it in place.
 
-    `spared` is a value and the stage at which a gap of it ends, never to be dropped. `most_work` is
-    what `search.work` may come to.
+    Attributes
+    ----------
+    power : of the bytes of overload that a drop removes, in its score.
+    spared : a value and the stage at which a gap of it ends, which is never dropped.
+    most_work : what `search.work` may come to.
     """
 
     state: State
@@ -73,7 +74,7 @@ class Repair:
                 return False
             apply(self.state, move)
 
-    def _best_move(self, over: Bytes) -> Move | None:
+    def _best_move(self, over: Bytes) -> GapMove | None:
         stages = np.flatnonzero(over)
         order = stages[np.argsort(-over[stages], kind="stable")]
         for worst in order[:4]:
@@ -82,13 +83,13 @@ class Repair:
                 return move
         return None
 
-    def _best_at(self, worst: int, over: Bytes) -> Move | None:
+    def _best_at(self, worst: int, over: Bytes) -> GapMove | None:
         """The move that relieves stage `worst` best, over all stages that it relieves."""
-        most_work = self.search.work + MOST_VAIN_WORK
+        most_work = VAIN_MOVES.from_now(self.search.work)
         for ranked in self._rankings(worst, over):
             if self.search.work > most_work or self.search.out_of_time():
                 return None
-            best: tuple[float, Move] | None = None
+            best: tuple[float, GapMove] | None = None
             for _, move in ranked:
                 trial = try_move(self.state, move, over, self.limit_bytes)
                 self.search.work += work_of(trial)
@@ -100,8 +101,8 @@ class Repair:
                 return best[1]
         return None
 
-    def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, Move]]]:
-        """The moves of least score, `TRIALS` of them; then, if asked for, the next, and so on."""
+    def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, GapMove]]]:
+        """The `TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
         yield sorted(self._estimates(worst, over, TRIALS))[:TRIALS]
         ranked = sorted(self._estimates(worst, over))
         for first in range(TRIALS, len(ranked), TRIALS):
@@ -114,8 +115,8 @@ class Repair:
 
     def _estimates(
         self, worst: int, over: Bytes, wanted: int | None = None
-    ) -> list[tuple[float, Move]]:
-        """Moves with what they are thought to score; of drops, those among the `wanted` least."""
+    ) -> list[tuple[float, GapMove]]:
+        """Moves with an estimate of their score; of drops only the `wanted` of least score."""
         moves = _moves_at(self.state, worst)
         self.search.work += len(moves)
         found = [(-1.0, move) for move in moves if move.bit]
@@ -132,8 +133,8 @@ class Repair:
         return found
 
     def _reliefs(
-        self, drops: Sequence[Move], worst: int, over: Bytes
-    ) -> Iterator[tuple[Move, int]]:
+        self, drops: Sequence[GapMove], worst: int, over: Bytes
+    ) -> Iterator[tuple[GapMove, int]]:
         """About how many bytes of overload each drop removes."""
         total = np.concatenate(([0], np.cumsum(over)))
         highest_bytes = int(over.max())
@@ -149,11 +150,11 @@ class Repair:
             yield move, max(relief_bytes, min(size_bytes, int(over[worst])), 1)
 
 
-def _moves_at(state: State, worst: int) -> list[Move]:
+def _moves_at(state: State, worst: int) -> list[GapMove]:
     """Gaps over stage `worst` that may be dropped, and those into it that may be carried."""
     problem = state.problem
     row_in, row_on = state.kept[worst], state.kept[worst + 1]
-    moves: list[Move] = []
+    moves: list[GapMove] = []
     for v in np.flatnonzero(row_in | row_on).tolist():
         touches = state.touches[v]
         i = bisect_left(touches, worst)
@@ -163,9 +164,9 @@ def _moves_at(state: State, worst: int) -> list[Move]:
             before, stage = touches[stage_position - 1], touches[stage_position]
             may_drop = not problem.pinned[problem.producer[v]] and not _is_held(state, v, stage)
             if may_drop and state.rows[stage][v]:
-                moves.append(Move(v, before, stage, 0))
+                moves.append(GapMove(v, before, stage, 0))
     for op in state.stages[worst].recomputed:
-        moves += [Move(v, b, worst, 1) for v, b in carriable(state, op, worst)]
+        moves += [GapMove(v, b, worst, 1) for v, b in carriable(state, op, worst)]
     return moves
 
 
@@ -184,7 +185,7 @@ def _is_held(state: State, v: int, stage: int) -> bool:
     return v in state.problem.held and stage >= state.problem.n_forward
 
 
-def drop_cost_us(state: State, move: Move, most_us: float = float("inf")) -> float | None:
+def drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
     """Time of what the drop makes its stage run again.
 
     None where a pinned op forbids it, or where it is found to be more than `most_us`.
@@ -199,7 +200,7 @@ def drop_cost_us(state: State, move: Move, most_us: float = float("inf")) -> flo
         row[move.v] = 1
 
 
-def try_move(state: State, move: Move, over: Bytes, limit_bytes: int) -> Trial | None:
+def try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> Trial | None:
     """What `move` would do, None where a pinned op forbids it; `state` is left as it was."""
     v, before, stage, bit = move
     old_before, old_stage = state.stages[before], state.stages[stage]
@@ -230,7 +231,7 @@ def work_of(trial: Trial | None) -> int:
     return TRIAL_WORK + sum(len(stage.recomputed) for stage in replayed) // OPS_A_WORK
 
 
-def apply(state: State, move: Move) -> None:
+def apply(state: State, move: GapMove) -> None:
     """Make `move`."""
     state.change(move.v, move.before, move.stage, move.bit)
     state.settle((move.before, move.stage))
@@ -240,7 +241,7 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
     """Carry what fits, the greatest saving first, until nothing more saves time."""
     over = np.zeros_like(state.entry_bytes)
     while not search.out_of_time():
-        best: tuple[float, int, Move] | None = None
+        best: tuple[float, int, GapMove] | None = None
         savings = sorted(_savings(state, limit_bytes), reverse=True)
         search.work += len(savings)
         for saving_us, move in savings:
@@ -256,16 +257,16 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
         apply(state, best[2])
 
 
-def _savings(state: State, limit_bytes: int) -> list[tuple[float, Move]]:
+def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
     """Gaps with room for their value all the way; the saving is an upper estimate."""
     problem = state.problem
     room = limit_bytes - state.peak_bytes
-    found: list[tuple[float, Move]] = []
+    found: list[tuple[float, GapMove]] = []
     for stage, replayed in enumerate(state.stages):
         for op in replayed.recomputed:
             for v, before in carriable(state, op, stage):
                 inner = room[before + 1 : stage]
                 if inner.size and int(inner.min()) < problem.size_bytes[v]:
                     continue
-                found.append((replayed.cost_us, Move(v, before, stage, 1)))
+                found.append((replayed.cost_us, GapMove(v, before, stage, 1)))
     return found

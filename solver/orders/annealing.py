@@ -3,24 +3,24 @@
 Paper: S. Kirkpatrick et al., "Optimization by Simulated Annealing", 1983,
 https://doi.org/10.1126/science.220.4598.671. The energy is the bytes over the limit, summed over
 the ops, plus `weight` times the most at any op.
-Cost: some 40,000 moves a second where ops move by up to a hundred places.
+Cost: some 40,000 moves a second if ops move by up to a hundred places.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from remat.solver.orders.live_curve import LiveCurve, Move
+from remat.solver.clock import Clock
+from remat.solver.orders.live_curve import LiveCurve, OrderMove
 
 CHECKS_EVERY = 1000
 """Moves between two looks at the clock."""
 FULL_EVERY, FULL_SHARE = 100, 0.7
-"""How often to look which places are over the limit, and how many moves start at one."""
+"""Every how many moves to look which places are over the limit; share of moves from one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def anneal(
 
     Deterministic for a state of `source`, unless `time_limit_s` ends it early.
     """
-    began_s = time.monotonic()
+    clock = Clock(time_limit_s)
     n_ops = len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
     best, best_energy = curve.ops(), energy
@@ -56,14 +56,12 @@ def anneal(
     temperature = cooling.hottest_bytes
     factor = (cooling.coldest_bytes / cooling.hottest_bytes) ** (1 / cooling.moves)
     for tried in range(cooling.moves):
-        if best_energy == 0 or (
-            tried % CHECKS_EVERY == 0 and time.monotonic() - began_s > time_limit_s
-        ):
+        if best_energy == 0 or (tried % CHECKS_EVERY == 0 and clock.left_s < 0):
             break
         temperature *= factor
         if tried % FULL_EVERY == 0:
             full = np.flatnonzero(curve.over_bytes).tolist()
-        op = _pick(curve, full, source)
+        op = _op_to_move(curve, full, source)
         move = None if op == n_ops else _draw(curve, op, source)
         if move is None:
             continue
@@ -77,15 +75,15 @@ def anneal(
     return best
 
 
-def _pick(curve: LiveCurve, full: list[int], source: random.Random) -> int:
-    """An op at a place over the limit, or, not as often, any op."""
+def _op_to_move(curve: LiveCurve, full: list[int], source: random.Random) -> int:
+    """Mostly an op at a place over the limit; sometimes any op."""
     if full and source.random() < FULL_SHARE:
         return curve.order[full[int(source.random() * len(full))]]
     return int(source.random() * (len(curve.order) - 1))
 
 
-def _draw(curve: LiveCurve, op: int, source: random.Random) -> Move | None:
-    """`op` to a random place of its span, near ones as often as far ones; None if it is stuck."""
+def _draw(curve: LiveCurve, op: int, source: random.Random) -> OrderMove | None:
+    """Move `op` to a random place of its span, near ones more often; None if it has no other."""
     first, last = curve.span(op)
     place = curve.place[op]
     back, onward = place - first, last - place

@@ -20,7 +20,8 @@ from remat.solver.search import Listener
 class Share(NamedTuple):
     """What a fixed-order solve may take, whom it tells, and a schedule to begin from.
 
-    `is_look` : it need not go on after first schedules, and says "time limit" if it could.
+    `is_look` : it may end after its first schedules. Its status is "time limit" if there was
+    more to do.
     """
 
     time_limit_s: float
@@ -40,7 +41,7 @@ class SolveFixed(Protocol):
 class Attempt(NamedTuple):
     """One order solved; `name` is for people.
 
-    `is_repeatable` : a solve for another budget tries that order too.
+    `is_repeatable` : a solve for any other budget tries that order too.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Attempts:
 
     @property
     def best(self) -> Attempt:
-        """The best yet, also where none has a schedule."""
+        """The best attempt yet, even if none has a schedule."""
         return min(self.made, key=lambda attempt: attempt.rank)
 
     @property
@@ -156,5 +157,8 @@ class Attempts:
 
 
 def _repeatable(made: Sequence[Attempt]) -> Attempt:
-    """Of orders that a solve for another budget tries too, that of the least budget known."""
+    """The attempt of the least budget known, among those that any other solve tries too.
+
+    A budget that is named must be found again when it is asked for.
+    """
     return min((a for a in made if a.is_repeatable), key=lambda attempt: attempt.rank)

@@ -3,51 +3,57 @@
 Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
 Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
 the order; then a full solve in the best one; then, in turn, an order with more room for the
-runs of the best schedule (`order_refinement`) and a solve in it.
-Optimal: where the bound for every order (`free_cut`) is met, as on transformers, or where
-nothing is computed again. Never worse than the given order at what that is given of the time.
+runs of the best schedule (`refinement`) and a solve in it. An order is solved as a graph with
+its ops in that order (`ordering`), so any solver that keeps the order of its graph will do.
+A solve is needed because nothing else says how much an order must compute again.
+Optimal: where the bound for every order (`any_order_cut`) is met, as on transformers, or where
+nothing is computed again. Never worse than the given order in its share of the time, since that
+order is always tried.
 Cost: some seconds of annealing and a look for each order, then the time limit, unless the gap
 is closed. Shortcomings: order and recomputation are chosen in turn, not at once; the bound is
 weak on wide graphs.
+
+The parts of the budget below were chosen on layered graphs. Parts of the time limit
+(`stopping`) end by the clock, so two runs may differ.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
+from remat.solver.clock import Clock
 from remat.solver.ordering import Order, reordered
 from remat.solver.orders.attempts import Attempt, Attempts, Share, SolveFixed
 from remat.solver.orders.refinement import Roomier, cheaper_start, roomier_start
 from remat.solver.orders.reorder import better_order, lowest_order
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Progress
+from remat.solver.stopping import (
+    ANY_ORDER_BOUND,
+    FIRST_LOOK,
+    FULL_SOLVE,
+    FULL_SOLVE_IN_NEED,
+    LEAST_SOLVE_S,
+    OTHER_ORDER,
+    REFINED_ORDER,
+    VAIN_ORDERS,
+    Seconds,
+)
 
-LOOK_PART = 0.3
-"""Part of the time limit that the first look at the given order may take."""
-BOUND_PART, BOUND_S = 0.1, 10.0
-"""Part of the time limit, and most seconds, for the bound on every order."""
-ORDER_PART = 0.3
-"""Part of the time left for each other order: half to find it, half for a first look at it."""
 AIMS = (1.0, 0.9, 0.0)
-"""Parts of the budget that orders aim for, 0 for the lowest peak: less leaves room to recompute."""
+"""Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
 FEW_OPS = 300
-"""More ops get but one other order at first: the time is better spent on refining that."""
-FULL_PART, REST_PART = 0.2, 0.75
-"""Part of the time left for a full solve while there is more to do: with a schedule, without."""
-REFINED_PART = 0.05
-"""Part of the time limit for the solve in a refined order."""
+"""Larger graphs get one other order at first. Refining that is a better use of the time."""
 TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
 """Parts of the budget that refined orders aim for, in turn."""
-IN_VAIN = 12
-"""Refined orders in a row that do not help, after which there are no more."""
-LEAST_S = 0.2
-"""Seconds left below which no further solve is begun."""
 GIVEN, LOWEST = "the given order", "the order of lowest peak"
 REPEATABLE = (GIVEN, LOWEST)
-"""Orders that do not depend on the budget, so that a solve for another one tries them too."""
+"""Orders that do not depend on the budget. A least budget is named from these alone.
+
+A solve for the named budget tries them too, so it finds the schedule again.
+"""
 
 
 @dataclass(slots=True)
@@ -66,23 +72,12 @@ class FreeOrder:
     gap: float = 1e-9
     seed: int = 0
     moves: int | None = None
-    time_limit_s: float = 60.0
+    clock: Clock = field(default_factory=Clock)
     progress: Listener | None = None
-    began_s: float = field(default_factory=time.monotonic)
     attempts: Attempts = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.graph, self.budget_bytes, bound_us=self.graph.time_us)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the solve began."""
-        return time.monotonic() - self.began_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left of the time limit."""
-        return self.time_limit_s - self.elapsed_s
 
     def solve(self) -> Result:
         """Never worse than the given order; the bound holds for every order."""
@@ -95,30 +90,33 @@ class FreeOrder:
         is_unproved = not self.attempts.is_proved(self.gap)
         self.attempts.cut_short = is_unproved and (
             self.attempts.is_interrupted
-            or self.left_s <= LEAST_S
+            or self.clock.left_s <= LEAST_SOLVE_S
             or any(r.status == "time limit" for r in self.attempts.latest.values())
         )
-        return self.attempts.result(self.elapsed_s)
+        return self.attempts.result(self.clock.elapsed_s)
 
     def _run(self) -> None:
         given = tuple(range(len(self.graph.ops)))
-        self._attempt(GIVEN, given, Share(LOOK_PART * self.time_limit_s, is_look=True))
+        self._attempt(GIVEN, given, Share(FIRST_LOOK.of(self.clock.time_limit_s), is_look=True))
         if self._is_open():
             self._prove()
         for aim in AIMS:
             if self._is_open() and self._is_worth(aim):
-                self._look_at_order(aim, ORDER_PART * self.left_s)
+                self._look_at_order(aim, OTHER_ORDER.of(self.clock.left_s))
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
-        """Orders beyond the first are for few ops; where none fits, the lowest peak is named."""
+        """Whether to look for that order: the first always, others on small graphs.
+
+        The order of lowest peak is only for naming a least budget, when nothing fits.
+        """
         if not aim:
             return not self.attempts.has_schedule
         return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= FEW_OPS)
 
     def _is_open(self) -> bool:
         """Whether something is left to do, and time."""
-        return not self.attempts.is_proved(self.gap) and self.left_s > LEAST_S
+        return not self.attempts.is_proved(self.gap) and self.clock.left_s > LEAST_SOLVE_S
 
     def _attempt(self, name: str, order: Order, share: Share) -> None:
         share = share._replace(progress=self._listener(name))
@@ -136,7 +134,7 @@ class FreeOrder:
             known.is_infeasible = known.least_bound_bytes > self.budget_bytes
         bound_us = free_bound_us(
             self.graph, self.budget_bytes,
-            time_limit_s=min(BOUND_S, BOUND_PART * self.time_limit_s, self.left_s),
+            time_limit_s=min(ANY_ORDER_BOUND.of(self.clock.time_limit_s), self.clock.left_s),
             enough_us=known.best.rank[0] / (1 + self.gap),
         )  # fmt: skip
         if bound_us == float("inf"):
@@ -163,26 +161,26 @@ class FreeOrder:
         )
 
     def _solve_in_full(self) -> None:
-        """The best look taken further, then refined; others that may be better; the best again.
+        """Take the best look further and refine it, then other looks, then the best again.
 
-        Where nothing is known to fit, those that never will are to name their least peak.
+        If nothing is known to fit, repeatable orders are solved too, to name their least peak.
         """
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
         for i, look in enumerate(looks):
             if self._is_open() and self._may_be_better(look):
-                self._take_further(look, FULL_PART if look.result.schedule else REST_PART)
+                self._take_further(look, FULL_SOLVE if look.result.schedule else FULL_SOLVE_IN_NEED)
             if not i:
                 self._refine()
         best = self.attempts.best
         if self._is_open() and best.result.status == "time limit":
-            self._take_further(best, 1.0)
+            self._take_further(best, Seconds())
 
-    def _take_further(self, attempt: Attempt, part: float) -> None:
-        share = Share(part * self.left_s, start=attempt.result.schedule)
+    def _take_further(self, attempt: Attempt, limit: Seconds) -> None:
+        share = Share(limit.of(self.clock.left_s), start=attempt.result.schedule)
         self._attempt(attempt.name, attempt.order, share)
 
     def _may_be_better(self, look: Attempt) -> bool:
-        """Whether a look ended early in an order that is not proved to be worse than another."""
+        """Whether the look ended early, in an order that is not proved worse than the best."""
         if look.result.status != "time limit":
             return look.is_repeatable and not self.attempts.has_schedule
         return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
@@ -190,20 +188,20 @@ class FreeOrder:
     def _refine(self) -> None:
         """Orders with room for the best schedule's runs, and solves in them, in turn."""
         in_vain = tried = 0
-        while self.attempts.has_schedule and self._is_open() and in_vain < IN_VAIN:
+        while self.attempts.has_schedule and self._is_open() and in_vain < VAIN_ORDERS.most:
             best = self.attempts.best
-            limit_s = min(REFINED_PART * self.time_limit_s, self.left_s)
+            limit_s = min(REFINED_ORDER.of(self.clock.time_limit_s), self.clock.left_s)
             self._tell("looking for an order with more room")
             found = self._roomier(best.result, tried, limit_s)
             tried += 1
             if found is not None:
-                share = Share(min(limit_s, self.left_s), start=found.schedule)
+                share = Share(min(limit_s, self.clock.left_s), start=found.schedule)
                 self._attempt("a refined order", found.order, share)
             is_better = self.attempts.best.rank[0] < best.rank[0] * (1 - self.gap / 10)
             in_vain = 0 if is_better else in_vain + 1
 
     def _roomier(self, best: Result, tried: int, limit_s: float) -> Roomier | None:
-        """A start from `best` in another order, by one of two ways in turn."""
+        """A start from `best` in another order: in turn with more room, and with fewer runs."""
         seed = self.seed + tried
         if tried % 2:
             return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
@@ -211,7 +209,7 @@ class FreeOrder:
         return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
 
     def _listener(self, name: str) -> Listener | None:
-        """Passes on what a fixed-order solve says; its bound holds for its order alone."""
+        """Passes on what a fixed-order solve says, but not its bound: that is of one order."""
         if self.progress is None:
             return None
         return lambda state: self._tell(f"{name}: {state.doing}", state.best_overhead)
@@ -223,4 +221,4 @@ class FreeOrder:
         known += [] if overhead is None else [overhead]
         best = min(known) if known else None
         bound = self.attempts.bound_us / (self.graph.time_us or 1.0) - 1
-        self.progress(Progress(self.elapsed_s, best, bound, doing))
+        self.progress(Progress(self.clock.elapsed_s, best, bound, doing))

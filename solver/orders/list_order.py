@@ -2,8 +2,8 @@
 
 Also called: greedy topological ordering for memory, register-pressure list scheduling.
 Paper: J. R. Goodman, W.-C. Hsu, "Code scheduling and register allocation in large basic
-blocks", 1988, https://doi.org/10.1145/55364.55407, schedules by the registers an op frees; here
-by bytes, both from the first op on and from the last one back. Ties: the captured order.
+blocks", 1988, https://doi.org/10.1145/55364.55407, schedules by the registers an op frees; here by
+bytes, from the first op on, and once more from the last one back. Ties: the captured order.
 Optimal: never surely. Cost: O(ops · ops that are ready). Shortcomings: looks one op ahead.
 """
 
@@ -27,7 +27,7 @@ def _onward(facts: OpFacts) -> tuple[int, ...]:
         spent = (s for s, others in facts.spendable[op] if all(has_run[o] for o in others))
         return facts.lasting_bytes[op] - sum(spent)
 
-    picked = _pick(facts.before, facts.after, has_run, growth_bytes, 1)
+    picked = _ops_by_growth(facts.before, facts.after, has_run, growth_bytes, 1)
     return tuple(op for op in picked if op != len(facts.before) - 1)
 
 
@@ -39,11 +39,11 @@ def _backward(facts: OpFacts) -> tuple[int, ...]:
         begun = (s for s, others in facts.spendable[op] if not any(is_placed[o] for o in others))
         return sum(begun) - facts.lasting_bytes[op]
 
-    picked = _pick(facts.after, facts.before, is_placed, growth_bytes, -1)
+    picked = _ops_by_growth(facts.after, facts.before, is_placed, growth_bytes, -1)
     return tuple(op for op in picked[::-1] if op != len(facts.before) - 1)
 
 
-def _pick(
+def _ops_by_growth(
     needed: list[list[int]],
     enabled: list[list[int]],
     is_done: bytearray,

@@ -1,9 +1,9 @@
 """Live bytes of the step that runs every op once, op by op, as its order changes.
 
-What is live after some ops have run depends on the set of them alone. So when one op moves
-from one place to another, the bytes after the ops in between change only by its results, which
-come later or earlier, and by its operands of which it is the last reader, or no longer is.
-Between forward and backward stands a place of no op, which reads what forward hands over.
+What is live after some ops have run depends on the set of them alone, not on their order. So
+when one op moves, only the places in between change: by its results, which come later or
+earlier, and by operands of which it becomes the last reader, or no longer is. That makes a try
+cheap. Between forward and backward stands a place of no op, which reads what forward hands over.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class OpFacts:
     Attributes
     ----------
     before, after : ops that must first run before and after an op.
-    own_bytes : outputs and workspace. lasting_bytes : outputs that something reads, or that
-        are live at the end. spendable : of each op, the bytes of each value that dies with its
-        last reader, and its other readers. n_forward : ops before the end of forward.
+    own_bytes : outputs and workspace.
+    lasting_bytes : outputs that something reads, or that are live at the end.
+    spendable : for each op, of each value that it reads and that dies with its last reader,
+        the bytes and the other readers.
+    n_forward : ops before the end of forward.
     """
 
     before: list[list[int]]
@@ -77,7 +79,7 @@ class OpFacts:
         n_forward: int,
         resident_bytes: int,
     ) -> OpFacts:
-        """From what comes before each op and the end of forward, and from values."""
+        """Made from the ops before each op and before the end of forward, and from values."""
         n = len(before)
         after: list[list[int]] = [[] for _ in range(n)]
         for op, earlier in enumerate(before):
@@ -95,7 +97,7 @@ class OpFacts:
 
 
 def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
-    """Put an op n between the phases: a few edges in place of quadratically many."""
+    """Put an op n between the phases, which takes a few edges in place of quadratically many."""
     end = len(before)
     joined = [list(dict.fromkeys(ops)) for ops in before]
     for op in range(n_forward, end):
@@ -104,8 +106,8 @@ def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[in
     return joined
 
 
-class Move(NamedTuple):
-    """One op taken to another place, and what that makes of the places in between.
+class OrderMove(NamedTuple):
+    """One op taken to another place, with the figures of the places in between.
 
     The op at place `start` goes to place `stop`; `first` is the lower of the two.
     """
@@ -176,8 +178,8 @@ class LiveCurve:
         last = min((place[a] for a in self.facts.after[op]), default=len(place)) - 1
         return first, last
 
-    def moved(self, op: int, stop: int) -> Move:
-        """What taking `op` to place `stop` would do; nothing is changed yet."""
+    def moved(self, op: int, stop: int) -> OrderMove:
+        """The move of `op` to place `stop`; nothing is changed yet."""
         start = self.place[op]
         if start < stop:
             entry = self._entries_if_later(op, start, stop)
@@ -195,7 +197,7 @@ class LiveCurve:
         worst_bytes = int(over.max())
         if worst_bytes < self.worst_bytes:
             worst_bytes = max(worst_bytes, self._worst_outside(first, last, old))
-        return Move(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
+        return OrderMove(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
 
     def _worst_outside(self, first: int, last: int, old: Bytes) -> int:
         if int(old.max()) < self.worst_bytes:
@@ -223,7 +225,7 @@ class LiveCurve:
                 entry[max(spent + 1 - stop, 0) :] -= size_bytes
         return entry
 
-    def apply(self, move: Move) -> None:
+    def apply(self, move: OrderMove) -> None:
         """Make `move`."""
         op = self.order.pop(move.start)
         self.order.insert(move.stop, op)

@@ -3,10 +3,10 @@
 Also called: memory-aware operator reordering, topological ordering for least peak memory.
 Paper: B. Steiner et al., "OLLA: Optimizing the Lifetime and Location of Arrays to Reduce the
 Memory Usage of Neural Networks", 2022, https://arxiv.org/abs/2210.12924, orders ops for the
-least peak by a MILP; here list scheduling, then annealing (`list_order`, `order_annealing`).
-Solves: `better_order` an order in which the step that runs every op once is over the limit by
-fewer bytes; `lowest_order` one in which its peak is lower. What runs again in such an order
-is left to a solver: `free_order`.
+least peak by a MILP; here list scheduling, then annealing (`list_order`, `annealing`).
+Solves: an order for the step that runs every op once. `better_order` finds one in which that
+step exceeds the limit by fewer bytes; `lowest_order` one in which its peak is lower. What runs
+again in such an order is left to a solver, see `free_order`.
 Optimal: where the step fits in the new order without computing anything again. Cost: some
 seconds of annealing for each order. Shortcomings: what could run again is not looked at; a
 graph that is nearly a chain, as most networks are, has no better order.
@@ -29,7 +29,7 @@ MOST_MOVES = 300_000
 HOTTEST, COLDEST = 64.0, 0.05
 """Temperatures, in mean bytes of a value; found on random layered graphs of 250 to 1,000 ops."""
 PEAK_PARTS, PEAK_WEIGHT = (0.9, 0.8, 0.7), 80
-"""For the order of lowest peak: parts of the present peak to aim for, and the peak's weight."""
+"""For the order of lowest peak: shares of the given peak to aim for, and the peak's weight."""
 
 
 def better_order(
@@ -41,9 +41,10 @@ def better_order(
     weight: int = 5,
     time_limit_s: float = 60.0,
 ) -> Order | None:
-    """An allowed order whose ops, each run once, exceed `budget_bytes` by less; None if none is.
+    """An allowed order in which the ops, each run once, exceed `budget_bytes` by less.
 
-    What counts is the sum of the excess over all ops, plus `weight` times its maximum.
+    What counts is the sum of the excess over all ops, plus `weight` times its maximum. None if
+    no such order was found.
     Deterministic for a seed, unless the time limit ends it early.
 
     Raises
@@ -72,7 +73,7 @@ def better_order(
 def lowest_order(
     graph: TrainingGraph, *, seed: int = 0, moves: int | None = None, time_limit_s: float = 60.0
 ) -> Order | None:
-    """An allowed order of lower peak than the given one, each op run once; None if none is."""
+    """An allowed order of lower peak than the given one, each op run once; None if none found."""
     facts = OpFacts.of(Problem.of(graph))
     given_bytes = lowest_bytes = LiveCurve(facts, range(len(graph.ops)), 0).peak_bytes
     lowest: Order | None = None

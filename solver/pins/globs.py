@@ -1,19 +1,20 @@
-"""Which ops a user's globs pin: kept, or recomputed in backward. Errors name what was near."""
+"""Which ops a user's globs pin: kept, or recomputed in backward.
+
+A glob that matches nothing is an error, which names the module paths that are like it.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.verdicts.globs import EXAMPLES, modules_text, names_module, paths_above
 
 Globs = str | Iterable[str]
 """One glob over module paths, or several."""
-EXAMPLES = 5
-"""Module paths that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,42 +60,32 @@ def _forward_ops(graph: TrainingGraph) -> tuple[Op, ...]:
     return graph.ops[: graph.n_forward]
 
 
-def _paths_above(module: str) -> list[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
 def _matched(graph: TrainingGraph, option: str, globs: tuple[str, ...]) -> dict[str, str]:
     modules = list(dict.fromkeys(op.module for op in _forward_ops(graph)))
     found: dict[str, str] = {}
     for glob in globs:
-        hit = {m for m in modules if any(fnmatchcase(path, glob) for path in _paths_above(m))}
+        hit = {module for module in modules if names_module(glob, module)}
         if not hit:
-            raise SolverError(_nothing_matched(option, glob, modules))
+            raise SolverError(_no_module_text(option, glob, modules))
         for op in _forward_ops(graph):
             if op.module in hit:
                 found.setdefault(op.name, glob)
     return found
 
 
-def _nothing_matched(option: str, glob: str, modules: list[str]) -> str:
+def _no_module_text(option: str, glob: str, modules: list[str]) -> str:
     named = [module for module in modules if module]
     if not named:
         return f"{option} '{glob}' matches nothing: no op of this graph names its module"
     near = _near(glob, named)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    more = f" and {len(named) - EXAMPLES} more" if len(named) > EXAMPLES else ""
-    return (
-        f"{option} '{glob}' matches no module of a forward op: {hint}"
-        f"Modules are {', '.join(named[:EXAMPLES])}{more}"
-    )
+    return f"{option} '{glob}' matches no module of a forward op: {hint}{modules_text(named)}"
 
 
 def _near(glob: str, modules: list[str]) -> list[str]:
     """Module paths like the glob, as a whole or in their last part."""
     plain = ".".join(part for part in glob.split(".") if part.strip("*?")).strip("*?")
-    paths = list(dict.fromkeys(path for module in modules for path in _paths_above(module)))
+    paths = list(dict.fromkeys(path for module in modules for path in paths_above(module)))
     known: dict[str, str] = {}
     for path in paths:
         known.setdefault(path, path)

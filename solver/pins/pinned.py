@@ -5,9 +5,10 @@ are made once, and those of ops pinned by `recompute` are not carried from forwa
 backward. Any solver of the table does the work, on a graph that says the same: kept ops must
 not run twice; a recomputed op that backward needs has a twin in backward, right before its
 first reader there, through which backward reads. A schedule of that graph is one of
-the real graph, twins being second runs. Where it still carries a value that it must not, to
-recompute an op that is not pinned, further runs are put in; if that exceeds the budget,
-the solver is asked again for less. All figures come from the real graph.
+the real graph, twins being second runs. It may still carry a forbidden value, to recompute an
+op that has no twin: then further runs are put in, and if that exceeds the budget the solver is
+asked again for less. Runs that turn out needless are left out last. All figures come from the
+real graph. So pins are another graph, not an option of solvers, and no solver need know of them.
 
 Bound: the larger of the time of every op and every twin once, and the bound of `cut` where
 only `keep` holds. Both are proved for every schedule that keeps the pins; the solver's bound
@@ -17,7 +18,6 @@ Shortcomings: with `recompute` the gap is rarely closed, and twins come just in 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from remat.graph_capture.graph import KEPT, TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.bounds.any_order_cut import free_bound_us
+from remat.solver.clock import Clock
 from remat.solver.cuts.cut import Cut
 from remat.solver.pins.globs import Globs, Pins, as_globs
 from remat.solver.pins.twins import (
@@ -40,16 +41,8 @@ from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
 from remat.solver.search import Listener, Progress
 from remat.solver.sequence import schedule_of
+from remat.solver.stopping import FIRST_PINNED, PINNED, PINNED_BOUND, TIGHTER
 from remat.solver.table import make_solver
-
-TIGHTER = 4
-"""Budgets tried, each lower, until the schedule fits with the runs that are put in."""
-FIRST_SHARE = 0.6
-"""Part of the time limit for the first of them."""
-LEAST_S = 0.5
-"""Seconds each solve has at least."""
-BOUND_S = 5.0
-"""Seconds that the bound of the graph with `keep` alone may take."""
 
 
 def solve_pinned(
@@ -100,7 +93,7 @@ def solve_for_pins(
     named : what the schedule's options say of the pins.
     """
     search = _PinnedSearch(
-        graph, pins, budget_bytes, solver, options, named or {}, time_limit_s, progress
+        graph, pins, budget_bytes, solver, options, named or {}, Clock(time_limit_s), progress
     )  # fmt: skip
     return search.solve_with_twins() if pins.again else search.solve_kept()
 
@@ -124,9 +117,8 @@ class _PinnedSearch:
     solver: str
     options: dict[str, object]
     named: dict[str, Option]
-    time_limit_s: float
+    clock: Clock
     progress: Listener | None
-    began_s: float = field(default_factory=time.monotonic)
     cut_short: bool = False
     kept: TrainingGraph = field(init=False)
     twinned: TrainingGraph = field(init=False)
@@ -139,17 +131,9 @@ class _PinnedSearch:
         self.again = frozenset(self.graph.op_index[name] for name in self.pins.again)
         self.twinned = with_twins(self.kept, self.again)
 
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.began_s
-
-    @property
-    def left_s(self) -> float:
-        return self.time_limit_s - self.elapsed_s
-
     def solve_kept(self) -> Result:
         """Solve where only `keep` holds: the solver's own bound is then right."""
-        result = self._ask(self.kept, self.budget_bytes, self.time_limit_s)
+        result = self._ask(self.kept, self.budget_bytes, self.clock.time_limit_s)
         if result.schedule is None:
             return result
         found = judged(
@@ -157,7 +141,7 @@ class _PinnedSearch:
             self._stamped(result.schedule),
             budget_bytes=self.budget_bytes,
             lower_bound_us=result.lower_bound_us,
-            wall_s=self.elapsed_s,
+            wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
             message=result.message,
         )
@@ -165,8 +149,8 @@ class _PinnedSearch:
 
     def solve_with_twins(self) -> Result:
         """Solve the graph with twins, for less and less, until its schedule fits."""
-        target_bytes, limit_s = self.budget_bytes, FIRST_SHARE * self.time_limit_s
-        for _ in range(TIGHTER):
+        target_bytes, limit_s = self.budget_bytes, FIRST_PINNED.of(self.clock.time_limit_s)
+        for _ in range(TIGHTER.most):
             result = self._ask(self.twinned, target_bytes, limit_s)
             if result.schedule is None:
                 return self._with_least(result)
@@ -175,13 +159,13 @@ class _PinnedSearch:
                 return self._finished(result, sequence)
             over_bytes = found.peak_bytes - self.budget_bytes
             target_bytes -= max(over_bytes, target_bytes // 50, 1)
-            limit_s = self.left_s / 2
-        return self._with_least(self._ask(self.twinned, 0, self.left_s / 2))
+            limit_s = self.clock.left_s / 2
+        return self._with_least(self._ask(self.twinned, 0, self.clock.left_s / 2))
 
     def _with_least(self, lost: Result) -> Result:
         """The outcome for the least peak that the solver names on the graph with twins."""
         least_bytes = lost.least_feasible_bytes or lost.peak_bytes
-        result = self._ask(self.twinned, least_bytes, self.left_s) if least_bytes else lost
+        result = self._ask(self.twinned, least_bytes, self.clock.left_s) if least_bytes else lost
         if result.schedule is None:
             return self._unnamed(result)
         sequence, found = self._renewed(result.schedule)
@@ -191,14 +175,15 @@ class _PinnedSearch:
             f"no schedule found that fits {self.budget_bytes} bytes with these pins; "
             f"{found.peak_bytes} bytes are known to do"
         )
-        return infeasible(
+        found_none = infeasible(
             self.graph,
             self._schedule(sequence, result.schedule),
             found,
             self.budget_bytes,
-            self.elapsed_s,
+            self.clock.elapsed_s,
             f"{text}. {said_of_twins(lost.message)}" if lost.message else text,
         )
+        return msgspec.structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
         return msgspec.structs.replace(
@@ -210,7 +195,7 @@ class _PinnedSearch:
             lower_bound_us=self.graph.time_us,
             least_bound_bytes=0,
             floor=None,
-            wall_s=self.elapsed_s,
+            wall_s=self.clock.elapsed_s,
             message=said_of_twins(result.message),
         )
 
@@ -221,7 +206,7 @@ class _PinnedSearch:
         schedule = self._schedule(sequence, result.schedule)
         try:
             shorter = leave_out_runs(
-                self.problem, sequence, self.again, self.budget_bytes, self.left_s
+                self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
             )
             schedule = self._schedule(shorter, result.schedule)
             if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
@@ -233,13 +218,13 @@ class _PinnedSearch:
             schedule,
             budget_bytes=self.budget_bytes,
             lower_bound_us=bound_us,
-            wall_s=self.elapsed_s,
+            wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
             message=without_twins(result.message),
         )
 
     def _bound_with_keep_us(self) -> float:
-        limit_s = min(BOUND_S, self.left_s)
+        limit_s = PINNED_BOUND.of(self.clock.left_s)
         if limit_s <= 0:
             return 0.0
         if self.options.get("order") == "free":
@@ -247,7 +232,7 @@ class _PinnedSearch:
         return Cut(time_limit_s=limit_s).solve(self.kept, self.budget_bytes).lower_bound_us
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-        limit_s = max(limit_s, min(LEAST_S, self.time_limit_s))
+        limit_s = PINNED.of(limit_s, self.clock.time_limit_s)
         listener = self._tell if self.progress else None
         made = make_solver(self.solver, time_limit_s=limit_s, progress=listener, **self.options)
         result = made.solve(graph, budget_bytes)
@@ -261,7 +246,7 @@ class _PinnedSearch:
         best = state.best_overhead
         self.progress(
             Progress(
-                self.elapsed_s,
+                self.clock.elapsed_s,
                 None if best is None else (1 + best) * scale - 1,
                 scale - 1 if self.again else state.bound_overhead,
                 without_twins(state.doing),

@@ -7,7 +7,6 @@ reads. Any solver can plan such a graph. Back on the real graph a twin is a seco
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence, Set
 
 import msgspec
@@ -16,13 +15,13 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.bounds.floor import LEAST_BOUND
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
+from remat.solver.stopping import LEFT_OUT
 
 TWIN = "@again"
 """Ends the name of a twin and of its values; no fx node has such a name."""
-TRIALS_OPS = 200_000
-"""Runs tried to be left out, times ops: each trial costs about as much as there are ops."""
 
 
 def without_twins(text: str) -> str:
@@ -31,7 +30,7 @@ def without_twins(text: str) -> str:
 
 
 def said_of_twins(message: str) -> str:
-    """What a solver said of a graph with twins, but for a bound that holds for that alone."""
+    """What a solver said of a graph with twins, without a bound that holds for that graph alone."""
     sentences = without_twins(message).split(". ")
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
@@ -119,12 +118,12 @@ def leave_out_runs(
 
     The dearest runs are tried first. The first run in backward of an op of `again` stays.
     """
-    end_s = time.monotonic() + time_limit_s
+    clock = Clock(time_limit_s)
     spare = _repeats(problem, sequence, again)
     spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))
     left_out: set[int] = set()
-    for position in spare[: max(TRIALS_OPS // max(problem.n_ops, 1), 20)]:
-        if time.monotonic() > end_s:
+    for position in spare[: LEFT_OUT.at(problem.n_ops)]:
+        if clock.left_s < 0:
             break
         trial = _without(sequence, left_out | {position})
         found = simulate(problem.graph, schedule_of(problem, trial))

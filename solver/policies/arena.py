@@ -3,7 +3,9 @@
 Source: best fit and first fit with immediate coalescing, as in D. Knuth, "The Art of
 Computer Programming", volume 1, section 2.5, and in the caching allocators of frameworks.
 Solves: where a block of bytes goes when blocks come and go and none can be moved. A block
-fits where one hole holds all of it; the sum of the holes does not help.
+needs one hole that holds all of it; the sum of the holes does not help.
+Used by: `dte` and `coop`, whose rules are about addresses. Their arena has the size of the
+budget. The peak of their plans still counts bytes, as that of every plan.
 Cost: a placement scans the holes; a release finds its place by bisection.
 """
 
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Fit = Literal["best", "low", "high"]
-"""The smallest hole that does; the lowest one, from below; the highest one, from above."""
+"""The smallest hole that fits; the lowest one, filled from below; the highest, from above."""
 HOLE = -1
 
 
@@ -71,7 +73,7 @@ class Arena:
         return True
 
     def release(self, block: int) -> None:
-        """Make a hole of `block`, as one with the holes beside it."""
+        """Make a hole of `block`, joined with the holes beside it."""
         if block not in self.at:
             return
         start = self.at.pop(block)
@@ -123,8 +125,9 @@ def cheapest_window(
 ) -> tuple[int, int] | None:
     """The cheapest run of neighbours of at least `asked_bytes`, as (first, past the last).
 
-    By two pointers: for each last one the shortest run that is long enough, since no cost
-    is negative. An infinite cost is a barrier. Of equals the lowest; None if there is none.
+    Two pointers find, for each last one, the shortest run that is long enough: a longer one
+    costs no less, as no cost is negative. An infinite cost is a barrier. Of equal runs the
+    lowest is taken; None if there is none.
     """
     best: tuple[float, int, int] | None = None
     first, held_bytes, cost = 0, 0, 0.0

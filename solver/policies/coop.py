@@ -10,10 +10,10 @@ that of the evicted classes around, dt its staleness. Ops that are cheap for the
 make place them from below, costly ones from above, so that windows hold values alike in cost;
 cheap is less than the graph's mean cost a byte. Memory is an `Arena` with first fit, as large
 as the budget leaves. The policy runs over the captured graph; its runs are the plan, pruned by
-default, see `online_plan`.
+default, see `plan`.
 Optimal only where nothing need be evicted. Cost: for each window a scan of the address space.
 Shortcomings: uses no knowledge of the future; values that cannot move or be evicted split the
-address space, so a small budget may fail that would do in bytes; no bound.
+address space, so it may fail at a small budget that is enough in bytes; no bound.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class CoopPolicy(Policy):
         self._mean_us = sum(problem.cost_us) / made_bytes if made_bytes else 0.0
 
     def scores(self, books: Books, values: Values) -> Scores:
-        """What each adds to a window: cost around for the time unused."""
+        """What each adds to a window: its cost with that around it, over the time unused."""
         return self.with_neighbours_us(books, values) / books.staleness_us(values)
 
     def is_costly(self, op: int) -> bool:
-        """Whether `op` costs more for the bytes it makes than ops do on the whole."""
+        """Whether `op` costs more for each byte that it makes than the graph's ops on average."""
         return self.problem.cost_us[op] > self._mean_us * self.problem.output_bytes[op]
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:

@@ -8,8 +8,7 @@ Solves: no stated problem; a rule for each moment at which no hole is large enou
 least (c_nb + 10^-3) 1.0001^(times recomputed) / ((MiB + free MiB on both sides)(dt + 10^-3))
 goes, c_nb being its cost with the evicted classes around, dt its staleness, until one hole
 holds what is asked for. Memory is an `Arena` with best fit, as large as the budget leaves.
-The policy runs over the captured graph; its runs are the plan, pruned by default, see
-`online_plan`.
+The policy runs over the captured graph; its runs are the plan, pruned by default, see `plan`.
 Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
 Shortcomings: those of `dtr`; evicts more than bytes alone ask for where memory is fragmented,
 which the plan's peak, counted in bytes, does not show; no bound.

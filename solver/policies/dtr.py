@@ -8,12 +8,12 @@ least (c + cost of its evicted neighbourhood) / (bytes x staleness) goes, c bein
 cost. The neighbourhood follows paths of evicted values (full), is made of union-find classes
 with the splitting approximation (eq), or is left out (local). Values that no op reads later
 are evicted at once (the paper's eager eviction). The policy runs over the captured graph; its
-runs are the plan, pruned by default, see `online_plan`.
+runs are the plan, pruned by default, see `plan`.
 Optimal only where nothing need be evicted. On a chain of n equal ops the paper proves O(n)
 runs in O(sqrt n) memory for a simplified rule. Cost: for each eviction a scan of the live
 values, and for full a walk over the evicted ones around: quadratic where much is evicted.
 Shortcomings: uses no knowledge of the future; values wanted at the end (weight gradients) grow
-stale and are evicted like others; no bound; thrashes at small budgets, and is then given up.
+stale and are evicted like others; no bound; thrashes at small budgets, and then gives up.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Dtr:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "dtr", self.time_limit_s, self.progress)
-        search.options = {"variant": self.variant, "prune": self.prune}
+        search = Search.of(self, "dtr", graph, budget_bytes)
         return plan_online(search, self._policy, prune=self.prune)
 
     def _policy(self, problem: Problem, room_bytes: int) -> Policy:

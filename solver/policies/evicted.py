@@ -1,13 +1,13 @@
-"""What has been evicted around a value: the cost that its own eviction would add to.
+"""What has been evicted around a value: the cost to which its own eviction would add.
 
 Also called: evicted neighbourhood e*, equivalence classes of evicted storages.
 Paper: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021,
 https://arxiv.org/abs/2006.09616.
 Solves: for each value the summed cost of the evicted values that it would need, or that
-would need it, to be made again. `EvictedReach` follows paths of evicted values and is
-exact; `EvictedClasses` joins evicted neighbours into classes by union-find, and on a
-recomputation only takes the value's cost off its class, which stays joined (the paper's
-splitting approximation). Each output of an op counts the op's whole cost.
+would need it, to be made again. `EvictedReach` follows paths of evicted values and is exact.
+`EvictedClasses` joins evicted neighbours into classes by union-find. A recomputation takes
+the value's cost off its class, and the class stays joined (the paper's splitting
+approximation). Each output of an op counts the op's whole cost.
 Cost: an eviction updates the values beside its class, or walks the evicted paths around.
 """
 
@@ -30,8 +30,8 @@ class Neighbourhood(Protocol):
 
     Attributes
     ----------
-    cost_us : of each value's neighbourhood, itself left out; for some values that are not
-        evicted only a lower bound until `refresh` is asked.
+    cost_us : of each value's neighbourhood, without the value itself. It may be only a lower
+        bound for values that are not evicted, until `refresh` is called.
     """
 
     cost_us: Costs
@@ -73,11 +73,7 @@ class EvictedClasses:
         self._parent: list[int] = []
         self._class_us: list[float] = []
         self._touched: list[dict[int, int]] = []
-        """For the root of a class: its members' neighbours and how many links lead there."""
-
-    def class_of(self, v: int) -> int:
-        """A number of v's class, -1 where v is not evicted."""
-        return -1 if self._node[v] < 0 else self._find(self._node[v])
+        """For the root of a class: neighbours of its members, with the number of links to each."""
 
     def refresh(self, v: int) -> bool:
         """Always up to date."""
@@ -138,7 +134,7 @@ def _keys(touched: dict[int, int]) -> npt.NDArray[np.int64]:
 class EvictedReach:
     """Evicted values on paths of evicted ones, from a value down to sources and up to uses.
 
-    Cached; a change forgets the values at the ends of the paths through it.
+    Sums are cached. A change forgets the sums of the values at the ends of paths through it.
     """
 
     def __init__(self, problem: Problem, *, ancestors_only: bool = False) -> None:

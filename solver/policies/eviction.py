@@ -1,7 +1,7 @@
-"""What an online policy sees and what it decides: whom to evict when room is asked for.
+"""What an online policy sees, and what it decides: which value to evict when room is needed.
 
-Scores are formed over all evictable values at once in NumPy; the least one goes. Where a
-score is a lower bound only, it is made exact when it comes first.
+NumPy scores all evictable values at once, and the value of least score goes. A score may be
+only a lower bound. It is then made exact when it is the least, and the search goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat.solver.problem import Problem
 Scores = npt.NDArray[np.float64]
 Values = npt.NDArray[np.int64]
 LEAST_STALENESS_US = 1e-3
-"""What was used just now would have a staleness of zero, by which scores are divided."""
+"""Scores are divided by staleness, which would be zero for what was used just now."""
 
 
 class Memory(Protocol):
@@ -97,7 +97,7 @@ class Policy(ABC):
 
     @abstractmethod
     def scores(self, books: Books, values: Values) -> Scores:
-        """The score of each of `values`; no less than if nothing around were evicted."""
+        """The score of each of `values`, or a lower bound until `around.refresh` is called."""
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:
         """Put what `op` makes, or its workspace, into memory; return whether it fits."""
@@ -124,6 +124,6 @@ class Policy(ABC):
             self.around.add(v)
 
     def returned(self, v: int) -> None:
-        """Value v is back, or can be made no more."""
+        """Value v is back, or can never be made again."""
         if self.around is not None:
             self.around.remove(v)

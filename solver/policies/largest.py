@@ -5,7 +5,7 @@ Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
 Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
 Solves: no stated problem; a rule for each moment at which memory is full. The value of least
 1 / bytes goes, of equals the one made first in the captured order. The policy runs over the
-captured graph; its runs are the plan, pruned by default, see `online_plan`.
+captured graph; its runs are the plan, pruned by default, see `plan`.
 Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
 Shortcomings: blind to costs and to recency, so it may evict again at once what it has just
 had recomputed; fewest evictions, but long recomputations; no bound.

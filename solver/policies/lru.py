@@ -5,10 +5,10 @@ Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
 Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
 Solves: no stated problem; a rule for each moment at which memory is full. The value of least
 1 / staleness goes. The policy runs over the captured graph; its runs are the plan, pruned by
-default, see `online_plan`.
+default, see `plan`.
 Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
-Shortcomings: blind to costs and sizes; in backward what is oldest is needed last, which suits
-it, but what it evicts in forward makes long chains of recomputations; no bound.
+Shortcomings: blind to costs and sizes. Backward needs the oldest values last, which suits the
+rule, but what it evicts in forward makes long chains of recomputations; no bound.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ ASPLOS 2020, https://doi.org/10.1145/3373376.3378505, as restated by M. Kirisame
 Solves: no stated problem; a rule for each moment at which memory is full. The value of least
 (c + cost of the evicted values that it would have to be made from) / bytes goes, c being its
 op's cost. The policy runs over the captured graph; its runs are the plan, pruned by default,
-see `online_plan`.
+see `plan`.
 Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values
 and a walk over the evicted ones around: quadratic where much is evicted.
 Shortcomings: blind to recency, so it may evict again at once what it has just had recomputed,

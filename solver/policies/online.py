@@ -1,13 +1,16 @@
 """Runs an online eviction policy over a captured graph and records what it does.
 
-The ops run in captured order. An op's missing inputs are made again first; room for its
-outputs and workspace is made by evicting whom the policy names. Never evicted are values
-that an op in progress reads, values in the caller's hands, and values that cannot be made
-again: those of pinned ops, and those whose sources are lost. The graph's knowledge of the
-future is used as reference counting would use it: a value that no later op reads is freed
-at once, or as soon as the recomputation under way has done with it. One that cannot be made
-again is then given up if that binds no more bytes than it frees, otherwise only when
-nothing is left to evict. The runs recorded are a plan.
+The ops run in captured order. Missing inputs of an op are made again first. Then the values
+that the policy names are evicted, until the op's outputs and workspace fit. Some values are
+never evicted: those that an op in progress reads, those in the caller's hands, and those that
+cannot be made again, since their op is pinned or their sources are lost. The runs recorded are
+a plan.
+
+A policy is told of the future only what reference counting would know. With more it would no
+longer be the published policy. So a value that no later op reads is freed at once, or when the
+recomputation under way has used it. A value that can be made again is simply evicted. One that
+cannot is given up if that frees at least as many bytes as it pins; else only when nothing is
+left to evict.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from remat.solver.stage import recomputed_in
 
 Status = Literal["unmade", "live", "evicted", "lost"]
 THRASHING = 30
-"""A policy that runs this many times as many ops as there are is given up."""
+"""A policy is given up when it has run this many times the number of ops in the graph."""
 
 
 class NoRoomError(Exception):
@@ -57,7 +60,7 @@ class OnlineRun:
         """Recomputations planned for this stage that will read the value."""
         self._planned: set[int] = set()
         self._spare: dict[int, None] = {}
-        """Values that no later op reads, kept since others could not be made without."""
+        """Values that no later op reads, kept because others could not be made again otherwise."""
         self._above = links(problem)[1]
         for needs in problem.needs:
             for v in needs:
@@ -96,7 +99,7 @@ class OnlineRun:
                 self._awaited[v] += 1
 
     def _run_with_inputs(self, t: int) -> None:
-        """Run op t, and before it, depth first, whatever makes its missing inputs again."""
+        """Run op t, after the ops that make its missing inputs again, depth first."""
         stack: list[tuple[int, tuple[int, ...]]] = []
         self._open(t, self.problem.needs[t], stack)
         while stack:
@@ -131,7 +134,7 @@ class OnlineRun:
                 self._free_if_dead(v)
 
     def _execute(self, op: int) -> None:
-        """Run `op`; its live outputs are taken from the new run, unless the caller has them."""
+        """Run `op`. A new run replaces its live outputs, unless the caller holds them."""
         if self.is_over() or len(self.sequence) > THRASHING * self.problem.n_ops:
             raise NoRoomError
         books, outputs = self.books, self.problem.outputs[op]
@@ -202,7 +205,7 @@ class OnlineRun:
             self._spare[v] = None
 
     def _give_up_spare(self) -> bool:
-        """Lose a value that was kept for others' sake only; return whether one was."""
+        """Give up a value that was kept only so that others can be made; return whether one was."""
         for v in list(self._spare):
             is_spare = self._live[v] and self._is_dead(v) and self.problem.size_bytes[v]
             if is_spare and self._lose(v, 1 << 62):
@@ -211,10 +214,11 @@ class OnlineRun:
         return False
 
     def _lose(self, source: int, most_bytes: int) -> bool:
-        """Let go of a value for good, unless that binds more than `most_bytes` or is wrong.
+        """Let go of a value for good; return whether that was allowed.
 
-        Live values made from it cannot be evicted any more; evicted ones that nobody needs
-        are lost with it; an evicted one that is needed forbids it.
+        Live values made from it are bound: they cannot be evicted any more. Evicted ones that
+        nobody needs are lost with it. It is not allowed if an evicted one is still needed, or
+        if more than `most_bytes` would be bound.
         """
         lost, bound, waiting = dict[int, None](), dict[int, None](), [source]
         while waiting:

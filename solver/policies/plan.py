@@ -1,8 +1,9 @@
-"""Plans from an online policy: what it does at a budget, and what of it is superfluous.
+"""Plans from an online policy: what it does at a budget, with and without needless runs.
 
-A policy evicts before it knows what will be read. Run over a captured graph its runs are a
-sequence of ops; as a state of retention bits, filled with what still fits, that sequence
-loses the recomputations that turned out not to be needed. Both are offered.
+A policy evicts before it knows what will be read, so some of its recomputations turn out not to
+be needed. Its runs over a captured graph are a sequence of ops, which is offered as it is. With
+`prune`, the sequence also becomes retention bits, filled with what still fits. That drops the
+needless recomputations, and the outcome is offered too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.sequence import recomputed_by_stage
 from remat.solver.state import State
+from remat.solver.stopping import LEAST_PEAK_TRIES
 from remat.solver.store_all import store_all_state
 
 MakePolicy = Callable[[Problem, int], Policy]
 """From the graph and the bytes of room beside what is resident."""
-LEAST_TRIES = 10
-"""Runs that look for the least peak; each halves the range."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,14 @@ class PolicyPlanner:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """What the policy does within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, self.name, self.time_limit_s, self.progress)
-        search.options = {"prune": self.prune}
+        search = Search.of(self, self.name, graph, budget_bytes)
         return plan_online(search, self.policy, prune=self.prune)
 
 
 def plan_online(search: Search, make: MakePolicy, *, prune: bool) -> Result:
-    """Run the policy at the search's budget; where it fails, look for its least peak.
+    """Run the policy at the search's budget; if it fails, look for its least peak.
 
-    Nothing is evicted where the step that keeps everything fits, so that is offered first.
+    The step that keeps everything is offered first: if it fits, a policy evicts nothing.
     """
     with search.until_interrupted():
         plain = store_all_state(search.problem)
@@ -76,11 +75,11 @@ def _plan(search: Search, make: MakePolicy, prune: bool, plain_bytes: int) -> No
         if sequence is not None:
             _offer(search, sequence, prune)
     if search.best is None:
-        _take_least_peak(search, make, prune, (least_bytes, plain_bytes))
+        _bisect_least_peak(search, make, prune, (least_bytes, plain_bytes))
 
 
 def run_at(search: Search, make: MakePolicy, budget_bytes: int) -> list[int] | None:
-    """The ops that the policy runs at `budget_bytes`, None where it finds no room or time."""
+    """The ops that the policy runs at `budget_bytes`; None if it finds no room, or no time."""
     problem = search.problem
     policy = make(problem, budget_bytes - problem.resident_bytes)
     try:
@@ -103,7 +102,7 @@ def _state_of(problem: Problem, sequence: Sequence[int]) -> State:
     return State.from_recomputed(problem, recomputed_by_stage(problem, sequence))
 
 
-def _take_least_peak(
+def _bisect_least_peak(
     search: Search, make: MakePolicy, prune: bool, range_bytes: tuple[int, int]
 ) -> None:
     """Bisect for the least budget at which the policy succeeds, and name that peak.
@@ -112,7 +111,7 @@ def _take_least_peak(
     that an infeasible result names finds this schedule again.
     """
     low_bytes, high_bytes = range_bytes
-    for _ in range(LEAST_TRIES):
+    for _ in range(LEAST_PEAK_TRIES.most):
         middle_bytes = (low_bytes + high_bytes) // 2
         if middle_bytes in (low_bytes, high_bytes) or search.out_of_time():
             break

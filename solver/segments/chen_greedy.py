@@ -25,7 +25,7 @@ from remat.solver.chains.places import articulation_points, kept_values
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.segments.chen_sqrt import segmented_state
+from remat.solver.segments.chen_sqrt import checkpointed_state
 from remat.solver.store_all import store_all_state
 
 POINTS = ("auto", "articulation", "all")
@@ -55,8 +55,7 @@ class ChenGreedy:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The fastest such schedule within `budget_bytes`; no bound beyond every op once."""
-        search = Search(graph, budget_bytes, "chen_greedy", self.time_limit_s, self.progress)
-        search.options = {"points": self.points, "sizes": self.sizes}
+        search = Search.of(self, "chen_greedy", graph, budget_bytes)
         with search.until_interrupted():
             self._run(search)
         return search.result()
@@ -77,7 +76,7 @@ class ChenGreedy:
             if ends not in tried:
                 tried.add(ends)
                 search.say(f"segments of {size_bytes} bytes")
-                search.offer_least(segmented_state(problem, ends))
+                search.offer_least(checkpointed_state(problem, ends))
 
     def _places(self, problem: Problem) -> list[int]:
         everywhere = list(range(problem.n_forward - 1))

@@ -23,10 +23,11 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.chains.places import last_forward_reads
+from remat.solver.options import options_of
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
 from remat.solver.search import Listener
-from remat.solver.stage import recomputed_in
+from remat.solver.segments.segmented import NO_SEGMENT, segmented_state
 from remat.solver.state import State
 
 
@@ -42,43 +43,33 @@ class ChenSqrt:
         if self.segments < 0:
             raise SolverError(f"segments must be 0 (chosen for you) or more, not {self.segments}")
 
-    def schedule(self, graph: TrainingGraph) -> Schedule:
+    def schedule(self, graph: TrainingGraph, budget_bytes: int = 0) -> Schedule:
         """The checkpointed schedule of `graph`."""
-        return chen_state(Problem.of(graph), self.segments).schedule(solver="chen_sqrt")
+        state = chen_state(Problem.of(graph), self.segments)
+        return state.schedule(
+            budget_bytes=budget_bytes, solver="chen_sqrt", options=options_of(self)
+        )
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Judge that schedule against `budget_bytes`; no bound beyond every op once."""
-        made = chen_state(Problem.of(graph), self.segments)
-        return judged(
-            graph,
-            made.schedule(budget_bytes=budget_bytes, solver="chen_sqrt"),
-            budget_bytes=budget_bytes,
-            lower_bound_us=graph.time_us,
-        )
+        made = self.schedule(graph, budget_bytes)
+        return judged(graph, made, budget_bytes=budget_bytes, lower_bound_us=graph.time_us)
 
 
 def chen_state(problem: Problem, segments: int = 0) -> State:
     """The state of that schedule; `segments` as in `ChenSqrt`."""
     count = segments or max(1, math.isqrt(problem.n_forward))
-    return segmented_state(problem, _boundaries(problem, count))
+    return checkpointed_state(problem, _boundaries(problem, count))
 
 
-def segmented_state(problem: Problem, ends: Sequence[int]) -> State:
+def checkpointed_state(problem: Problem, ends: Sequence[int]) -> State:
     """The state with a checkpoint after each forward op of `ends`, which are ascending."""
-    segment = _segment_of(problem, ends)
-    available = _kept(problem, segment)
-    reads = _late_reads(problem, segment)
-    recomputed: list[list[int]] = []
-    for t in range(problem.n_ops + 1):
-        recomputed.append(_recomputed_at(problem, segment, available, reads, t))
-        for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
-            if op >= problem.n_forward or t >= problem.n_forward:
-                for v in problem.outputs[op]:
-                    available[v] = 1
-    return State.from_recomputed(problem, recomputed)
+    segment = [bisect_left(ends, op) for op in range(problem.n_forward)]
+    segment += [NO_SEGMENT] * (problem.n_ops - problem.n_forward)
+    return segmented_state(problem, segment, _checkpoints(problem, segment))
 
 
-def _crossing_bytes(problem: Problem) -> list[int]:
+def _checkpoint_bytes(problem: Problem) -> list[int]:
     """For each forward op the bytes that later forward ops read from it or before."""
     change = [0] * (problem.n_forward + 1)
     for v, last in enumerate(last_forward_reads(problem)):
@@ -91,7 +82,7 @@ def _crossing_bytes(problem: Problem) -> list[int]:
 
 def _boundaries(problem: Problem, count: int) -> list[int]:
     """Ops after which a segment ends: near equal bytes, where the fewest bytes cross."""
-    crossing = _crossing_bytes(problem)
+    crossing = _checkpoint_bytes(problem)
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
@@ -103,45 +94,11 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
     return ends
 
 
-def _segment_of(problem: Problem, ends: Sequence[int]) -> list[int]:
-    return [bisect_left(ends, op) for op in range(problem.n_forward)]
-
-
-def _kept(problem: Problem, segment: Sequence[int]) -> bytearray:
+def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
     """1 for values that stay: they cross, cannot be made again, or the caller holds them."""
     kept = bytearray(problem.n_values)
     for v, last in enumerate(last_forward_reads(problem)):
         op = problem.producer[v]
-        crosses = op < problem.n_forward and last >= 0 and segment[last] != segment[op]
-        if crosses or problem.pinned[op] or v in problem.held:
-            kept[v] = 1
+        crosses = last >= 0 and segment[last] != segment[op]
+        kept[v] = op >= problem.n_forward or crosses or problem.pinned[op] or v in problem.held
     return kept
-
-
-def _late_reads(problem: Problem, segment: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """For each segment the values that stages after forward read of it, with the stage."""
-    reads: list[list[tuple[int, int]]] = [[] for _ in range(max(segment, default=-1) + 1)]
-    for stage in range(problem.n_forward, problem.n_ops + 1):
-        for v in problem.needs[stage]:
-            if problem.producer[v] < problem.n_forward:
-                reads[segment[problem.producer[v]]].append((stage, v))
-    return reads
-
-
-def _recomputed_at(
-    problem: Problem,
-    segment: Sequence[int],
-    available: bytearray,
-    reads: Sequence[list[tuple[int, int]]],
-    t: int,
-) -> list[int]:
-    """Of each segment that stage t reads and that is gone: all that backward reads of it."""
-    if t < problem.n_forward:
-        return []
-    gone = [v for v in problem.needs[t] if not available[v]]
-    if not gone:
-        return []
-    reached = dict.fromkeys(segment[problem.producer[v]] for v in gone)
-    late = sorted(read for s in reached for read in reads[s][bisect_left(reads[s], (t, -1)) :])
-    wanted = dict.fromkeys(v for _, v in late)
-    return recomputed_in(problem, available, list(wanted), t, own_needs=False)

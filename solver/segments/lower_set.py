@@ -26,12 +26,11 @@ from typing import Literal, get_args
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.local_search.repair import fill
-from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
 from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
-from remat.solver.stage import recomputed_in
+from remat.solver.segments.segmented import NO_SEGMENT, segmented_state
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
@@ -44,8 +43,6 @@ HALVINGS = 8
 """Bisections for the least limit of the sweep."""
 REFINEMENTS = 4
 """Bisections between the last limit whose schedule is too high and the first that fits."""
-MANY_OPS = 1000
-"""Beyond this many ops only limits next to the budget are tried, and one schedule is filled."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,7 @@ class LowerSet:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The fastest schedule of a sequence of lower sets found within `budget_bytes`."""
-        search = Search(graph, budget_bytes, "lower_set", self.time_limit_s, self.progress)
-        search.options = {
-            "family": self.family, "most_lower_sets": self.most_lower_sets,
-            "labels": self.labels, "fill": self.fill,
-        }  # fmt: skip
+        search = Search.of(self, "lower_set", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
@@ -139,11 +132,11 @@ class Sweep:
             low, high = (middle + 1, high) if self._is_over(limits[middle]) else (low, middle)
         if 0 < high < len(limits):
             self._refine(limits[high - 1], limits[high])
-        is_large = self.search.problem.n_ops > MANY_OPS
-        if not is_large or self.search.best is None:
+        # On large graphs only limits next to the budget are tried, and one schedule is filled.
+        if not self.search.is_large or self.search.best is None:
             for limit_bytes in limits:
                 self._is_over(limit_bytes)
-        if is_large:
+        if self.search.is_large:
             self._fill_best()
 
     def _limits(self) -> list[float]:
@@ -179,7 +172,7 @@ class Sweep:
             return False
         sequence = found[1]
         if sequence not in self.over:
-            state = segmented_state(self.forward, sequence)
+            state = lower_set_state(self.forward, sequence)
             self.over[sequence] = not self._offer(state)
         return self.over[sequence]
 
@@ -187,7 +180,7 @@ class Sweep:
         """Whether `state` fits; fill it then, where that is quick."""
         self.search.offer_least(state)
         does_fit = int(state.peak_bytes.max()) <= self.search.budget_bytes
-        if does_fit and self.search.problem.n_ops <= MANY_OPS:
+        if does_fit and not self.search.is_large:
             self._fill(state)
         return does_fit
 
@@ -202,25 +195,15 @@ class Sweep:
             self.search.offer(state)
 
 
-def segmented_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
+def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
     """The state that keeps what crosses the lower sets and runs segments again when read."""
-    problem = forward.problem
     segment = segments_of(forward, sequence)
-    available = _kept(forward, segment, len(sequence) - 1)
-    recomputed: list[list[int]] = [[] for _ in range(problem.n_forward)]
-    for t in range(problem.n_forward, problem.n_ops + 1):
-        gone = [v for v in problem.needs[t] if not available[v]]
-        wanted = _read_later(problem, segment, gone, t)
-        recomputed.append(recomputed_in(problem, available, wanted, t, own_needs=False))
-        for op in recomputed[-1]:
-            for v in problem.outputs[op]:
-                available[v] = 1
-    return State.from_recomputed(problem, recomputed)
+    return segmented_state(forward.problem, segment, _crossing(forward, segment, len(sequence) - 1))
 
 
 def segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
-    """For each op the index of the first lower set that holds it, -1 for ops never run again."""
-    found = [-1] * forward.problem.n_ops
+    """For each op the index of the first lower set that holds it, or `NO_SEGMENT`."""
+    found = [NO_SEGMENT] * forward.problem.n_ops
     for i in reversed(range(len(sequence))):
         for p, op in enumerate(forward.ops):
             if sequence[i] >> p & 1:
@@ -228,20 +211,11 @@ def segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
     return found
 
 
-def _kept(forward: ForwardGraph, segment: Sequence[int], last: int) -> bytearray:
+def _crossing(forward: ForwardGraph, segment: Sequence[int], last: int) -> bytearray:
     """1 for values that stay: of the last segment, read in another one, or never made again."""
     kept = bytearray(forward.fixed)
     for v, op in enumerate(forward.problem.producer):
         crosses = any(segment[forward.ops[q]] != segment[op] for q in forward.readers[v])
-        if segment[op] in (-1, last) or crosses:
+        if segment[op] in (NO_SEGMENT, last) or crosses:
             kept[v] = 1
     return kept
-
-
-def _read_later(problem: Problem, segment: Sequence[int], gone: Sequence[int], t: int) -> list[int]:
-    """All that stage t and later ones read of the segments of what is gone."""
-    if not gone:
-        return []
-    reached = {segment[problem.producer[v]] for v in gone}
-    read = (v for later in range(t, problem.n_ops + 1) for v in problem.needs[later])
-    return list(dict.fromkeys(v for v in read if segment[problem.producer[v]] in reached))

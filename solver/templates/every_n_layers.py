@@ -5,9 +5,9 @@ Paper: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transf
 2022, https://arxiv.org/abs/2205.05198, discusses recomputing some of the layers; ``uniform`` is
 T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
 https://arxiv.org/abs/1604.06174, with segments of whole blocks.
-Solves: least time within the budget over the one knob n. With method ``nth`` blocks 0, n, 2n, …
-of each container run again and the others keep all; with ``uniform`` n blocks in a row are
-one segment, and each block runs again.
+Solves: least time within the budget over the one knob n. With method ``nth``, blocks 0, n, 2n, …
+of each container run again and the others keep all. With ``uniform``, every block runs again,
+and n blocks in a row are one segment.
 Optimal: where the step fits without recomputation. Cost: O(ops + reads) for each n tried.
 Shortcomings: the knob is coarse; all blocks count alike; blind to costs and sizes; does not
 apply where no block repeats.
@@ -52,8 +52,7 @@ class EveryNLayers:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest n that does."""
-        search = Search(graph, budget_bytes, "every_n_layers", self.time_limit_s, self.progress)
-        search.options = {"n": self.n, "method": self.method}
+        search = Search.of(self, "every_n_layers", graph, budget_bytes)
         return solve_templates(search, self.templates, NO_REPEATED_BLOCK)
 
     def templates(self, problem: Problem) -> Iterator[Template]:

@@ -34,7 +34,7 @@ class Full:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else every block recomputed, if that does."""
-        search = Search(graph, budget_bytes, "full", self.time_limit_s, self.progress)
+        search = Search.of(self, "full", graph, budget_bytes)
         return solve_templates(search, full_templates, NO_REPEATED_BLOCK)
 
 

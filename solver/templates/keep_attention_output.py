@@ -4,11 +4,11 @@ Also called: rematerialization-aware gradient checkpointing; checkpoint at the a
 Paper: D. Li, R. Shao, A. Xie, E. P. Xing, X. Ma, I. Stoica, J. E. Gonzalez, H. Zhang,
 "DISTFLASHATTN: Distributed Memory-efficient Attention for Long-context LLMs Training", 2023,
 https://arxiv.org/abs/2310.03294.
-Solves: no stated problem; the budget only decides whether recomputation is needed at all. Kept
-are what enters a block and what attention gives its backward: the output, the log-sum-exp,
-states of the generator. All else of the block runs again, the part after attention and the part
-before it each when backward reaches it; attention runs once. The paper joins the part after one
-attention with the part before the next; what is kept is the same.
+Solves: no stated problem; the budget only decides whether recomputation is needed at all.
+Forward keeps what enters a block and what attention gives its backward: the output, the
+log-sum-exp, states of the generator. Attention runs once. The part after it and the part before
+it run again, each when backward reaches it. The paper joins the part after one attention with
+the part before the next; what is kept is the same.
 Optimal: where the step fits without recomputation. Cost: O(ops + reads).
 Shortcomings: attention that is not fused keeps its weights, which are large; keeps nothing of
 the rest even where it would fit; applies only where blocks repeat and attention is found.
@@ -37,9 +37,7 @@ class KeepAttentionOutput:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the template, if that does."""
-        search = Search(
-            graph, budget_bytes, "keep_attention_output", self.time_limit_s, self.progress
-        )
+        search = Search.of(self, "keep_attention_output", graph, budget_bytes)
         has_blocks = bool(module_blocks(graph).names)
         absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
         return solve_templates(search, keep_attention_output_templates, absent)

@@ -1,8 +1,9 @@
 """The 0/1 knapsack: which items to save for the most runtime within a memory.
 
 Also called: the solvers ``dp``, ``greedy`` and ``ilp`` of PyTorch's activation memory budget
-(torch/_functorch/_activation_checkpointing/knapsack.py), whose results these are meant to equal.
-`dp` rounds each memory to a part in 10,000 of one unit, so it may pass the limit by as much.
+(torch/_functorch/_activation_checkpointing/knapsack.py). A `Selection` has their three results,
+so that tests can compare the two. ``dp`` rounds each memory to a ten-thousandth of a unit, so
+its choice may exceed the limit by that much for each item.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy.typing as npt
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
 
 SCALE = 10_000
-"""Parts of a unit of memory that `dp` tells apart."""
+"""Steps into which ``dp`` divides a unit of memory; torch has as many."""
 RELATIVE_GAP = 1e-4
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """Total runtime of the saved items, and the indices of saved and of other items."""
 
     saved_runtime: float
@@ -30,7 +31,10 @@ class Choice(NamedTuple):
 
 
 class KnapsackTable:
-    """Dynamic program over quantised memory, for any limit up to `max_memory`."""
+    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`.
+
+    Cost: items times 10,000 times `max_memory`.
+    """
 
     def __init__(
         self, memory: Sequence[float], runtime: Sequence[float], max_memory: float
@@ -47,8 +51,8 @@ class KnapsackTable:
             self.taken.append(with_item > best)
             best = np.maximum(best, with_item)
 
-    def choose(self, max_memory: float) -> Choice:
-        """The items to save within `max_memory`; of equal choices, the one of earlier items."""
+    def choose(self, max_memory: float) -> Selection:
+        """The items to save within `max_memory`; of equal choices, that of earlier items."""
         left = round(max_memory * SCALE)
         saved: list[int] = []
         other: list[int] = []
@@ -59,15 +63,12 @@ class KnapsackTable:
             else:
                 other.append(item)
         saved.reverse()
-        return Choice(sum(self.runtime[item] for item in saved), saved, other)
+        return Selection(sum(self.runtime[item] for item in saved), saved, other)
 
 
-def dp_knapsack(memory: Sequence[float], runtime: Sequence[float], max_memory: float) -> Choice:
-    """The best items on quantised memory. Cost: items times 10,000 times `max_memory`."""
-    return KnapsackTable(memory, runtime, max_memory).choose(max_memory)
-
-
-def greedy_knapsack(memory: Sequence[float], runtime: Sequence[float], max_memory: float) -> Choice:
+def greedy_knapsack(
+    memory: Sequence[float], runtime: Sequence[float], max_memory: float
+) -> Selection:
     """Items by runtime for their memory, highest first, each saved if it still fits."""
     ratio = [time / size if size else math.inf for size, time in zip(memory, runtime, strict=True)]
     saved: list[int] = []
@@ -79,7 +80,7 @@ def greedy_knapsack(memory: Sequence[float], runtime: Sequence[float], max_memor
             saved.append(item)
         else:
             other.append(item)
-    return Choice(sum(runtime[item] for item in saved), saved, other)
+    return Selection(sum(runtime[item] for item in saved), saved, other)
 
 
 def ilp_knapsack(
@@ -87,7 +88,7 @@ def ilp_knapsack(
     runtime: Sequence[float],
     max_memory: float,
     time_limit_s: float = 60.0,
-) -> Choice:
+) -> Selection:
     """The best items to one part in 10,000, by integer programming; none if time runs out."""
     program = MixedProgram()
     items = [program.variable(-time, integer=True) for time in runtime]
@@ -96,4 +97,4 @@ def ilp_knapsack(
     values = solve_program(program, limits).values if items else []
     saved = [i for i in items if values is not None and values[i] > 0.5]
     other = [i for i in items if values is None or values[i] <= 0.5]
-    return Choice(sum(runtime[i] for i in saved), saved, other)
+    return Selection(sum(runtime[i] for i in saved), saved, other)

@@ -1,9 +1,9 @@
 """The fewest bytes to save so that backward can make the rest again without banned ops.
 
 Source: the partition of joint graphs in PyTorch (torch/_functorch/partitioners.py), a minimum
-cut between what forward makes and what backward reads. Each value is an arc of as many units as
-it has bytes; an op that may run again joins what it reads to what it makes without limit. Of
-several minimum cuts the one nearest to backward is taken, which recomputes least.
+cut between what forward makes and what backward reads. Each value is an arc whose capacity is its
+bytes. An op that may run again joins what it reads to what it makes without limit. Of several
+minimum cuts the one nearest to backward is taken, as it recomputes least.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
 
 
 def template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
-    """Those values with what no template can do without."""
+    """The `saved` values, and those that every template keeps."""
     kept = unavoidable(problem)
     for v in saved:
         kept[v] = 1

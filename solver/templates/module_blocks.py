@@ -6,6 +6,10 @@ of two entries. A block is an entry of an outermost container with at least two 
 use. So a `Sequential` inside a block makes none, and a net that keeps its blocks in several
 containers (``down.0``, ``up.0``) has those of all. An op without a module, which the model's
 own forward runs, takes the block before it if a block also follows it; other ops have none.
+
+Blocks are found in two ways, on purpose. Templates go by module paths, since people wrap
+modules in checkpoints. `hierarchical` goes by structure (`blocks/repeated`), since a graph
+need not have module names.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Paper: T. Yuan, Y. Liu, X. Ye, S. Zhang, J. Tan, B. Chen, C. Song, D. Zhang, "Ac
 Training of Large Language Models using Efficient Activation Rematerialization and Optimal Hybrid
 Parallelism", USENIX ATC 2024, https://www.usenix.org/conference/atc24/presentation/yuan.
 Solves: no stated problem; the budget only decides whether recomputation is needed at all. These
-ops make large values for little time. One runs again only where what it reads is there for
-backward anyway, or is itself recomputed: otherwise its input would be kept in place of its
-result. The paper also offloads a fraction of what is kept; this does not.
+ops make large values in little time. One runs again only if backward has its inputs anyway, or
+if they are recomputed too. Otherwise its input would be kept in place of its result. The paper
+also offloads a fraction of what is kept; this does not.
 Optimal: where the step fits without recomputation. Cost: O(ops + reads).
 Shortcomings: saves little where matrix products set the peak; blind to measured costs; an
 activation from the user's own kernel is not seen.
@@ -38,7 +38,7 @@ NORMS = frozenset(
      "miopen_batch_norm", "layer_norm", "group_norm", "batch_norm", "instance_norm",
      "rms_norm", "_fused_rms_norm", "pow", "square", "mean", "rsqrt"}
 )  # fmt: skip
-"""Those of one op, and the parts of a root-mean-square norm that is written out."""
+"""Norms that are one op, and the parts of a root-mean-square norm that is written out."""
 ACTIVATIONS = frozenset(
     {"gelu", "relu", "relu6", "silu", "mish", "sigmoid", "tanh", "elu", "selu", "celu", "glu",
      "leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "softplus", "log_sigmoid_forward",
@@ -46,7 +46,7 @@ ACTIVATIONS = frozenset(
 )  # fmt: skip
 """Elementwise functions, and the product of a gated unit."""
 FOLLOWING = frozenset({"add", "clone", "_to_copy"})
-"""Recomputed where the one value they read is: epsilon of a norm, copies, casts."""
+"""Recomputed if the one value that they read is: epsilon of a norm, copies, casts."""
 NONE_FOUND = "no norm or activation that could be recomputed: the template does not apply"
 
 
@@ -59,9 +59,7 @@ class NormsAndActivations:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the template, if that does."""
-        search = Search(
-            graph, budget_bytes, "norms_and_activations", self.time_limit_s, self.progress
-        )
+        search = Search.of(self, "norms_and_activations", graph, budget_bytes)
         return solve_templates(search, norms_and_activations_templates, NONE_FOUND)
 
 

@@ -6,11 +6,10 @@ Paper: V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B.
 https://arxiv.org/abs/2205.05198.
 Solves: no stated problem; the budget only decides whether recomputation is needed at all. What
 lies between queries, keys, values and the attention output (`attention_core`) is large for its
-cost; it runs again when backward reaches it, one attention at a time.
+cost. It runs again when backward reaches it, one attention at a time.
 Optimal: where the step fits without recomputation. Cost: O(ops + reads).
-Shortcomings: with fused attention there is little to gain, since the weights are never kept,
-and the whole attention runs again; keeps every linear layer's input; does not apply where no
-attention is found.
+Shortcomings: gains little with fused attention, which never keeps the weights and runs again
+whole; keeps every linear layer's input; does not apply where no attention is found.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Selective:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else all attention cores recomputed, if that does."""
-        search = Search(graph, budget_bytes, "selective", self.time_limit_s, self.progress)
+        search = Search.of(self, "selective", graph, budget_bytes)
         return solve_templates(search, selective_templates, NO_ATTENTION)
 
 

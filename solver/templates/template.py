@@ -1,9 +1,9 @@
 """Fixed rules of recomputation: from which ops run again to a schedule and a Result.
 
-A template says which values forward keeps for backward. The rest is gone when forward has
-used it; backward makes it again, once, a segment at a time. A segment is a connected part of
-what runs again; it runs when backward first reads a value of it, makes all that backward
-reads of it, and each value is freed after its last use.
+A template says which values forward keeps for backward. Forward frees the rest after its last
+use there, and backward makes it again, once, a segment at a time. A segment is a connected part
+of what runs again. It runs when backward first reads a value of it, and it makes all that
+backward reads of it. Each value is freed after its last use.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Template:
 
     Attributes
     ----------
-    kept : 1 for each value that backward finds, 0 for those it makes again or makes itself.
-    just_in_time : backward makes again only what it reads next, not a segment.
+    kept : 1 for each value that backward finds; 0 for values that it makes, again or first.
+    just_in_time : backward makes again only what it reads next, not a whole segment.
     """
 
     kept: bytearray
@@ -43,9 +43,9 @@ def solve_templates(search: Search, templates: Templates, absent: str) -> Result
     search : Search
         One solve, just begun.
     templates : callable
-        Gives the templates of a problem; none where the rule does not apply.
+        Gives the templates of a problem; none if the rule does not apply.
     absent : str
-        What to say where there is none.
+        The message if there is none.
     """
     with search.until_interrupted():
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
@@ -92,7 +92,7 @@ def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
 def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:
     """The template that runs forward ops `again`, each in the region of a checkpoint call.
 
-    Kept is what no such op makes, what a forward op of another region reads, what comes
+    Forward keeps what other ops make, what a forward op of another region reads, what comes
     from pinned ops, and what is in the caller's hands.
     """
     kept = unavoidable(problem)

@@ -5,13 +5,14 @@ Source: torch/_functorch/partitioners.py of PyTorch 2.4 (2024) and later, pull r
 https://github.com/pytorch/pytorch/pull/126320.
 Solves: a 0/1 knapsack on saved bytes. Ops that are dear (matrix products, convolutions, attention),
 draw randomly or reduce fourfold are not to run again; a minimum cut saves the fewest bytes
-from which the others make the rest. If that is more than a fraction f of what the unmodified
-step saves, a knapsack picks the dear ops of most runtime whose results are within f of it; the
-others may run again, and the cut is made anew. Each op runs again once at most, when backward
-first needs it. f is tried in equal steps, and the fastest schedule whose true peak fits is taken.
-As torch: the lists of ops, sizes over all results of an op, the order of items, the cut, the
-knapsacks. Not as torch: runtimes are the graph's prices, not FLOPs; the unmodified step, not a
-first cut, is what f is measured by, and the cut of the cheap ops alone is not tried; views are
+from which the others make the rest. That may be more than a fraction f of what the unmodified
+step saves. Then a knapsack picks the dear ops of most runtime whose results are within f of it,
+the others may run again, and the cut is made anew. Each op runs again at most once, when
+backward first needs it. f is tried in equal steps. The fastest schedule whose true peak fits is
+taken.
+As in torch: the lists of ops, sizes over all results of an op, the order of items, the cut, the
+knapsacks. Unlike torch: runtimes are the graph's prices, not FLOPs; f is a share of what the
+unmodified step saves, not of a first cut; the cut of the cheap ops alone is not tried; views are
 no nodes; random states are saved and put back, where torch draws anew.
 Optimal: where the step fits without recomputation; in saved bytes and per op, not in the peak.
 Cost: one maximum flow for each f, and 10,000 times as many steps as items for method ``dp``.
@@ -29,7 +30,7 @@ from remat.solver.attention_core import DROPOUT, is_fused_attention, op_kind
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.templates.knapsack import Choice, KnapsackTable, greedy_knapsack, ilp_knapsack
+from remat.solver.templates.knapsack import KnapsackTable, Selection, greedy_knapsack, ilp_knapsack
 from remat.solver.templates.min_cut import cheapest_saved, template_kept
 from remat.solver.templates.template import (
     Template,
@@ -72,8 +73,7 @@ class TorchKnapsack:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest fraction that does."""
-        search = Search(graph, budget_bytes, "torch_knapsack", self.time_limit_s, self.progress)
-        search.options = {"method": self.method, "steps": self.steps}
+        search = Search.of(self, "torch_knapsack", graph, budget_bytes)
         return solve_templates(search, self.templates, NOTHING_SAVED)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
@@ -90,7 +90,7 @@ class TorchKnapsack:
 
 
 class Partition:
-    """What to save for a fraction, for each of several; `time_limit_s` is for one program."""
+    """What to save for each of several fractions; `time_limit_s` is for one integer program."""
 
     def __init__(self, problem: Problem, method: str = "dp", time_limit_s: float = 60.0) -> None:
         self.problem, self.method, self.time_limit_s = problem, method, time_limit_s
@@ -111,7 +111,7 @@ class Partition:
         banned = frozenset(self.items[i] for i in self.choose(fraction).saved)
         return template_kept(self.problem, cheapest_saved(self.problem, banned))
 
-    def choose(self, fraction: float) -> Choice:
+    def choose(self, fraction: float) -> Selection:
         """The knapsack's choice among `items`."""
         if self.table is not None:
             return self.table.choose(fraction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.architecture.import_graph import PACKAGES, sources
 from tests.paths import ROOT
 
+BETWEEN_TESTS = re.compile(r"\W*(from|import) tests\.(\w+\.)*test_")
 MOST_FILES = 20
 MOST_AT_THE_TOP = {
     "solver": 18, "graph_capture": 8, "rewriter": 6, "remat": 14, "schedules": 20,
@@ -60,6 +62,17 @@ def test_every_folder_is_installed() -> None:
     manifest = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name for name, path in sources().items() if path.name == "__init__.py"}
     assert set(manifest["packages"]) == packages
+
+
+def test_no_test_file_imports_from_another() -> None:
+    """What several need stands in a file of its own, which is no test."""
+    lines = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if BETWEEN_TESTS.match(line)
+    ]
+    assert lines == []
 
 
 def list_names() -> None:

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from remat.graph_capture import capture
-from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import CaptureError, RewriteError
+from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter import RematModule, rewrite
 from remat.schedules.simulate import simulate
 from tests.behaviours.behaviours import Fails
-from tests.behaviours.test_matrix import planned
-from tests.behaviours.trainee import Trainee, differences
+from tests.behaviours.trainee import Trainee, differences, planned
 from tests.models import make
-from tests.rewriter.test_exact import schedule_of
+from tests.steps import schedule_of
 
 
 def rewritten(name: str) -> Trainee:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from remat.graph_capture import capture
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter import RematModule, rewrite
 from tests.behaviours.behaviours import BEHAVIOURS
-from tests.behaviours.trainee import Observed, Trainee, differences
-from tests.models import make
-from tests.rewriter.test_exact import schedule_of
+from tests.behaviours.trainee import Observed, Trainee, differences, planned
 
 MODELS = (
     "plain",
@@ -55,14 +50,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@functools.cache
-def planned(name: str) -> tuple[Trainee, RematModule]:
-    """An eager module and its rewritten one; both are copied before they are used."""
-    model, args, kwargs, _, _ = make(name)
-    graph = capture(model, args, kwargs)
-    return Trainee(model, args, kwargs), rewrite(model, schedule_of(graph, "chen_sqrt"))
 
 
 def tried(behaviour: str, it: Trainee) -> Observed:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+
+from remat.graph_capture import capture
+from remat.rewriter import RematModule, rewrite
+from tests.models import make
+from tests.steps import schedule_of
 
 Observed = dict[str, Any]
 
@@ -75,3 +81,11 @@ def _same(expected: Any, found: Any) -> bool:
     if isinstance(expected, list) and isinstance(found, list):
         return len(expected) == len(found) and all(map(_same, expected, found))
     return type(expected) is type(found) and expected == found
+
+
+@functools.cache
+def planned(name: str) -> tuple[Trainee, RematModule]:
+    """An eager module and its rewritten one; both are copied before they are used."""
+    model, args, kwargs, _, _ = make(name)
+    graph = capture(model, args, kwargs)
+    return Trainee(model, args, kwargs), rewrite(model, schedule_of(graph, "chen_sqrt"))

@@ -27,12 +27,13 @@ from benchmarks.graphs import (
 )
 from benchmarks.instance_format import Instance, checked, graph_of
 from benchmarks.layered import Shape, layered_graph, layered_instance, published_width
-from benchmarks.networks import NETWORKS, gpt, lstm, moe, resnet, unet
-from benchmarks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
-from benchmarks.solver_table import header_lines, replaced, table_lines
+from benchmarks.networks.catalogue import NETWORKS, gpt, lstm, moe, resnet, unet
+from benchmarks.networks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
+from benchmarks.solver_table import detail_lines, header_lines, replaced, table_lines
 from benchmarks.solvers import Results, budget_bytes, run
 from remat.graph_capture.tracing.trace import trace
 from remat.solver import TABLE
+from tests.limits import AMPLE_S
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -191,9 +192,9 @@ def test_solvers_are_run_in_their_own_processes_once(
 ) -> None:
     path = tmp_path / "results.json"
     asked = (["chain64"], ["0.5", "least"], ["chen_sqrt", "cut:gap=0.1"])
-    run(Results(path), *asked, limit_s=1)
+    run(Results(path), *asked, limit_s=AMPLE_S)
     assert capsys.readouterr().out.count("\n") == 4
-    run(Results(path), *asked, limit_s=1)
+    run(Results(path), *asked, limit_s=AMPLE_S)
     assert capsys.readouterr().out == ""
     results = Results(path)
     facts, cell = results.graphs["chain64"], results.cells["chain64|0.5|cut:gap=0.1"]
@@ -202,14 +203,15 @@ def test_solvers_are_run_in_their_own_processes_once(
     assert cell["peak_bytes"] <= cell["budget_bytes"]
     assert 0 <= cell["bound_overhead"] <= cell["overhead"]
     assert cell["solver_memory_bytes"] > 10 * MIB
-    lines = table_lines(results.graphs, list(results.cells.values()))
+    found = results.graphs, list(results.cells.values())
+    lines = [*table_lines(*found), *detail_lines(*found)]
     assert any(line.startswith("| chain64 | 129 | 200.00 |") for line in lines)
     assert sum(line.startswith("| `chen_sqrt` |") for line in lines) == 2
 
 
 def test_a_failing_process_is_an_error() -> None:
     found = in_own_process(
-        {"graph": "none", "solver": "cut", "budget_bytes": 1, "time_limit_s": 1}, 1
+        {"graph": "none", "solver": "cut", "budget_bytes": 1, "time_limit_s": 1}, AMPLE_S
     )
     assert "no graph is called 'none'" in found["error"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.instance import main
-from tests.benchmarks.test_instance import DIAMOND, run, written
+from tests.benchmarks.instances import DIAMOND, run, written
 
 Refusal = Callable[..., str]
 

@@ -68,7 +68,7 @@ def test_who_waited_for_the_prices_of_another_is_not_alone(tmp_path: Path) -> No
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
     """A process beside this one, in the same family."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/distributed/worker.py"
-TIMEOUT_S = 150
+TIMEOUT_S = 1800
 
 Found = list[dict[str, dict[str, Any]]]
 """What each rank found, by case."""
@@ -83,6 +83,7 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(two: Found, case: str)
         assert re.search(text, found[case]["text"])
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     for found in ranks(tmp_path, 4, "fsdp2_blocks"):
         assert found["fsdp2_blocks"]["same"]
@@ -90,6 +91,7 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert found["fsdp2_blocks"]["measured_bytes"] == pytest.approx(predicted_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_example_trains() -> None:
     said = torchrun(2, "examples/train_fsdp.py")
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", said)]

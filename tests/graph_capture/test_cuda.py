@@ -23,12 +23,12 @@ from remat.graph_capture.devices.device_table import (
     check_device,
     table_name,
 )
-from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
 from remat.graph_capture.joint import batch_norm
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message
-from remat.graph_capture.prices import pricing
+from remat.graph_capture.memory_events import RegionMemory
+from remat.graph_capture.prices import op_prices, pricing
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.tracing import signature
@@ -231,8 +231,8 @@ def test_an_op_that_breaks_the_device_ends_pricing(
         capture(**step(), device="cuda")
     node = next(iter(trace(**step()).joint.node_of_op.values()))
     with pytest.raises(CaptureError, match="left the CUDA device unusable in this process"):
-        pricing._refuse_broken_device(node, RuntimeError("CUDA error: device-side assert"))
-    pricing._refuse_broken_device(node, RuntimeError("out of memory"))
+        op_prices._refuse_broken_device(node, RuntimeError("CUDA error: device-side assert"))
+    op_prices._refuse_broken_device(node, RuntimeError("out of memory"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from remat.graph_capture.derived.eager import as_eager
 from remat.rewriter import check, rewrite
 from remat.schedules.simulate import simulate
 from tests.models import BATCH, MODELS, WIDTH, make
-from tests.rewriter.test_exact import schedule_of
+from tests.steps import schedule_of
 
 
 def graph_of(name: str) -> TrainingGraph:

@@ -10,6 +10,8 @@ from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.prices.op_times import times_us
 
+pytestmark = pytest.mark.usefixtures("clocked")
+
 
 class Slowing(CpuMeter):
     """All that is timed in the second pass takes ten times as long."""

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 from remat.graph_capture import trace
-from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
-from remat.graph_capture.prices import pricing
+from remat.graph_capture.memory_events import measure_peak, measure_regions
+from remat.graph_capture.prices import op_prices, pricing
+from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import PriceCache
 from tests.models import make
+
+pytestmark = pytest.mark.usefixtures("clocked")
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def test_every_real_op_has_a_cost_and_equal_ops_have_equal_prices(folder: Path) 
 def test_a_second_pricing_measures_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, *_ = make("plain")
     first = pricing.price(trace(model, args))
-    monkeypatch.setattr(pricing, "_measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(pricing, "measured_prices", lambda *_: pytest.fail("measured again"))
     assert pricing.price(trace(model, args)) == first
     assert len(list(folder.glob("prices-*.json"))) == 1
 
@@ -48,6 +52,30 @@ def test_a_corrupt_cache_is_ignored_with_a_warning_and_replaced(folder: Path) ->
     with pytest.warns(UserWarning, match="is ignored"):
         pricing.price(trace(model, args))
     assert PriceCache().prices
+
+
+def test_a_cache_of_another_schema_is_not_read_and_written_anew(folder: Path) -> None:
+    model, args, *_ = make("plain")
+    pricing.price(trace(model, args))
+    (path,) = folder.glob("prices-*.json")
+    path.write_text(path.read_text().replace('"schema_version":6', '"schema_version":5'))
+    assert PriceCache().prices == PriceCache().steps == {}
+    pricing.price(trace(model, args))
+    assert PriceCache().prices
+    assert list(PriceCache().steps) == [trace(model, args).graph.hash]
+
+
+def test_an_estimate_is_the_time_to_move_the_bytes_that_work_counts() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(1, 4, device="meta").expand(1000, 4)
+    node = graph.call_function(torch.ops.aten.exp.default, (x,))
+    node.meta["val"] = torch.empty(1000, 4, device="meta")
+    with pytest.warns(UserWarning, match="its price is an estimate from the bytes it moves"):
+        estimate = op_prices._estimated(node, RuntimeError("no"))
+    assert moved_bytes(node) == 4 * 4 + 4 * 4000
+    assert estimate.cost_us == moved_bytes(node) / op_prices.ESTIMATED_BYTES_PER_US
+    assert estimate.is_estimate
 
 
 def test_a_folder_that_cannot_be_written_is_warned_about(

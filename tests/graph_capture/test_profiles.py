@@ -20,9 +20,12 @@ from remat.graph_capture.errors import DeviceError, ProfileError
 from remat.graph_capture.joint.nodes import target_name
 from remat.graph_capture.prices import step_time
 from remat.graph_capture.prices.op_work import Work, work_of
+from remat.graph_capture.prices.price_cache import WholeStep
 from remat.graph_capture.prices.pricing import examples
-from remat.graph_capture.prices.profile import Measured, Profile, WholeStep
+from remat.graph_capture.prices.profile import Profile, ProfiledOp
 from remat.graph_capture.prices.roofline import Roofline
+
+pytestmark = pytest.mark.usefixtures("clocked")
 
 DEVICE = "h100"
 ELSEWHERE = "another machine, 96 threads"
@@ -47,7 +50,7 @@ def made_profile(shares: dict[str, Efficiency], **asked: Any) -> tuple[Profile, 
     roofline = Roofline(device, shares, launch_us=1.0)
     traced = trace(**(asked or step()), device=DEVICE)
     ops = {
-        key: Measured(roofline.cost_us(target_name(node), work_of(node)), 512, 0, work_of(node))
+        key: ProfiledOp(roofline.cost_us(target_name(node), work_of(node)), 512, work=work_of(node))
         for key, node in examples(traced.joint).items()
     }
     return Profile(DEVICE, "a made H100", "2.13.0", ops), roofline
@@ -184,7 +187,7 @@ def test_errors_leave_each_op_out_of_its_own_fit() -> None:
     assumed = Roofline.assumed(modelled_device(DEVICE))
     work = Work("matmul", "bfloat16", 10**12, 10**6)
     twice_us = assumed.launch_us + 2 * (assumed.cost_us("", work) - assumed.launch_us)
-    seen = Measured(twice_us, 0, 0, work)
+    seen = ProfiledOp(twice_us, work=work)
     one = Profile(DEVICE, "a made H100", "2.13.0", {"aten.mm.default(1)": seen})
     assert assumed.fitted(one).cost_us("aten.mm.default", work) == pytest.approx(twice_us, rel=0.01)
     assert assumed.errors(one) == [pytest.approx(0.5, abs=0.01)]

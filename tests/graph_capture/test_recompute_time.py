@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture import trace
-from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.joint.nodes import copy_of
-from remat.graph_capture.prices.profile import WholeStep
+from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.prices.booking import booked, costs_of, with_costs
+from remat.graph_capture.prices.keeping_time import Costs
+from remat.graph_capture.prices.price_cache import WholeStep
 from remat.graph_capture.prices.recompute_time import LEAST, MOST, as_recomputed, recomputing
-from remat.graph_capture.prices.step_time import booked
 from remat.graph_capture.tracing.trace import Trace
 from tests.graph_capture.traced_models import at_100_us, traced
 
@@ -77,7 +78,7 @@ def test_a_deep_step_needs_less_memory_for_it() -> None:
 @pytest.mark.parametrize("again_us", [250.0, 400.0, 1000.0])
 def test_forward_is_priced_between_its_ops_and_what_it_took(again_us: float) -> None:
     graph = at_100_us(traced("plain").graph)
-    found = as_recomputed(graph, again_us, 400.0)
+    found = with_costs(graph, as_recomputed(graph, costs_of(graph), again_us, 400.0))
     for before, after in zip(graph.ops, found.ops, strict=True):
         low, high = sorted((before.cost_us, before.cost_us * again_us / 400.0))
         assert low <= after.cost_us <= high
@@ -88,9 +89,14 @@ def test_forward_is_priced_between_its_ops_and_what_it_took(again_us: float) -> 
 
 def test_a_clock_that_is_far_off_does_not_count_in_full() -> None:
     graph = at_100_us(traced("plain").graph)
-    assert as_recomputed(graph, 0.0, 400.0) == as_recomputed(graph, LEAST * 400.0, 400.0)
-    assert as_recomputed(graph, 1e9, 400.0) == as_recomputed(graph, MOST * 400.0, 400.0)
-    assert as_recomputed(graph, 0.0, 0.0) == graph
+    costs = costs_of(graph)
+
+    def taking(again_us: float, priced_us: float = 400.0) -> Costs:
+        return as_recomputed(graph, costs, again_us, priced_us)
+
+    assert taking(0.0) == taking(LEAST * 400.0)
+    assert taking(1e9) == taking(MOST * 400.0)
+    assert taking(0.0, 0.0) == costs
 
 
 def test_the_step_takes_what_it_was_seen_to_take() -> None:

@@ -16,11 +16,13 @@ from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.prices import pricing, step_time
+from remat.graph_capture.prices.booking import costs_of
 from remat.graph_capture.prices.keeping_time import less_for_kept
-from remat.graph_capture.prices.price_cache import PriceCache
-from remat.graph_capture.prices.profile import WholeStep
+from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
 from remat.schedules.simulate import simulate
 from tests.models import make
+
+pytestmark = pytest.mark.usefixtures("clocked")
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +73,9 @@ def test_a_step_is_run_on_made_data_and_its_time_kept(name: str, folder: Path) -
     state = {key: value.clone() for key, value in model.state_dict().items()}
     traced = trace(model, args)
     graph = pricing.price(traced)
-    (key,) = [key for key in PriceCache().prices if key.startswith(step_time.STEP_KEY)]
-    assert key.endswith(traced.graph.hash)
-    assert graph.time_us >= PriceCache().prices[key].cost_us > 0
+    ((of_graph, step),) = PriceCache().steps.items()
+    assert of_graph == traced.graph.hash
+    assert graph.time_us >= step.step_us > 0
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -110,7 +112,7 @@ def test_a_graph_of_another_device_is_left_as_it_is() -> None:
     graph = msgspec.structs.replace(traced.graph, device="cuda:0")
     meter, cache = CpuMeter(), PriceCache()
     assert step_time.step_rounds(traced.joint, graph, meter, cache, None) is None
-    assert step_time.with_time_beyond_ops(graph, cache, None) is graph
+    assert step_time.whole_step(graph, cache, None, None) is None
 
 
 class Clock(CpuMeter):
@@ -128,7 +130,7 @@ class Clock(CpuMeter):
 def test_the_runs_of_a_step_take_turns_in_both_orders() -> None:
     ran: list[int] = []
     runs = [partial(ran.append, number) for number in range(4)]
-    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.Runs(*runs))
+    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.WholeRuns(*runs))
     rounds.some()
     share = len(ran)
     rounds.whole(priced("plain"))
@@ -142,13 +144,13 @@ def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
     told_us = [*round_us, *(2 * each_us for each_us in reversed(round_us)), *round_us]
     graph = priced("plain")
     name = next(op.name for op in graph.ops if op.phase == "forward")
-    runs = step_time.Runs(*[lambda: None] * 4, again=(name,))
+    runs = step_time.WholeRuns(*[lambda: None] * 4, again=(name,))
     found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(graph)
     assert found is not None
     expected = 5e6, 1e6, 1e6
     assert (found.step_us, found.keeping_us, found.again_us) == pytest.approx(expected)
-    cheaper = less_for_kept(graph, found.keeping_us)
-    assert found.priced_us == cheaper.ops[graph.op_index[name]].cost_us > 0
+    cheaper = less_for_kept(graph, costs_of(graph), found.keeping_us)
+    assert found.priced_us == cheaper[name] > 0
     assert not told_us
 
 

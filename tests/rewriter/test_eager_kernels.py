@@ -90,7 +90,11 @@ CASES: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("gru", "rnn, relu")
+NAMED = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_kept_and_recomputed_both_train_as_eager_does(name: str) -> None:
     torch.manual_seed(0)
     model, x = CASES[name]()

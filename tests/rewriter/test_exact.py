@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
 import torch
@@ -10,9 +12,10 @@ from torch import nn
 from remat import solver
 from remat.graph_capture import TrainingGraph, capture
 from remat.rewriter import check, rewrite
-from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
-from tests.models import MODELS, make
+from tests.models import MODELS, Case, make
+from tests.steps import schedule_of
 
 # Gradients of outputs that are views are formed outside the captured step.
 FORMED_OUTSIDE = {"nested_outputs_returned"}
@@ -20,23 +23,25 @@ FORMED_OUTSIDE = {"nested_outputs_returned"}
 RNG_SLACK_BYTES = 3 * torch.get_rng_state().nbytes
 
 
-def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
-    if kind == "cut":
-        everything = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
-        resident = graph.resident.total_bytes
-        result = solver.solve(graph, resident + int(0.6 * (everything - resident)), "cut")
-        if result.schedule is None:
-            result = solver.solve(graph, result.least_feasible_bytes, "cut")
-        assert result.schedule is not None
-        return result.schedule
-    return solver.make_solver(kind).schedule(graph)
+@functools.cache
+def captured(name: str) -> tuple[Case, TrainingGraph]:
+    model, args, kwargs, loss_fn, target = case = make(name)
+    return case, capture(model, args, kwargs, loss_fn=loss_fn, target=target)
 
 
-@pytest.mark.parametrize("kind", ["store_all", "chen_sqrt", "cut"])
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "in_place_views")
+"""Models that are planned by a search by default too; all are by schedules without one."""
+PLANS = [
+    pytest.param(name, kind, marks=[pytest.mark.slow] if is_slow else [])
+    for name in MODELS
+    for kind in ("store_all", "chen_sqrt", "cut")
+    for is_slow in (kind == "cut" and name not in QUICK,)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PLANS)
 def test_equal_to_eager_with_the_predicted_peak(name: str, kind: str) -> None:
-    model, args, kwargs, loss_fn, target = make(name)
-    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    (model, args, kwargs, loss_fn, target), graph = captured(name)
     schedule = schedule_of(graph, kind)
     module = rewrite(model, schedule)
     found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 import remat
-from remat.graph_capture.devices.memory_events import measure_live, measure_peak
+from remat.graph_capture.memory_events import measure_live, measure_peak
 from remat.rewriter.checking.measured_step import measured_step
+from tests.limits import AMPLE_S
 from tests.models import batch, mlp
 
 
@@ -34,7 +35,7 @@ def test_the_curve_of_a_plan_peaks_where_check_measures_it() -> None:
         target=y,
         budget="70%",
         solver="cut",
-        time_limit_s=3,
+        time_limit_s=AMPLE_S,
         check=False,
     )
     stream = torch.get_rng_state()

@@ -18,16 +18,19 @@ import remat
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.rewriter.plans.archive import EXTRA_FILE, read_plan, save_plan
 from remat.rewriter.plans.loading import load, plan_of
-from remat.schedules.plan import KIND, Plan, json_schema
+from remat.schedules.plan import KIND, Plan
 from tests.models import make
 
 ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "docs" / "plan.schema.json"
+WRITE_SCHEMA = "from tests.rewriter.test_plans import *; SCHEMA.write_bytes(json_schema())"
+"""Run with ``python -c`` from the repository's root, it writes the file anew."""
 
 IN_ANOTHER_PROCESS = """
 import json, sys
 import remat
 from tests.models import make
-from remat.rewriter.checking import check
+from remat.rewriter import check
 
 model, args, kwargs, loss_fn, target = make(sys.argv[1])
 fast = remat.load(sys.argv[2], model, loss_fn=loss_fn)
@@ -349,9 +352,14 @@ def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, Pl
         load(edited(plan, batch=batch), model)
 
 
+def json_schema() -> bytes:
+    """The JSON schema of plan files, as `SCHEMA` holds it."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2) + b"\n"
+
+
 def test_the_published_schema_is_current(small: tuple[Exported, Tensor, Plan]) -> None:
-    published = (ROOT / "docs" / "plan.schema.json").read_bytes()
-    assert published == json_schema(), "write json_schema() of remat.schedules.plan there"
+    published = SCHEMA.read_bytes()
+    assert published == json_schema(), f'write it anew: python -c "{WRITE_SCHEMA}"'
     schema = json.loads(published)
     fields = schema["$defs"]["Plan"]["properties"]
     assert fields.keys() == json.loads(small[2].to_json()).keys()

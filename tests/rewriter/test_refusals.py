@@ -15,8 +15,7 @@ from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, 
 from remat.rewriter import RematModule, check, rewrite
 from remat.schedules.schedule import Schedule
 from tests.models import BATCH, WIDTH, Scalar, batch, make, mlp
-from tests.rewriter.test_exact import schedule_of
-from tests.rewriter.test_training import rewritten
+from tests.steps import rewritten, schedule_of
 
 
 class Branching(nn.Module):

@@ -20,6 +20,7 @@ from remat.solver.ordering import Order, for_graph, is_allowed, predecessors, re
 from remat.solver.orders.reorder import lowest_order
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
+from tests.limits import AMPLE_S
 from tests.models import make
 
 NAMES = [
@@ -50,9 +51,9 @@ def solved_in(graph: TrainingGraph, order: Order, part: float = 0.75) -> Schedul
     resident_bytes = graph.resident.total_bytes
     peak_bytes = solve(other, 1 << 60, "store_all").peak_bytes
     budget_bytes = resident_bytes + int(part * (peak_bytes - resident_bytes))
-    result = solve(other, budget_bytes, "cut", time_limit_s=5.0)
+    result = solve(other, budget_bytes, "cut", time_limit_s=AMPLE_S)
     if result.schedule is None:
-        result = solve(other, result.least_feasible_bytes, "cut", time_limit_s=5.0)
+        result = solve(other, result.least_feasible_bytes, "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     return for_graph(graph, result.schedule)
 
@@ -97,9 +98,9 @@ def test_one_call_finds_another_order_and_is_equal_to_eager() -> None:
     model, x = Branches(), torch.randn(64, 32)
     graph = capture(model, (x,))
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 4 // 10
-    fixed = solve(graph, budget_bytes, time_limit_s=10.0)
+    fixed = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
     fast = remat.rematerialize(
-        model, (x,), budget=budget_bytes, order="free", check=True, time_limit_s=10.0
+        model, (x,), budget=budget_bytes, order="free", check=True, time_limit_s=AMPLE_S
     )
     assert isinstance(fast, RematModule)
     assert fast.schedule.options["order"] == "free"

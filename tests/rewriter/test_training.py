@@ -12,13 +12,7 @@ from torch import nn
 from remat.graph_capture import capture
 from remat.rewriter import RematModule, rewrite
 from tests.models import make
-from tests.rewriter.test_exact import schedule_of
-
-
-def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tuple[Any, ...]]:
-    model, args, kwargs, loss_fn, target = make(name)
-    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
-    return model, rewrite(model, schedule_of(graph, kind)), args
+from tests.steps import rewritten, schedule_of
 
 
 def train(module: nn.Module, args: tuple[Any, ...], steps: int, accumulate: int) -> list[float]:
@@ -35,7 +29,10 @@ def train(module: nn.Module, args: tuple[Any, ...], steps: int, accumulate: int)
     return losses
 
 
-@pytest.mark.parametrize("name", ["dropout", "attention_with_dropout", "tied_weights"])
+@pytest.mark.parametrize(
+    "name",
+    ["dropout", pytest.param("attention_with_dropout", marks=pytest.mark.slow), "tied_weights"],
+)
 def test_three_adamw_steps_with_accumulation_are_bit_equal(name: str) -> None:
     model, module, args = rewritten(name)
     eager = copy.deepcopy(model)

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.report import facts_of
+from remat.questions.report import page_facts
 from remat.schedules.report.facts import Facts
 from remat.schedules.schedule import Schedule
 from remat.solver import solve
 from remat.solver.result import Result
-from tests.solver.traced_gpt import peak_bytes_of, traced_gpt
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
+from tests.solver.traced_gpt import traced_gpt
 
 REQUIRED = "REMAT_REQUIRE_BROWSER"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -35,13 +37,13 @@ class Planned(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        return facts_of(self.graph, self.result)
+        return page_facts(self.graph, self.result)
 
 
 @pytest.fixture(scope="session")
 def planned() -> Planned:
     graph = traced_gpt("written out")
-    result = solve(graph, int(0.7 * peak_bytes_of(graph)), "cut", time_limit_s=5)
+    result = solve(graph, int(0.7 * peak_bytes_of(graph)), "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert max(result.schedule.computations().values()) > 1
     return Planned(graph, result)

@@ -54,6 +54,7 @@ def opened(request: pytest.FixtureRequest, browser: Any, file: Path) -> Iterator
     width = 390 if request.param == "phone" else 1200
     scheme = "dark" if request.param == "dark" else "light"
     tab = browser.new_page(viewport={"width": width, "height": 850}, color_scheme=scheme)
+    tab.set_default_timeout(600_000)
     page = Opened(tab)
     tab.goto(file.as_uri())
     yield page
@@ -74,7 +75,7 @@ def test_hovering_tells_op_module_line_and_live_bytes(opened: Opened, planned: P
         x, y = box["x"] + share * box["width"], box["y"] + 0.5 * box["height"]
         opened.tab.mouse.move(x, y, steps=4)
         tip = opened.tab.locator(f"#{name} div", has_text="live").last
-        tip.wait_for(timeout=5000)
+        tip.wait_for(timeout=600_000)
         said = tip.inner_text()
         run = run_in(said)
         op = line.op_of(run)

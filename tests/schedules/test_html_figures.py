@@ -9,6 +9,7 @@ import msgspec
 from remat.formats import bytes_text
 from remat.questions.sweep import sweep
 from remat.solver import solve
+from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 
 
@@ -44,7 +45,7 @@ def test_each_shows_its_figures(planned: Planned) -> None:
     assert bytes_text(result.budget_bytes) in shown(planned.schedule)
     lost = solve(graph, 1000, "chen_sqrt")
     assert bytes_text(lost.least_feasible_bytes) in shown(lost)
-    front = sweep(graph, ["70%", 1000], "chen_sqrt", time_limit_s=2)
+    front = sweep(graph, ["70%", 1000], "chen_sqrt", time_limit_s=AMPLE_S)
     rows = shown(front)
     assert "infeasible" in rows
     assert bytes_text(front.points[1].result.peak_bytes) in rows

@@ -24,6 +24,7 @@ from remat.schedules.simulate import simulate
 from remat.schedules.views import palette
 from remat.schedules.views.timeline import timeline
 from remat.solver import Progress, solve
+from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 from tests.solver.random_graphs import gpt_like
 
@@ -92,11 +93,12 @@ def test_predicted_and_measured_are_of_one_step(ax: Any, planned: Planned) -> No
         draw_predicted_measured(ax, planned.graph, gpt_like(2))
 
 
+@pytest.mark.slow
 def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
     graph = gpt_like(3)
-    fronts = sweep(graph, 3, solvers=["cut", "chen_sqrt"], time_limit_s=6)
+    fronts = sweep(graph, 3, solvers=["cut", "chen_sqrt"], time_limit_s=AMPLE_S)
     budget_bytes = fronts["cut"].points[1].budget_bytes
-    plan = solve(graph, budget_bytes, "cut", time_limit_s=2)
+    plan = solve(graph, budget_bytes, "cut", time_limit_s=AMPLE_S)
     draw_front(ax, fronts, budget_bytes=budget_bytes, plan=plan)
     lines = {one.get_label(): one for one in ax.lines}
     assert list(lines) == ["cut", "chen_sqrt", "bound", "budget", "this plan"]
@@ -110,7 +112,7 @@ def test_convergence_has_best_and_bound(ax: Any) -> None:
     graph = gpt_like(3)
     told: list[Progress] = []
     budget_bytes = int(0.7 * solve(graph, 1 << 60, "store_all").peak_bytes)
-    result = solve(graph, budget_bytes, "auto", time_limit_s=2, progress=told.append)
+    result = solve(graph, budget_bytes, gap=0.02, time_limit_s=AMPLE_S, progress=told.append)
     draw_convergence(ax, told, title="GPT")
     best = next(one for one in ax.lines if one.get_label() == "best schedule")
     assert best.get_ydata()[-1] == pytest.approx(100 * result.overhead)

@@ -15,14 +15,14 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.solver import TABLE, Result, solve, solver_class
 from remat.solver.budgets.sweep import spread, sweep
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order
-from tests.solver.budgets.test_sweep import check_front
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
+from tests.solver.captured_order import keeps_order
+from tests.solver.checks import IGNORES_BUDGET, check, check_front
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, training_graphs
-from tests.solver.test_contract import IGNORES_BUDGET, check
-from tests.solver.tight_cases import TightCase, peak_bytes_of, tight_cases
+from tests.solver.tight_cases import TightCase, tight_cases
 
-LIMIT_S = 10.0
 SLACK = 1 + 1e-9
 PROOF = "no schedule fits"
 """How a message begins that claims a proof."""
@@ -45,7 +45,7 @@ VARIANTS = [*(Variant(name) for name in TABLE), *FREE]
 
 def solved(variant: Variant, graph: TrainingGraph, budget_bytes: int) -> Result:
     options: dict[str, Any] = {"order": "free"} if variant.order == "free" else {}
-    return solve(graph, budget_bytes, variant.solver, time_limit_s=LIMIT_S, **options)
+    return solve(graph, budget_bytes, variant.solver, time_limit_s=AMPLE_S, **options)
 
 
 def cases() -> tuple[TightCase, ...]:
@@ -156,7 +156,7 @@ def budgets_of_chain() -> list[int]:
 @pytest.mark.parametrize("solver", TABLE)
 def test_every_front_is_monotone(solver: str) -> None:
     graph = chain(5)
-    front = sweep(graph, budgets_of_chain(), solver, time_limit_s=LIMIT_S)
+    front = sweep(graph, budgets_of_chain(), solver, time_limit_s=AMPLE_S)
     check_front(graph, front)
     if solver not in IGNORES_BUDGET:
         assert front.points[-1].result.overhead == 0

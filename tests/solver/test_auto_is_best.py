@@ -9,12 +9,14 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import TABLE, Result, solve
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S, solved_in_rounds
+from tests.solver.checks import check
 from tests.solver.random_graphs import gpt_like, resnet_like, unet_like
-from tests.solver.test_contract import check
-from tests.solver.tight_cases import peak_bytes_of
 
 GAP = 0.01
-LIMIT_S = 1.5
+ROUNDS = 3
+"""After which a search that has not closed its gap is ended."""
 SLACK = 1 + 1e-9
 SEARCHES = (
     "auto", "cut", "hierarchical", "checkmate", "retention", "lower_set", "lp_rounding",
@@ -38,7 +40,7 @@ def network(name: str) -> TrainingGraph:
 def auto_of(name: str, percent: int) -> Result:
     graph = network(name)
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    return solve(graph, budget_bytes, gap=GAP, time_limit_s=LIMIT_S)
+    return solved_in_rounds(graph, budget_bytes, ROUNDS, gap=GAP)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -55,7 +57,7 @@ def test_more_memory_never_makes_auto_slower_than_the_gap_on_networks(name: str)
 def check_nothing_beats(best: Result, graph: TrainingGraph, solvers: list[str]) -> None:
     """No solver of these has a schedule where `best` has none, or one faster than its gap."""
     for solver in solvers:
-        other = solve(graph, best.budget_bytes, solver, time_limit_s=LIMIT_S)
+        other = solve(graph, best.budget_bytes, solver, time_limit_s=AMPLE_S)
         if other.schedule is not None:
             assert best.schedule is not None, f"{solver} fits {best.budget_bytes} bytes"
             assert best.time_us <= other.time_us * (1 + GAP), solver
@@ -72,7 +74,7 @@ def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
     graph = network(name)
     lost = [solve(graph, 0, solver) for solver in BASELINES]
     least_bytes = min(result.least_feasible_bytes for result in lost)
-    best = solve(graph, least_bytes, gap=GAP, time_limit_s=LIMIT_S)
+    best = solved_in_rounds(graph, least_bytes, ROUNDS, gap=GAP)
     check_nothing_beats(best, graph, BASELINES)
     assert best.schedule is not None
 
@@ -80,8 +82,8 @@ def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
 @functools.cache
 def traced(name: str) -> TrainingGraph:
     """A small network as captured, with the prices of a stated machine."""
-    from benchmarks.networks import gpt, resnet, unet
-    from benchmarks.roofline import roofline
+    from benchmarks.networks.catalogue import gpt, resnet, unet
+    from benchmarks.networks.roofline import roofline
     from remat.graph_capture.tracing.trace import trace
 
     networks = {
@@ -96,7 +98,7 @@ def traced(name: str) -> TrainingGraph:
 def test_no_baseline_beats_auto_on_traced_networks(name: str) -> None:
     graph = traced(name)
     budget_bytes = peak_bytes_of(graph) * 75 // 100
-    best = solve(graph, budget_bytes, gap=GAP, time_limit_s=LIMIT_S)
+    best = solved_in_rounds(graph, budget_bytes, ROUNDS, gap=GAP)
     assert best.schedule is not None
     assert best.overhead > 0
     check(graph, best, budget_bytes)

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from benchmarks.layered import layered_graph
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.simulate import simulate
-from remat.solver import Progress, Result, make_solver, solve
+from remat.solver import Progress, make_solver, solve
 from remat.solver.cuts.cut import begin
 from remat.solver.improve import Improvement
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
-from tests.solver.tight_cases import peak_bytes_of
-
-GAP = 0.02
-"""At which the search ends by itself in about a second, and not before some neighbourhoods."""
-LIMIT_S = 60.0
-AROUND = "neighbourhoods"
-
-
-@functools.cache
-def layered() -> TrainingGraph:
-    return layered_graph(60, 2, by_layers=True)
-
-
-@functools.cache
-def budget_bytes() -> int:
-    return peak_bytes_of(layered()) * 90 // 100
-
-
-@functools.cache
-def found(gap: float = GAP, **options: Any) -> tuple[Result, list[Progress]]:
-    """The result of `auto` on the layered graph, and all that it told."""
-    heard: list[Progress] = []
-    result = solve(
-        layered(), budget_bytes(), gap=gap, time_limit_s=LIMIT_S, progress=heard.append, **options
-    )
-    return result, heard
-
-
-@functools.cache
-def schedule_of(seed: int, workers: int, attempt: int = 0) -> bytes:
-    found.cache_clear()
-    result, heard = found(seed=seed, workers=workers)
-    assert result.status != "time limit", "such a result may differ"
-    assert any(AROUND in told.doing for told in heard), "the graph is too easy"
-    assert result.schedule is not None
-    judged = simulate(layered(), result.schedule)
-    assert judged.peak_bytes == result.peak_bytes <= budget_bytes()
-    assert judged.time_us == result.time_us
-    return result.schedule.to_json()
+from tests.limits import AMPLE_S
+from tests.solver.layered_search import (
+    AROUND,
+    GAP,
+    budget_bytes,
+    found,
+    layered,
+    schedule_of,
+)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -66,7 +32,7 @@ def test_seed_and_workers_give_the_same_schedule_twice(workers: int) -> None:
 
 def test_seed_and_workers_give_the_same_schedule_in_another_process() -> None:
     code = (
-        "from tests.solver.test_improve import schedule_of\n"
+        "from tests.solver.layered_search import schedule_of\n"
         "import sys; sys.stdout.buffer.write(schedule_of(0, 2))\n"
     )
     ran = subprocess.run(
@@ -126,7 +92,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: st
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_improvement_brings_bound_and_schedule_together(workers: int) -> None:
-    search = Search(layered(), budget_bytes(), "test", LIMIT_S)
+    search = Search(layered(), budget_bytes(), "test", AMPLE_S)
     lazy = begin(search, store_all_state(search.problem), GAP)
     assert lazy is not None
     first_us, first_bound_us = search.best_key[0], search.bound_us
@@ -140,7 +106,7 @@ def test_an_improvement_brings_bound_and_schedule_together(workers: int) -> None
 
 
 def test_an_improvement_that_is_not_needed_does_nothing() -> None:
-    search = Search(layered(), budget_bytes(), "test", LIMIT_S)
+    search = Search(layered(), budget_bytes(), "test", AMPLE_S)
     lazy = begin(search, store_all_state(search.problem), GAP)
     assert lazy is not None
     before = (search.best, lazy.cuts, lazy.rows)

@@ -10,13 +10,9 @@ import pytest
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import Result, solve
 from remat.solver.kept import Attention, attention_outputs, kinds_of, kinds_text
-from tests.solver.traced_gpt import (
-    ATTENTION,
-    LAYERS,
-    graph_of_modules,
-    peak_bytes_of,
-    traced_gpt,
-)
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
+from tests.solver.traced_gpt import ATTENTION, LAYERS, graph_of_modules, traced_gpt
 
 FUSED = "aten._scaled_dot_product_flash_attention.default"
 GELU = "aten.gelu.default"
@@ -39,14 +35,14 @@ def blocks(layers: int, seq: int) -> TrainingGraph:
 @functools.cache
 def solved(seq: int, percent: int, solver: str = "auto") -> Result:
     graph = blocks(8, seq)
-    return solve(graph, peak_bytes_of(graph) * percent // 100, solver, time_limit_s=5.0)
+    return solve(graph, peak_bytes_of(graph) * percent // 100, solver, time_limit_s=AMPLE_S)
 
 
 @pytest.mark.parametrize("order", ["fixed", "free"])
 def test_long_sequences_keep_attention_and_the_result_says_so(order: str) -> None:
     graph = blocks(8, 8192)
     budget_bytes = peak_bytes_of(graph) * 60 // 100
-    result = solve(graph, budget_bytes, order=order, time_limit_s=5.0)
+    result = solve(graph, budget_bytes, order=order, time_limit_s=AMPLE_S)
     assert result.overhead > 0
     assert result.attention == Attention(8, 0)
     assert str(result.attention) == "keeps all 8 attention outputs"
@@ -105,7 +101,7 @@ def test_pins_count_in_the_graph_that_the_user_gave() -> None:
             for op in graph.ops
         ),
     )
-    pinned = solve(placed, peak_bytes_of(placed), recompute=["attn"], time_limit_s=5.0)
+    pinned = solve(placed, peak_bytes_of(placed), recompute=["attn"], time_limit_s=AMPLE_S)
     assert pinned.attention == Attention(8, 8)
 
 

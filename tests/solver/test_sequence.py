@@ -14,8 +14,9 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.ordering import is_allowed, predecessors, reordered
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order, recomputed_by_stage, schedule_of
+from remat.solver.sequence import recomputed_by_stage, schedule_of
 from remat.solver.state import State
+from tests.solver.captured_order import keeps_order
 from tests.solver.random_graphs import training_graphs
 
 

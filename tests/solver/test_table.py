@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -71,6 +71,36 @@ def test_bad_option_values_say_what_to_do(
 ) -> None:
     with pytest.raises(SolverError, match=text):
         make_solver(solver, **options)
+
+
+OTHER_TEXTS = {"chen_greedy": "all", "every_n_layers": "uniform", "torch_knapsack": "greedy"}
+"""Values of options that are texts, where the annotation does not list them."""
+
+
+def other_values(name: str) -> dict[str, Any]:
+    """Each option of a solver with a value that is not its default."""
+    made, hints = solver_class(name), get_type_hints(solver_class(name))
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(made):
+        choices = [c for c in get_args(hints[field.name]) if c != field.default]
+        if isinstance(field.default, bool):
+            found[field.name] = not field.default
+        elif isinstance(field.default, str):
+            found[field.name] = choices[0] if choices else OTHER_TEXTS[name]
+        elif field.name not in ("time_limit_s", "progress"):
+            found[field.name] = field.default + (1 if isinstance(field.default, int) else 0.01)
+    return found
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_plan_records_every_option(name: str) -> None:
+    asked = other_values(name)
+    assert len(asked) == len(dataclasses.fields(solver_class(name))) - 2
+    graph = chain(4)
+    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
+    schedule = solve(graph, budget_bytes, name, **asked).schedule
+    assert schedule is not None
+    assert schedule.options == asked
 
 
 @pytest.mark.parametrize("budget", [math.nan, math.inf, 9.5, "8GiB", None])

@@ -7,7 +7,7 @@ import random
 from typing import NamedTuple
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import solve
+from tests.graphs import peak_bytes_of
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import random_graph
 
@@ -20,11 +20,6 @@ class TightCase(NamedTuple):
     graph: TrainingGraph
     budget_bytes: int
     optimum_us: float | None
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    """Peak of the step that keeps everything."""
-    return solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
 
 
 @functools.cache

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 
+import msgspec
+
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.problem import Problem
 from remat.solver.templates.template import unavoidable
+from tests.graphs import peak_bytes_of
 
 LAYERS = 3
 ATTENTION = ("fused", "written out")
@@ -29,8 +32,18 @@ def traced_gpt(attention: str) -> TrainingGraph:
     return remat.capture(GPT(sizes), args=(tokens, tokens))
 
 
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
+@functools.cache
+def priced_gpt() -> TrainingGraph:
+    """A GPT whose ops cost what they move, so that a busy machine changes no plan."""
+    graph = traced_gpt("written out")
+    sizes = {value.name: value.size_bytes for value in graph.values}
+
+    def priced(op: Op) -> Op:
+        moved_bytes = sum(sizes[name] for name in (*op.inputs, *op.outputs))
+        per_byte = 0.01 if "mm" in op.target else 0.001
+        return msgspec.structs.replace(op, cost_us=1.0 + per_byte * moved_bytes)
+
+    return msgspec.structs.replace(graph, ops=tuple(map(priced, graph.ops)))
 
 
 def by_template(graph: TrainingGraph, solver: str, **options: object) -> Schedule:

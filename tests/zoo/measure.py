@@ -6,16 +6,16 @@ import time
 from dataclasses import dataclass
 
 import remat
-from remat import one_call as api
+from remat.budgets import unmodified
 from remat.graph_capture import TrainingGraph, trace
 from remat.graph_capture.prices.pricing import price
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.schedule import Schedule
 from remat.solver import make_solver
+from tests.limits import AMPLE_S
 from tests.zoo.case import Case
 
 SHARE = "60%"
-LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def measured(case: Case) -> Row:
         priced_s = time.perf_counter()
         everything = _plan(case, graph, make_solver("store_all").schedule(graph))
         planned = _plan(case, graph, _smaller(graph))
-    unmodified_bytes = api.unmodified(graph).peak_bytes
+    unmodified_bytes = unmodified(graph).peak_bytes
     return Row(
         len(graph.ops), traced_s - began_s, priced_s - traced_s, everything, planned,
         planned.predicted_bytes / unmodified_bytes, unmodified_bytes,
@@ -71,9 +71,9 @@ def measured(case: Case) -> Row:
 
 
 def _smaller(graph: TrainingGraph) -> Schedule:
-    result = remat.solve(graph, SHARE, time_limit_s=LIMIT_S)
+    result = remat.solve(graph, SHARE, "cut", time_limit_s=AMPLE_S)
     if result.schedule is None:
-        result = remat.solve(graph, "min", time_limit_s=LIMIT_S)
+        result = remat.solve(graph, "min", "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None, result.message
     return result.schedule
 

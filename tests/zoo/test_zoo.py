@@ -13,6 +13,7 @@ MOST_ERROR = 0.01
 
 pytestmark = [
     pytest.mark.zoo,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 

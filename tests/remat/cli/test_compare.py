@@ -9,7 +9,7 @@ import pytest
 
 from tests.remat.cli.conftest import Remat
 
-WORDS = ("--solver", "msps", "--solver", "full", "--time-limit", "5")
+WORDS = ("--solver", "msps", "--solver", "full", "--time-limit", "600")
 
 
 def test_a_kept_plan_is_compared_from_its_file_alone(remat: Remat, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.remat.cli.conftest import EXAMPLES, Remat
 
-QUICK = ("--time-limit", "2")
+QUICK = ("--time-limit", "600")
 
 
 def test_run_plans_for_a_device_that_is_not_here_and_says_so(remat: Remat) -> None:

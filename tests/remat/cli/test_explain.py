@@ -12,7 +12,7 @@ from remat.schedules.plan import Plan
 from remat.schedules.simulate import simulate
 from tests.remat.cli.conftest import SIZES, Remat
 
-PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "5")
+PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "600")
 QUICK = ("--each-limit", "3")
 
 

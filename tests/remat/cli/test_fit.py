@@ -10,7 +10,7 @@ import pytest
 from remat.schedules.plan import Plan
 from tests.remat.cli.conftest import Remat
 
-WORDS = ("--max-overhead", "0%", "--time-limit", "1", "--budget")
+WORDS = ("--max-overhead", "0%", "--time-limit", "600", "--budget")
 
 
 def test_the_answer_is_kept_as_a_plan(remat: Remat, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.remat.cli.conftest import SIZES, Remat
 
-PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "2")
+PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "600")
 
 
 @pytest.fixture(scope="module")

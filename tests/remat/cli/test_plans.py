@@ -16,7 +16,7 @@ from remat.job.factory import load
 from remat.schedules.plan import Plan
 from tests.remat.cli.conftest import SIZES, Remat
 
-QUICK = ("--budget", "70%", "--time-limit", "2")
+QUICK = ("--budget", "70%", "--time-limit", "600")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SIZES.items():
             patch.setenv(f"GPT_{name}", value)
-        words = ("solve", Remat.gpt, "--budget", "70%", "--time-limit", "2", "-o", str(path))
+        words = ("solve", Remat.gpt, "--budget", "70%", "--time-limit", "600", "-o", str(path))
         done = Remat()(*words)
     assert done.exit_code == 0, done.stderr
     return path
@@ -53,7 +53,7 @@ def test_a_front_goes_into_the_report(remat: Remat, kept: Path, tmp_path: Path) 
     plan = Plan.from_json(kept.read_bytes())
     assert plan.graph is not None
     graph.write_bytes(plan.graph.to_json())
-    words = ("--budgets", "70%,80%", "--time-limit", "4", "-o", str(front))
+    words = ("--budgets", "70%,80%", "--time-limit", "600", "-o", str(front))
     for solvers in (("cut",), ("dtr", "chen_sqrt")):
         chosen = [word for solver in solvers for word in ("--solver", solver)]
         assert remat("sweep", str(graph), *words, *chosen).exit_code == 0
@@ -126,7 +126,7 @@ def test_nothing_fits_is_no_report(remat: Remat, kept: Path, tmp_path: Path) -> 
     assert plan.graph is not None
     graph = tmp_path / "graph.json"
     graph.write_bytes(plan.graph.to_json())
-    words = ("--budget", "1KiB", "--time-limit", "2", "-o", str(tmp_path / "report.html"))
+    words = ("--budget", "1KiB", "--time-limit", "600", "-o", str(tmp_path / "report.html"))
     done = remat("report", str(graph), *words)
     assert done.exit_code == 3
     assert "budget 1.0 KiB is below" in done.stderr

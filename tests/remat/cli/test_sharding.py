@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.remat.cli.conftest import Remat
 
-QUICK = ("--time-limit", "2")
+QUICK = ("--time-limit", "600")
 
 
 def test_run_plans_one_rank_and_measures_nothing(remat: Remat) -> None:

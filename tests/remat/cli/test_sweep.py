@@ -14,12 +14,12 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.questions.sweep import price_text
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
+from tests.graphs import with_modules
 from tests.models import make
 from tests.remat.cli.conftest import Remat
-from tests.solver.pins.test_pins import with_modules
 from tests.solver.random_graphs import chain, gpt_like
 
-QUICK = ("--time-limit", "4")
+QUICK = ("--time-limit", "600")
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_the_price_of_a_gib_is_told_when_asked(remat: Remat, graph: str) -> None
 
 
 def test_run_takes_pins_and_prices(remat: Remat) -> None:
-    words = ("--budget", "80%", "--solver", "cut", "--time-limit", "1", "--recompute", "*.attn")
+    words = ("--budget", "80%", "--solver", "cut", "--time-limit", "600", "--recompute", "*.attn")
     done = remat("run", remat.gpt, *words, "--price-of-gib", columns=200)
     assert done.exit_code == 0, done.stderr
     assert "gradients bit-identical" in done.stdout

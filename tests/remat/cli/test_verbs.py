@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import one_call as api
+from remat import checks
 from remat.job import pipeline
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 
-QUICK = ("--time-limit", "2")
+QUICK = ("--time-limit", "600")
 
 
 def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
@@ -36,7 +36,7 @@ def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
 def test_what_does_not_fit_into_memory_is_planned_and_not_run(
     remat: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "auto_bytes", lambda _: 0)
+    monkeypatch.setattr(checks, "auto_bytes", lambda _: 0)
     words = ("run", remat.gpt, "--budget", "70%", *QUICK)
     found = remat(*words)
     assert found.exit_code == 0
@@ -79,6 +79,7 @@ def test_run_says_what_runs_again(remat: Remat) -> None:
     assert " attention outputs" in shown
 
 
+@pytest.mark.slow
 def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
     for verb in ("run", "solve"):
         done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")
@@ -147,6 +148,7 @@ def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
     assert "Try --budget" in said["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_met(remat: Remat) -> None:
     said = json.loads(remat("solve", remat.gpt, "--budget", "min", *QUICK, "--json").stdout)
     assert said["peak_bytes"] <= said["budget_bytes"]
@@ -239,3 +241,11 @@ def test_doctor(remat: Remat) -> None:
     assert said["ortools_ok"]
     assert said["free_bytes"] > 0
     assert isinstance(said["cuda"], list)
+
+
+def test_a_search_that_is_out_of_time_asks_for_more_of_it(remat: Remat) -> None:
+    late = remat("run", remat.gpt, "--budget", "70%", "--time-limit", "0")
+    assert late.exit_code == 3
+    said = " ".join(late.stderr.split())
+    assert "the time limit of 0 s ended the search: allow a longer one" in said
+    assert "Raise the budget" not in said

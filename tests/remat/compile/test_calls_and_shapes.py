@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
+from remat.graph_capture.memory_events import measure_peak
+from tests.limits import AMPLE_S
 
-FEW = {"replays": 4, "time_limit_s": 3.0}
+FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ def peak_of(model: nn.Module, batch: Tensor, step: object) -> int:
     return resident_bytes + measure_peak(step)  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_each_shape_has_a_plan_of_its_own() -> None:
     model = Net()
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
@@ -77,6 +79,7 @@ def test_symbols_that_were_asked_for_are_refused() -> None:
         compiled(torch.randn(64, 32))
 
 
+@pytest.mark.slow
 def test_two_forwards_before_backward_need_room_for_both() -> None:
     model, x = Net(), torch.randn(4096, 32)
 
@@ -105,6 +108,7 @@ def test_two_forwards_before_backward_need_room_for_both() -> None:
         (compiled(x) + compiled(x) + compiled(x)).backward()
 
 
+@pytest.mark.slow
 def test_two_models_may_share_their_options() -> None:
     options = {**FEW, "budget": "70%"}
     for width in (32, 48):
@@ -126,6 +130,7 @@ def planned(**options: object) -> set[str]:
     return {op for op, count in schedule.computations().items() if count > 1}
 
 
+@pytest.mark.slow
 def test_globs_pin_modules() -> None:
     first, second = planned(recompute="first"), planned(recompute="second", keep="first")
     assert first

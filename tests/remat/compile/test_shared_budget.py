@@ -21,7 +21,7 @@ def noted(
     step: Any = SimpleNamespace(
         static_bytes=static, dynamic_bytes=10, left_by_others_bytes=lambda found: 0
     )
-    replay = Replay(peak, peak, saved, 0)
+    replay = Replay(peak, peak, saved)
     shared.note(frame, step, replay, replay, budget)
 
 

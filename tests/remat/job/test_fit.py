@@ -13,6 +13,7 @@ from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
 from remat.job.fitted import Fit
 from remat.job.size_search import Range, largest
+from tests.limits import AMPLE_S
 
 WIDTH = 64
 
@@ -37,7 +38,7 @@ def measured_bytes(batch: int, budget: int | str) -> int:
     """The profiler's peak of a step of the plan at that size."""
     made = stack(batch)
     graph = captured(batch)
-    result = remat.solve(graph, budget, time_limit_s=5)
+    result = remat.solve(graph, budget, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     batch_of: dict[str, Any] = {"loss_fn": made["loss_fn"], "target": made["target"]}
     module = remat.rewrite(made["model"], result.schedule, made["args"], **batch_of)
@@ -48,7 +49,7 @@ def measured_bytes(batch: int, budget: int | str) -> int:
 
 @pytest.fixture(scope="module")
 def without_recomputing() -> Fit:
-    return remat.fit(stack, budget=400_000, max_overhead=0.0, each_s=1)
+    return remat.fit(stack, budget=400_000, max_overhead=0.0, each_s=AMPLE_S)
 
 
 def test_the_batch_it_names_fits_when_run_and_one_more_does_not(
@@ -69,7 +70,7 @@ def test_the_batch_it_names_fits_when_run_and_one_more_does_not(
 def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     without_recomputing: Fit,
 ) -> None:
-    found = remat.fit(stack, budget=400_000, max_overhead=10.0, each_s=1)
+    found = remat.fit(stack, budget=400_000, max_overhead=10.0, each_s=AMPLE_S)
     assert found.size > without_recomputing.size
     assert found.limited_by == "memory"
     assert found.next is not None
@@ -77,7 +78,7 @@ def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     assert "is below" in found.next.says
     assert found.measured_peak_bytes is not None
     assert found.measured_peak_bytes <= 400_000
-    least = remat.least_peak(captured(found.size + 1), time_limit_s=5)
+    least = remat.least_peak(captured(found.size + 1), time_limit_s=AMPLE_S)
     assert least.peak_bytes > 400_000
     assert found.without_plan < found.size
     assert f"batch {found.size} is the largest that fits" in str(found)
@@ -133,13 +134,13 @@ def test_what_has_no_meaning_is_refused() -> None:
 
 
 def test_where_no_size_fits_it_says_so() -> None:
-    found = remat.fit(stack, budget=50_000, each_s=1)
+    found = remat.fit(stack, budget=50_000, each_s=AMPLE_S)
     assert (found.size, found.answer, found.measured_peak_bytes) == (0, None, None)
     assert "no batch fits 48.8 KiB" in str(found)
     assert found.tried[0].size == 1
 
 
 def test_no_larger_size_is_tried_than_allowed() -> None:
-    found = remat.fit(stack, budget="8MiB", most=6, each_s=1, check=False)
+    found = remat.fit(stack, budget="8MiB", most=6, each_s=AMPLE_S, check=False)
     assert (found.size, found.limited_by, found.measured_peak_bytes) == (6, "most", None)
     assert "no larger batch was to be tried" in str(found)

@@ -12,16 +12,17 @@ import remat
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import SolverError
 from remat.questions.budget_slider import BudgetSlider
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain
 
 
 @pytest.fixture(scope="module")
 def slider() -> BudgetSlider:
-    return BudgetSlider(chain(12), time_limit_s=5)
+    return BudgetSlider(chain(12), time_limit_s=AMPLE_S)
 
 
 def test_each_budget_is_what_solve_finds(slider: BudgetSlider) -> None:
-    result, found = slider.at(70), remat.solve(slider.graph, "70%", time_limit_s=5)
+    result, found = slider.at(70), remat.solve(slider.graph, "70%", time_limit_s=AMPLE_S)
     assert result.schedule == found.schedule
     assert result.schedule is not None
     judged = remat.simulate(slider.graph, result.schedule)

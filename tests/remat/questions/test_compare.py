@@ -11,7 +11,8 @@ from remat.graph_capture.errors import BudgetError, SolverError
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Comparison
 from remat.solver import solve
 from remat.solver.result import Result
-from tests.remat.questions.test_explain import priced_gpt
+from tests.limits import AMPLE_S
+from tests.solver.traced_gpt import priced_gpt
 
 SOLVERS = ("cut", "msps", "full", "exhaustive")
 BUDGETS = ("120%", "85%", "75%")
@@ -19,12 +20,12 @@ BUDGETS = ("120%", "85%", "75%")
 
 @functools.cache
 def plan() -> Result:
-    return remat.solve(priced_gpt(), "75%", solver="cut", time_limit_s=5)
+    return remat.solve(priced_gpt(), "75%", solver="cut", time_limit_s=AMPLE_S)
 
 
 @functools.cache
 def compared() -> Comparison:
-    return remat.compare(priced_gpt(), BUDGETS, SOLVERS, plan=plan(), time_limit_s=10)
+    return remat.compare(priced_gpt(), BUDGETS, SOLVERS, plan=plan(), time_limit_s=AMPLE_S)
 
 
 def test_budgets_are_columns_and_solvers_and_baselines_rows() -> None:
@@ -75,6 +76,14 @@ def test_what_is_unknown_is_refused_first() -> None:
 
 
 def test_a_number_of_budgets_is_spread_over_them() -> None:
-    found = remat.compare(priced_gpt(), 3, ["full"], time_limit_s=5)
+    found = remat.compare(priced_gpt(), 3, ["full"], time_limit_s=AMPLE_S)
     assert len(found.bounds) == 3
     assert found.as_json()["best"]
+
+
+def test_a_bound_in_captured_order_is_not_said_of_free_orders() -> None:
+    found = remat.compare(
+        priced_gpt(), ["75%"], ["exhaustive"], plan=plan(), time_limit_s=10, order="free"
+    )
+    assert plan().lower_bound_us > found.base_us
+    assert [bound.solver for bound in found.bounds] == [""] * len(found.bounds)

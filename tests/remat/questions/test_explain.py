@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import msgspec
 import pytest
 
 import remat
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.questions.against_greedy import against_greedy
-from remat.questions.explanation import Explanation
-from remat.questions.paragraphs import price_said, rule_text, why_text
+from remat.questions.explanation import Explanation, sentences
+from remat.questions.paragraphs import why_text
 from remat.questions.simple_rules import simple_rules
 from remat.questions.why import why
 from remat.schedules.schedule import Compute, Free, Schedule
@@ -21,8 +20,10 @@ from remat.schedules.verdicts.forced import DRAWS, HANDED_OVER, forced
 from remat.schedules.verdicts.staying import staying
 from remat.solver import solve
 from remat.solver.result import Result, judged
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.models import make
-from tests.solver.traced_gpt import peak_bytes_of, traced_gpt
+from tests.solver.traced_gpt import priced_gpt, traced_gpt
 
 
 def chain() -> TrainingGraph:
@@ -44,7 +45,11 @@ def chain() -> TrainingGraph:
 def explained_chain() -> tuple[TrainingGraph, Result, Explanation]:
     graph = chain()
     result = solve(graph, 1160, "exhaustive")
-    return graph, result, remat.explain(graph, result, why_of=["a", "b"], each_s=5)
+    return graph, result, remat.explain(graph, result, why_of=["a", "b"], each_s=AMPLE_S)
+
+
+def said_of(found: Explanation, question: str) -> list[str]:
+    return [said for name, said in sentences(found) if name == question]
 
 
 def test_by_hand_peak_overhead_and_worth_of_memory() -> None:
@@ -87,23 +92,9 @@ def test_by_hand_why_a_is_recomputed_and_b_is_kept() -> None:
     assert b.turned is not None
     assert b.turned.pin == "recompute"
     assert b.turned.extra_us > 0 or not b.turned.fits
-    said = why_text(found, a)
+    said = said_of(found, "why")[0]
     assert "recompute x1, 5.0 us a step; if it stayed and nothing else changed, the peak" in said
     assert "Solved again with it kept: no plan was found that fits" in said
-
-
-@functools.cache
-def priced_gpt() -> TrainingGraph:
-    """A GPT whose ops cost what they move, so that a busy machine changes no plan."""
-    graph = traced_gpt("written out")
-    sizes = {value.name: value.size_bytes for value in graph.values}
-
-    def priced(op: Op) -> Op:
-        moved_bytes = sum(sizes[name] for name in (*op.inputs, *op.outputs))
-        per_byte = 0.01 if "mm" in op.target else 0.001
-        return msgspec.structs.replace(op, cost_us=1.0 + per_byte * moved_bytes)
-
-    return msgspec.structs.replace(graph, ops=tuple(map(priced, graph.ops)))
 
 
 @functools.cache
@@ -114,7 +105,7 @@ def planned() -> tuple[TrainingGraph, Result]:
 
 @functools.cache
 def explained() -> Explanation:
-    return remat.explain(*planned(), why_of="blocks.1.mlp", each_s=5)
+    return remat.explain(*planned(), why_of="blocks.1.mlp", each_s=AMPLE_S)
 
 
 def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
@@ -127,7 +118,9 @@ def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
     assert found.price.saved_us == pytest.approx(result.time_us - more.time_us, rel=0.01)
     assert found.price.cost_us is not None
     assert found.price.cost_us == pytest.approx(less.time_us - result.time_us, rel=0.01)
-    assert "more (5 % of the peak; 1 GiB would be more than that) saves" in price_said(found)
+    assert (
+        "more (5 % of the peak; 1 GiB would be more than that) saves" in said_of(found, "memory")[0]
+    )
 
 
 def test_everything_said_of_the_plan_is_what_the_simulator_says() -> None:
@@ -179,9 +172,9 @@ def test_what_leaves_no_choice_is_said_and_not_solved() -> None:
     (state,) = why(graph, result, ["remat.save_rng_state"])[:1]
     assert state.turned is None
     assert "it saves the random stream where it stands" in state.forced
-    assert "there is no choice" in why_text(explained(), state)
+    assert "there is no choice" in why_text(state, result.budget_bytes)
     ample_bytes = peak_bytes_of(graph) * 19 // 20
-    kept = solve(graph, ample_bytes, "cut", keep=["blocks.0.mlp"], time_limit_s=3)
+    kept = solve(graph, ample_bytes, "cut", keep=["blocks.0.mlp"], time_limit_s=AMPLE_S)
     (pinned, *_) = why(graph, kept, ["blocks.0.mlp.1"])
     assert pinned.forced == "pinned by --keep 'blocks.0.mlp'"
     with pytest.raises(GlobError, match=r"'blocks\.7' matches no module"):
@@ -199,7 +192,7 @@ def test_what_was_forced_names_draws_handed_over_values_and_pins() -> None:
     assert (DRAWS in reasons) == (again > 0)
     ample_bytes = peak_bytes_of(graph) * 19 // 20
     pinned = solve(
-        graph, ample_bytes, "cut", keep=["*.attn"], recompute=["*.mlp.1"], time_limit_s=3
+        graph, ample_bytes, "cut", keep=["*.attn"], recompute=["*.mlp.1"], time_limit_s=AMPLE_S
     )
     assert pinned.schedule is not None
     said = [one.reason for one in forced(graph, pinned.schedule)]
@@ -223,11 +216,12 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
     result = solve(graph, peak_bytes_of(graph) * 19 // 20, "cut")
     full = solve(graph, result.budget_bytes, "full")
     assert full.schedule is not None
-    found = remat.explain(graph, full, each_s=2)
+    found = remat.explain(graph, full, each_s=AMPLE_S)
     assert found.simple is not None
     assert found.simple.slower <= 0.01
-    assert "within 1 % of this plan" in rule_text(found)
-    assert "Take that, it is simpler" in rule_text(found)
+    (said,) = said_of(found, "rule")
+    assert "within 1 % of this plan" in said
+    assert "Take that, it is simpler" in said
     rules = simple_rules(graph, result)
     assert [rule.fits for rule in rules] == sorted((rule.fits for rule in rules), reverse=True)
     for rule in rules:
@@ -237,14 +231,14 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
 
 def test_a_step_that_fits_needs_no_rule() -> None:
     graph = chain()
-    found = remat.explain(graph, solve(graph, 2000, "cut"), each_s=1)
+    found = remat.explain(graph, solve(graph, 2000, "cut"), each_s=AMPLE_S)
     assert found.simple is None
-    assert rule_text(found).startswith("nothing is recomputed: the step fits as it is")
+    assert said_of(found, "rule")[0].startswith("nothing is recomputed: the step fits as it is")
 
 
 def test_cut_is_set_against_greedy_solvers_by_real_solves() -> None:
     graph, result = planned()
-    found = against_greedy(graph, result.budget_bytes, each_s=5)
+    found = against_greedy(graph, result.budget_bytes, each_s=AMPLE_S)
     assert found.cut.overhead == pytest.approx(result.overhead)
     times = [one.overhead for one in found.tried if one.fits]
     assert times == sorted(times)
@@ -270,6 +264,6 @@ def test_a_whole_gib_is_said_as_such() -> None:
     steps += [Compute("gb"), Free("b"), Compute("a"), Compute("ga")]
     made = Schedule.for_graph(large, steps, budget_bytes=32 * 2**30, solver="cut")
     result = judged(large, made, budget_bytes=32 * 2**30, lower_bound_us=0.0)
-    found = remat.explain(large, result, each_s=2)
+    found = remat.explain(large, result, each_s=AMPLE_S)
     assert found.is_whole_gib
-    assert price_said(found).startswith("1 GiB more saves")
+    assert said_of(found, "memory")[0].startswith("1 GiB more saves")

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import remat
 import remat.one_call
 from remat.graph_capture.derived.sharding import Sharding
-from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.checking.outcomes import compared_nearly
 from remat.rewriter.inductor import compiler as inductor_compiler
+from tests.limits import AMPLE_S
 
-LIMIT_S = 5.0
 CLOSE = 2e-6
 """Relative; float32 has 6e-8, and kernels that fuse otherwise add up otherwise."""
 
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_step_that_keeps_everything() -> None:
     peaks = [peak_of(model, everything, x)]
     module = remat.rematerialize(
         model, (x,), loss_fn=squared, budget="55%",
-        compile=True, check=False, time_limit_s=LIMIT_S,
+        compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
     found = trained(model, module, x)
     assert furthest(found, expected) < CLOSE
@@ -112,7 +112,7 @@ def test_random_numbers_are_eagers_in_a_plan_that_draws_again() -> None:
     model, x = made()
     module = remat.rematerialize(
         model, (x,), loss_fn=squared, budget="55%", recompute=["drop"],
-        compile=True, check=False, time_limit_s=LIMIT_S,
+        compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
     assert "run_with_rng_state" in module.code
     expected = trained(model, lambda x: squared(model(x)), x)  # pyright: ignore
@@ -124,7 +124,7 @@ def test_random_numbers_are_eagers_in_a_plan_that_draws_again() -> None:
 def test_the_check_says_to_what_tolerance_it_compared() -> None:
     model, x = made()
     module = remat.rematerialize(
-        model, (x,), loss_fn=squared, budget="75%", compile=True, time_limit_s=LIMIT_S
+        model, (x,), loss_fn=squared, budget="75%", compile=True, solver="cut", time_limit_s=AMPLE_S
     )
     found = remat.check(model, module, (x,), loss_fn=squared, steps=1)
     assert found.equal
@@ -175,7 +175,13 @@ def test_a_budget_that_no_code_keeps_to_is_refused(monkeypatch: pytest.MonkeyPat
     text = 'compiled, no plan was found that keeps to .* is 1.00 GiB. Give budget="1024MiB"'
     with pytest.raises(BudgetError, match=text):
         remat.rematerialize(
-            model, (x,), loss_fn=squared, budget="60%", compile=True, time_limit_s=LIMIT_S
+            model,
+            (x,),
+            loss_fn=squared,
+            budget="60%",
+            compile=True,
+            solver="cut",
+            time_limit_s=AMPLE_S,
         )
 
 
@@ -196,6 +202,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_no_parameter_may_change_in_place() -> None:
     model, x = Scaled(), torch.randn(4, 8)
     graph = remat.capture(model, (x,), loss_fn=squared)
@@ -207,6 +214,7 @@ def test_a_tensor_that_is_no_parameter_may_change_in_place() -> None:
         model.scale.mul_(3)
 
 
+@pytest.mark.slow
 def test_what_is_unpickled_runs_inductors_code_too() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     graph = remat.capture(model, (x,), loss_fn=squared)
@@ -240,11 +248,12 @@ def test_a_generator_of_its_own_is_refused() -> None:
         remat.rewrite(model, schedule, compile=True)
 
 
+@pytest.mark.slow
 def test_a_kept_plan_is_loaded_with_inductors_code(tmp_path: Path) -> None:
     model, x = made()
     module = remat.rematerialize(
         model, (x,), loss_fn=squared, budget="60%",
-        compile=True, check=False, time_limit_s=LIMIT_S,
+        compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
     remat.save_plan(remat.plan_of(module), tmp_path / "plan.json")
     expected, peak_bytes = trained(model, module, x), peak_of(model, module, x)

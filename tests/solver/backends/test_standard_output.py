@@ -6,20 +6,22 @@ import signal
 import subprocess
 import sys
 
-LIMIT_S = 60.0
+from tests.limits import AMPLE_S
 
 AT_WORK = """
 import sys
 from benchmarks.layered import layered_graph
 from remat.solver import solve
-from tests.solver.tight_cases import peak_bytes_of
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 
 def tell(progress):
     if "neighbourhoods" in progress.doing:
         print("searching", file=sys.stderr, flush=True)
 
 graph = layered_graph(150, 0, by_layers=True)
-result = solve(graph, peak_bytes_of(graph) * 90 // 100, gap=0.0, progress=tell)
+budget_bytes = peak_bytes_of(graph) * 90 // 100
+result = solve(graph, budget_bytes, gap=0.0, time_limit_s=AMPLE_S, progress=tell)
 print(result.status, result.schedule is not None, result.message)
 """
 
@@ -27,7 +29,7 @@ IN_THREADS = """
 import threading
 from remat.solver import solve
 from tests.solver.random_graphs import resnet_like
-from tests.solver.tight_cases import peak_bytes_of
+from tests.graphs import peak_bytes_of
 
 graph = resnet_like(3)
 budget_bytes = peak_bytes_of(graph) * 6 // 10
@@ -43,14 +45,15 @@ print("the end")
 
 LISTENING = """
 import sys
-from tests.solver.test_improve import GAP, LIMIT_S, budget_bytes, layered
 from remat.solver import solve
+from tests.limits import AMPLE_S
+from tests.solver.layered_search import GAP, budget_bytes, layered
 
 def tell(progress):
     print(progress.doing, flush=True)
     print(progress.doing, file=sys.stderr, flush=True)
 
-solve(layered(), budget_bytes(), gap=GAP, time_limit_s=LIMIT_S, progress=tell)
+solve(layered(), budget_bytes(), gap=GAP, time_limit_s=AMPLE_S, progress=tell)
 """
 
 
@@ -67,7 +70,7 @@ def test_ctrl_c_ends_a_search_around_with_the_best_found() -> None:
         for _ in range(3):
             assert running.stderr.readline() == "searching\n"
         running.send_signal(signal.SIGINT)
-        said, complaints = running.communicate(timeout=LIMIT_S)
+        said, complaints = running.communicate(timeout=AMPLE_S)
     assert running.returncode == 0, complaints
     assert said.startswith("time limit True interrupted"), "the output after the solve is lost"
 
@@ -75,7 +78,7 @@ def test_ctrl_c_ends_a_search_around_with_the_best_found() -> None:
 def test_solves_in_threads_leave_standard_output_as_it_was() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IN_THREADS],
-        env={"PYTHONPATH": "."}, check=True, capture_output=True, timeout=LIMIT_S,
+        env={"PYTHONPATH": "."}, check=True, capture_output=True, timeout=AMPLE_S,
     )  # fmt: skip
     assert ran.stdout == b"the end\n"
 
@@ -84,7 +87,7 @@ def test_what_a_listener_prints_is_not_lost() -> None:
     """The cuts are solved in another thread while the listener hears of neighbourhoods."""
     ran = subprocess.run(
         [sys.executable, "-c", LISTENING],
-        env={"PYTHONPATH": "."}, check=True, capture_output=True, timeout=LIMIT_S,
+        env={"PYTHONPATH": "."}, check=True, capture_output=True, timeout=AMPLE_S,
     )  # fmt: skip
     assert b"neighbourhoods" in ran.stderr
     assert ran.stdout == ran.stderr

@@ -16,11 +16,13 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.blocks import hierarchical
 from remat.solver.blocks.hierarchical import Hierarchical
-from remat.solver.blocks.knapsack import Choice, compose
+from remat.solver.blocks.knapsack import BlockChoice, compose
 from remat.solver.blocks.options import block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, find_blocks, shape_of
 from remat.solver.problem import Problem
 from remat.solver.search import Progress
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import (
     MIB,
     Tape,
@@ -30,10 +32,6 @@ from tests.solver.random_graphs import (
     resnet_like,
     unet_like,
 )
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
 
 
 def blocks_of(graph: TrainingGraph, group: int = 1) -> tuple[list[Block], list[int]]:
@@ -142,7 +140,7 @@ def test_the_options_of_equal_blocks_are_found_once(monkeypatch: pytest.MonkeyPa
     assert solved == [3, 47, 7]
 
 
-def brute_force(choices: list[list[Choice]], room_bytes: int) -> float | None:
+def brute_force(choices: list[list[BlockChoice]], room_bytes: int) -> float | None:
     costs_us: list[float] = []
     for picked in itertools.product(*choices):
         before = itertools.accumulate((c.saved_bytes for c in picked), initial=0)
@@ -151,10 +149,10 @@ def brute_force(choices: list[list[Choice]], room_bytes: int) -> float | None:
     return min(costs_us, default=None)
 
 
-def random_choice(source: random.Random) -> Choice:
+def random_choice(source: random.Random) -> BlockChoice:
     saved_bytes = source.randint(0, 9)
     need_bytes = saved_bytes + source.randint(0, 9)
-    return Choice(saved_bytes, need_bytes, float(source.randint(0, 30)))
+    return BlockChoice(saved_bytes, need_bytes, float(source.randint(0, 30)))
 
 
 def test_composition_is_optimal_on_a_grid_of_single_bytes() -> None:
@@ -176,7 +174,7 @@ def test_composition_is_optimal_on_a_grid_of_single_bytes() -> None:
 
 
 def test_composition_on_a_coarse_grid_stays_within_the_room() -> None:
-    tables = [[Choice(1001, 1500, 0.0), Choice(10, 1500, 5.0)]] * 6
+    tables = [[BlockChoice(1001, 1500, 0.0), BlockChoice(10, 1500, 5.0)]] * 6
     chosen = compose(tables, 5000, 16)
     assert chosen is not None
     picked = [[table[i]] for table, i in zip(tables, chosen, strict=True)]
@@ -201,7 +199,7 @@ def test_many_layers_cost_no_more_than_cut_takes_on_few(percent: int, cut_overhe
 )
 def test_schedules_are_valid_at_several_budgets(graph: TrainingGraph, percent: int) -> None:
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    found = solve(graph, budget_bytes, "hierarchical", time_limit_s=5)
+    found = solve(graph, budget_bytes, "hierarchical", time_limit_s=AMPLE_S)
     if found.schedule is None:
         assert found.least_feasible_bytes > budget_bytes
     else:

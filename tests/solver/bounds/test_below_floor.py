@@ -11,8 +11,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.bounds.floor import LEAST_BOUND, floor_above, floor_text
-from remat.solver.bounds.least_peak import EFFORT, effort_for, floor_bytes
+from remat.solver.bounds.least_peak import effort_for, floor_of
 from remat.solver.problem import Problem
+from remat.solver.stopping import REGRESSION
+from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, resnet_like
 
@@ -29,9 +31,9 @@ def net() -> TrainingGraph:
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: str) -> None:
     graph = net()
-    floor = floor_bytes(Problem.of(graph))
+    floor = floor_of(Problem.of(graph))
     budget_bytes = floor.size_bytes - 1
-    result = solve(graph, budget_bytes, solver, time_limit_s=4.0)
+    result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
     assert f"The budget is below the floor of {floor.size_bytes} bytes" in result.message
@@ -46,8 +48,8 @@ def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: s
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_at_the_floor_nothing_is_said(solver: str) -> None:
     graph = net()
-    budget_bytes = floor_bytes(Problem.of(graph)).size_bytes
-    result = solve(graph, budget_bytes, solver, time_limit_s=4.0)
+    budget_bytes = floor_of(Problem.of(graph)).size_bytes
+    result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.floor is None
     assert "floor" not in result.message
@@ -60,8 +62,8 @@ def test_where_nothing_fits_the_floor_and_the_least_bound_are_named(
 ) -> None:
     graph = net()
     least_bytes = solve(graph, 0, "cut").least_feasible_bytes
-    result = solve(graph, least_bytes * percent // 100, solver, time_limit_s=4.0)
-    floor = floor_bytes(Problem.of(graph))
+    result = solve(graph, least_bytes * percent // 100, solver, time_limit_s=AMPLE_S)
+    floor = floor_of(Problem.of(graph))
     assert result.status == "infeasible"
     assert result.message.startswith("no schedule fits")
     assert f"below the floor of {floor.size_bytes} bytes, set by op {floor.op}" in result.message
@@ -74,9 +76,9 @@ def test_a_bound_on_the_peak_ends_the_search_early() -> None:
     """Every op has room, and the end too: only the bound shows that nothing fits."""
     graph = chain(8)
     bound_bytes = solve(graph, 0, "cut").least_bound_bytes
-    result = solve(graph, bound_bytes - 1, time_limit_s=20.0)
+    result = solve(graph, bound_bytes - 1, time_limit_s=AMPLE_S)
     assert result.message.startswith("no schedule fits")
-    assert result.wall_s < 5
+    assert result.status == "infeasible", "not for want of time"
 
 
 def tiny_graphs() -> list[tuple[TrainingGraph, int]]:
@@ -85,7 +87,7 @@ def tiny_graphs() -> list[tuple[TrainingGraph, int]]:
     found: list[tuple[TrainingGraph, int]] = []
     while len(found) < 12:
         graph = random_graph(source, 7, source.randint(0, 7))
-        budget_bytes = floor_bytes(Problem.of(graph)).size_bytes - 1
+        budget_bytes = floor_of(Problem.of(graph)).size_bytes - 1
         if least_time_us(graph, budget_bytes) is not None:
             found.append((graph, budget_bytes))
     return found
@@ -93,7 +95,7 @@ def tiny_graphs() -> list[tuple[TrainingGraph, int]]:
 
 @pytest.mark.parametrize(("graph", "budget_bytes"), tiny_graphs())
 def test_auto_finds_the_optimum_below_the_floor(graph: TrainingGraph, budget_bytes: int) -> None:
-    result = solve(graph, budget_bytes, time_limit_s=10.0)
+    result = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
     assert result.time_us == least_time_us(graph, budget_bytes)
     assert "The budget is below the floor" in result.message
 
@@ -107,11 +109,11 @@ def test_another_order_may_avoid_it() -> None:
 
 
 def test_effort_shrinks_with_size() -> None:
-    assert effort_for(Problem.of(chain(4))) == EFFORT
+    assert effort_for(Problem.of(chain(4))) == REGRESSION.most
 
 
 def test_results_with_a_floor_survive_json() -> None:
     graph = net()
-    result = solve(graph, floor_bytes(Problem.of(graph)).size_bytes - 1, "cut")
+    result = solve(graph, floor_of(Problem.of(graph)).size_bytes - 1, "cut")
     assert result.floor is not None
     assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result

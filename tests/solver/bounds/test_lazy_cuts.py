@@ -15,9 +15,10 @@ from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.bounds.lazy_cuts import LazyCuts, add_stage_row
 from remat.solver.problem import Problem
+from tests.graphs import peak_bytes_of
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import training_graphs
-from tests.solver.tight_cases import TightCase, peak_bytes_of, tight_cases
+from tests.solver.tight_cases import TightCase, tight_cases
 
 SLACK = 1 + 1e-9
 

@@ -10,16 +10,17 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GIB
-from remat.solver.budgets.sweep import floor_bytes, merged, spread, sweep
+from remat.solver.budgets.sweep import merged, spread, sweep
 from remat.solver.budgets.worth import least_peak, price_of_gib
 from remat.solver.cuts.cut import Cut
+from remat.solver.problem import Problem, least_needed_bytes
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S, LateClock
+from tests.solver.checks import check_front
 from tests.solver.random_graphs import chain, resnet_like
-
-LIMIT_S = 10.0
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def graph_of() -> TrainingGraph:
 
 @functools.cache
 def front() -> Front:
-    return sweep(graph_of(), 6, "cut", time_limit_s=LIMIT_S)
+    return sweep(graph_of(), 6, "cut", time_limit_s=AMPLE_S)
 
 
 def facts(found: Front) -> list[tuple[object, ...]]:
@@ -40,29 +41,15 @@ def facts(found: Front) -> list[tuple[object, ...]]:
     ]
 
 
-def check_front(graph: TrainingGraph, found: Front) -> None:
-    """Every point is valid; time and bound never rise with the budget."""
-    previous: Result | None = None
-    for budget_bytes, result in found.points:
-        assert result.budget_bytes == budget_bytes
-        if result.schedule is None:
-            assert previous is None
-            continue
-        judged = simulate(graph, result.schedule)
-        assert judged.peak_bytes == result.peak_bytes <= budget_bytes
-        assert judged.time_us == result.time_us >= result.lower_bound_us
-        assert result.schedule.budget_bytes == budget_bytes
-        if previous is not None:
-            assert result.time_us <= previous.time_us
-            assert result.lower_bound_us <= previous.lower_bound_us
-        previous = result
-
-
 def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
     budgets = [budget_bytes for budget_bytes, _ in front().points]
     assert len(front()) == 6
     assert budgets == spread(graph_of(), 6)[0]
-    assert budgets[0] == solve(graph_of(), 0, "cut").least_feasible_bytes >= floor_bytes(graph_of())
+    assert (
+        budgets[0]
+        == solve(graph_of(), 0, "cut").least_feasible_bytes
+        >= least_needed_bytes(Problem.of(graph_of()))
+    )
     assert budgets[-1] == front().unmodified_bytes
     assert front().points[-1].result.overhead == 0
     assert front().points[0].result.overhead > 0
@@ -72,7 +59,7 @@ def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
 @pytest.mark.parametrize("solver", ["auto", "chen_sqrt", "store_all"])
 def test_every_solver_has_a_monotone_front(solver: str) -> None:
     graph = resnet_like(2)
-    check_front(graph, sweep(graph, 4, solver, time_limit_s=2.0))
+    check_front(graph, sweep(graph, 4, solver, time_limit_s=AMPLE_S))
 
 
 def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
@@ -93,8 +80,8 @@ def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
 
 def test_sweeps_side_by_side_equal_one_by_one() -> None:
     graph, budgets = chain(10), 3
-    alone = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S)
-    assert facts(sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, jobs=2)) == facts(alone)
+    alone = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S)
+    assert facts(sweep(graph, budgets, "cut", time_limit_s=AMPLE_S, jobs=2)) == facts(alone)
 
 
 def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
@@ -104,8 +91,8 @@ def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
         n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address=None,
     )  # fmt: skip
     with cluster, distributed.Client(cluster), joblib.parallel_config(backend="dask"):
-        far = sweep(chain(10), 3, "cut", time_limit_s=LIMIT_S, jobs=2)
-    assert facts(far) == facts(sweep(chain(10), 3, "cut", time_limit_s=LIMIT_S))
+        far = sweep(chain(10), 3, "cut", time_limit_s=AMPLE_S, jobs=2)
+    assert facts(far) == facts(sweep(chain(10), 3, "cut", time_limit_s=AMPLE_S))
 
 
 def test_pins_hold_in_a_sweep() -> None:
@@ -113,20 +100,21 @@ def test_pins_hold_in_a_sweep() -> None:
         chain(8),
         ops=tuple(msgspec.structs.replace(op, module="body.a") for op in chain(8).ops),
     )
-    found = sweep(graph, 3, "cut", time_limit_s=LIMIT_S, keep="body")
+    found = sweep(graph, 3, "cut", time_limit_s=AMPLE_S, keep="body")
     for _, result in found.points:
         assert result.schedule is not None
         assert result.overhead == 0
 
 
-def test_an_interrupted_sweep_keeps_what_it_has() -> None:
+def test_an_interrupted_sweep_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of()
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Cut, "run", interrupt)
     budgets = [int(share * front().unmodified_bytes) for share in (0.5, 0.7)]
-    found = sweep(graph, budgets, "cut", time_limit_s=LIMIT_S, progress=interrupt)
+    found = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S)
     assert [result.status for _, result in found.points] == ["time limit"] * 2
     assert found.points[1].result.message.startswith("interrupted")
     assert found.points[1].result.lower_bound_us == graph.time_us
@@ -197,6 +185,22 @@ def test_bad_sweeps_are_refused_before_any_solve(words: dict[str, object], text:
         sweep(graph_of(), **words)  # type: ignore[arg-type]
 
 
+def test_when_time_is_up_every_budget_has_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, late = resnet_like(4), LateClock(monkeypatch)
+    budgets = [peak_bytes_of(graph) * percent // 100 for percent in (60, 70, 80)]
+
+    def after_the_first(done: int, total: int) -> None:
+        if done:
+            late.end()
+
+    found = sweep(graph, budgets, gap=0.0, time_limit_s=AMPLE_S, progress=after_the_first)
+    assert any(result.status == "time limit" for _, result in found.points)
+    check_front(graph, found)
+
+
+@pytest.mark.clock
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
     graph = resnet_like(8)
@@ -209,7 +213,7 @@ def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
 
 def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> None:
     graph = resnet_like(4)
-    asked, at_hand = spread(graph, 3, time_limit_s=20.0)
+    asked, at_hand = spread(graph, 3, time_limit_s=AMPLE_S)
     (least,) = at_hand
     assert least.peak_bytes <= least.budget_bytes == asked[0]
     front = sweep(graph, asked, time_limit_s=0.0, at_hand=at_hand)

@@ -23,16 +23,15 @@ from remat.solver import Result, make_solver, solve
 from remat.solver.chains.binomial import (
     binomial_actions,
     mixed_actions,
-    optimal_steps,
-    optimal_steps_mixed,
+    mixed_table,
 )
-from remat.solver.chains.chain import Action, find_chain, runs_of
+from remat.solver.chains.chain import Action, find_chain, ops_of_actions
 from remat.solver.chains.disk import least_read, stored_states
 from remat.solver.chains.places import articulation_points, kept_values
 from remat.solver.chains.rotor_table import ChainModel, ChainRuns, solve_rotor
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order
 from tests.paths import ROOT
+from tests.solver.captured_order import keeps_order
 from tests.solver.random_graphs import (
     MIB,
     Tape,
@@ -79,6 +78,17 @@ def forward_runs(actions: list[Action], stages: int, slots: int, mixed: bool) ->
         assert mixed or not waiting
     assert (left, states, data) == (0, set(), set())
     return count
+
+
+def optimal_steps(stages: int, slots: int) -> int:
+    """Fewest forward runs with `slots` states stored, by the closed formula."""
+    times = next(t for t in itertools.count() if comb(slots + t, slots) >= stages)
+    return stages + times * stages - (comb(slots + times, times - 1) if times else 0)
+
+
+def optimal_steps_mixed(stages: int, slots: int) -> int:
+    """Fewest forward runs where a slot may hold what backward reads, by the solver's table."""
+    return int(mixed_table(stages, min(slots, stages))[0][-1, stages])
 
 
 def test_counts_and_schedules_equal_the_published_ones() -> None:
@@ -270,7 +280,7 @@ def test_stages_cover_forward_and_backward_in_order(graph: TrainingGraph, stages
     assert forward + backward == list(range(problem.n_ops))
     for slots in (1, 2, stages):
         for actions in (binomial_actions(stages, slots), mixed_actions(stages, slots)):
-            sequence = [op for run in runs_of(found, actions) for op in run]
+            sequence = [op for run in ops_of_actions(found, actions) for op in run]
             assert keeps_order(problem, sequence)
 
 
@@ -383,6 +393,6 @@ def test_bad_options_are_named(name: str, option: dict[str, Any], text: str) -> 
 
 def test_counts_of_impossible_chains_are_refused() -> None:
     with pytest.raises(SolverError, match="not 3 stages and 0 slots"):
-        optimal_steps(3, 0)
+        binomial_actions(3, 0)
     with pytest.raises(SolverError, match="not 0 stages and 1 slots"):
         binomial_actions(0, 1)

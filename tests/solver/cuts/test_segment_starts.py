@@ -14,7 +14,9 @@ from remat.solver import solve
 from remat.solver.cuts import cut
 from remat.solver.cuts.starts import take_segments
 from remat.solver.search import Search
+from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain, gpt_like, resnet_like
 
 Build = Callable[[], TrainingGraph]
@@ -53,7 +55,7 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     tried: list[Search] = []
     monkeypatch.setattr(cut, "take_segments", tried.append)
     graph = build()
-    search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=8.0)
+    search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=AMPLE_S)
     cut.begin(search, store_all_state(search.problem), 1e-3)
     assert bool(tried) is is_tried
 
@@ -70,7 +72,7 @@ def test_a_long_repair_waits_for_them_and_goes_on_where_they_find_nothing(
         return repaired[-1]
 
     monkeypatch.setattr(cut, "repair_from", noted)
-    monkeypatch.setattr(cut, "FIRST_WORK", -1)
+    monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
     if not has_segments:
         monkeypatch.setattr(cut, "take_segments", lambda _: None)

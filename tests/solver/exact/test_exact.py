@@ -12,39 +12,16 @@ from hypothesis import strategies as st
 
 from benchmarks.layered import layered_graph
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
 from remat.solver.backends.mip import Backend, Limits
 from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.exact.checkmate import Checkmate
 from remat.solver.problem import Problem
-from tests.paths import ROOT
+from tests.graphs import graph_from_nodes, tiny_cases
+from tests.paths import BENCH
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import random_graph, training_graphs
-
-BENCH = ROOT.parent / "shared" / "bench"
-
-
-def graph_from_nodes(data: dict[str, Any]) -> TrainingGraph:
-    """A graph of the reference files: one value a node, nothing live at the end."""
-    node = {entry["id"]: entry for entry in data["nodes"]}
-    reads: dict[int, list[str]] = {i: [] for i in data["order"]}
-    for source, target in data["edges"]:
-        reads[target].append(f"n{source}")
-    ops = [
-        Op(f"n{i}", "node", "forward", tuple(reads[i]), (f"n{i}",), float(node[i]["cost"]))
-        for i in data["order"]
-    ]
-    values = [Value(f"n{i}", node[i]["bytes"], f"n{i}") for i in data["order"]]
-    return TrainingGraph("reference", tuple(ops), tuple(values))
-
-
-def tiny_cases() -> list[Any]:
-    if not (BENCH / "tiny_exact.json").exists():
-        reason = f"the reference instances are not at {BENCH}"
-        return [pytest.param({}, marks=pytest.mark.skip(reason=reason))]
-    graphs = json.loads((BENCH / "tiny_exact.json").read_text())["graphs"]
-    return [pytest.param(data, id=data["name"]) for data in graphs]
 
 
 @pytest.mark.parametrize("backend", ["mathopt", "pulp"])

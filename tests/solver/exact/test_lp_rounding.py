@@ -15,13 +15,10 @@ from remat.solver import Progress, solve
 from remat.solver.exact.lp_rounding import LpRounding, rounded_state
 from remat.solver.problem import Problem
 from remat.solver.segments.chen_sqrt import chen_state
-from tests.solver.exact.test_exact import graph_from_nodes, tiny_cases
+from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
+from tests.limits import LateClock
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, random_graph, training_graphs, unet_like
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
 
 
 @pytest.mark.parametrize("data", tiny_cases())
@@ -40,6 +37,7 @@ def test_never_below_the_published_optimum(data: dict[str, Any]) -> None:
             assert result.time_us >= optimum
 
 
+@pytest.mark.slow
 def test_most_tiny_graphs_round_to_something() -> None:
     source, found, wanted, above = random.Random(5), 0, 0, 0
     for _ in range(16):
@@ -53,6 +51,7 @@ def test_most_tiny_graphs_round_to_something() -> None:
     assert above > 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(training_graphs(max_ops=8))
 def test_bounds_never_exceed_the_optimum(graph: TrainingGraph) -> None:
@@ -154,9 +153,9 @@ def test_large_graphs_are_refused() -> None:
     assert "the graph has 18 ops, more than most_ops = 10" in result.message
 
 
-def test_an_lp_cut_short_is_said() -> None:
-    graph = unet_like(2)
-    result = LpRounding(time_limit_s=0.2).solve(graph, peak_bytes_of(graph) // 2)
+def test_an_lp_cut_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, late = unet_like(2), LateClock(monkeypatch, "solving the relaxed program")
+    result = LpRounding(progress=late).solve(graph, peak_bytes_of(graph) // 2)
     assert result.status == "time limit"
     assert "did not finish within the time limit" in result.message
 

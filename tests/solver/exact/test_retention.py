@@ -15,11 +15,20 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.cuts.cut import Cut
+from remat.solver.exact import retention_model
 from remat.solver.exact.retention import Retention, start_of
-from remat.solver.exact.retention_events import Stages, event_of, sequence_of, stage_of, stages_of
-from remat.solver.exact.retention_model import Effort, Outcome, RetentionModel
+from remat.solver.exact.retention_events import (
+    Stages,
+    event_of,
+    sequence_of_stages,
+    stage_of,
+    stages_of_runs,
+)
+from remat.solver.exact.retention_model import RetentionEffort, RetentionModel, RetentionOutcome
 from remat.solver.search import Search
-from tests.solver.exact.test_exact import BENCH, graph_from_nodes, tiny_cases
+from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
+from tests.limits import AMPLE_S
+from tests.paths import BENCH
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, training_graphs
 
@@ -34,21 +43,17 @@ def reference(name: str) -> tuple[TrainingGraph, dict[str, Any]]:
     return graph_from_nodes(data), data["reference"]
 
 
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes
-
-
 def cold(graph: TrainingGraph, budget_bytes: int, computations: int) -> float | None:
     """The program alone, solved to its end without a start; its schedule is judged."""
     search = Search(graph, budget_bytes, "retention")
     nothing: Stages = [[op] for op in range(len(graph.ops))]
     room_bytes = budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, computations, nothing, is_feasible=False)
-    outcome = model.solve(Effort(20.0))
+    outcome = model.solve(RetentionEffort(AMPLE_S))
     assert outcome.finished
     if outcome.stages is None:
         return None
-    assert search.offer_sequence(sequence_of(search.problem, outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(search.problem, outcome.stages))
     return search.best_key[0]
 
 
@@ -121,7 +126,7 @@ def test_published_results_are_reached(name: str) -> None:
     """They are optimal for two computations a value; `cut` may know of a third."""
     graph, data = reference(name)
     for row in data["peer_runs"]["rows"]:
-        result = solve(graph, row["budget"], "retention", time_limit_s=9.0)
+        result = solve(graph, row["budget"], "retention", time_limit_s=AMPLE_S)
         assert result.time_us <= row["cost"]
         assert result.peak_bytes <= row["budget"]
 
@@ -132,19 +137,35 @@ def test_two_computations_of_a_published_graph_cold() -> None:
         assert cold(graph, row["budget"], 2) == row["cost"]
 
 
-def test_a_schedule_as_a_hint_is_feasible_and_complete() -> None:
-    """A program bounded by the start's own cost, where that is all that time allows."""
+def stopped_by_the_first(patch: pytest.MonkeyPatch) -> None:
+    """Programs are searched until they have a solution."""
+    watcher = retention_model._watcher
+
+    def stopping(made: RetentionModel) -> Any:
+        class First(type(watcher(made))):
+            def on_solution_callback(self) -> None:
+                super().on_solution_callback()
+                self.stop_search()
+
+        return First()
+
+    patch.setattr(retention_model, "_watcher", stopping)
+
+
+def test_a_schedule_as_a_hint_is_feasible_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program bounded by the start's own cost, ended by its first solution."""
     graph = resnet_like(4)
-    search = Search(graph, 52 << 20, "retention", 1.0)
-    Cut(gap=0.0).run(search)
+    search = Search(graph, 52 << 20, "retention", AMPLE_S)
+    Cut(gap=0.02).run(search)
     assert search.best is not None
     stages = start_of(search)
-    assert stages == stages_of(search.problem, sequence_of(search.problem, stages))
+    assert stages == stages_of_runs(search.problem, sequence_of_stages(search.problem, stages))
     room_bytes = search.budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, 2, stages, is_wide=True)
-    outcome = model.solve(Effort(1.5))
+    stopped_by_the_first(monkeypatch)
+    outcome = model.solve(RetentionEffort(AMPLE_S))
     assert outcome.stages is not None
-    assert search.offer_sequence(sequence_of(search.problem, outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(search.problem, outcome.stages))
 
 
 def test_the_message_says_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +209,7 @@ def test_an_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     budget_bytes = peak_bytes_of(graph) - 1
     whole = RetentionModel.solve
 
-    def solve_then_stop(self: RetentionModel, effort: Effort) -> Outcome:
+    def solve_then_stop(self: RetentionModel, effort: RetentionEffort) -> RetentionOutcome:
         whole(self, effort)
         raise KeyboardInterrupt
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
-from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.local_search import exchange as module
@@ -12,17 +13,25 @@ from remat.solver.local_search.exchange import exchange, take_exchanges
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.search import Search
 from remat.solver.state import State
+from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
 
 GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "unet": unet_like(3)}
 
 
-def repaired(graph: TrainingGraph, part: float) -> tuple[Search, State]:
+@functools.cache
+def least_bytes_of(name: str) -> int:
+    return solve(GRAPHS[name], 1, "auto", time_limit_s=AMPLE_S).least_feasible_bytes
+
+
+def repaired(name: str, part: float) -> tuple[Search, State]:
     """A search at a part of the peak above the least, and a schedule that repair alone finds."""
-    plain = solve(graph, 1 << 60, "store_all").peak_bytes
-    least = solve(graph, 1, "auto", time_limit_s=5).least_feasible_bytes
-    search = Search(graph, int(least + part * (plain - least)), "exchange", 60.0, None)
+    graph, least = GRAPHS[name], least_bytes_of(name)
+    plain = peak_bytes_of(graph)
+    search = Search(graph, int(least + part * (plain - least)), "exchange", AMPLE_S, None)
     state = store_all_state(search.problem)
     assert Repair(state, search.budget_bytes, 0.3, search).run()
     fill(state, search.budget_bytes, search)
@@ -32,7 +41,7 @@ def repaired(graph: TrainingGraph, part: float) -> tuple[Search, State]:
 @pytest.mark.parametrize("part", [0.6, 0.3, 0.1])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_exchange_is_never_worse_and_keeps_the_budget(name: str, part: float) -> None:
-    search, state = repaired(GRAPHS[name], part)
+    search, state = repaired(name, part)
     search.offer(state)
     start = state.schedule()
     found = exchange(state, search)
@@ -46,15 +55,15 @@ def test_an_exchange_is_never_worse_and_keeps_the_budget(name: str, part: float)
 
 def test_exchanges_help_where_repair_alone_does_not() -> None:
     gains = []
-    for graph in GRAPHS.values():
-        search, state = repaired(graph, 0.3)
+    for name in GRAPHS:
+        search, state = repaired(name, 0.3)
         gains.append(state.cost_us - exchange(state, search).cost_us)
     assert max(gains) > 0
 
 
 def test_work_ends_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    search, state = repaired(GRAPHS["gpt"], 0.3)
-    monkeypatch.setattr(module, "MOST_WORK", 0)
+    search, state = repaired("gpt", 0.3)
+    monkeypatch.setattr(module, "EXCHANGES", Work(0))
     assert exchange(state, search) is state
 
 

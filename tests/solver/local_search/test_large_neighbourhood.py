@@ -10,10 +10,11 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_of
+from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_by_stage
 from remat.solver.search import Search
+from tests.graphs import peak_bytes_of
 from tests.solver.random_graphs import gpt_like
-from tests.solver.tight_cases import peak_bytes_of, tight_cases
+from tests.solver.tight_cases import tight_cases
 
 
 def around(graph: TrainingGraph, budget_bytes: int, first: str, **options: Any) -> Any:
@@ -89,4 +90,4 @@ def test_a_cheaper_schedule_from_elsewhere_is_searched_around_after_a_restart() 
     near.run(effort=3.0)
     near.restart()
     assert not near.is_exhausted
-    assert near.runs == runs_of(near.search.problem, near.search.best)
+    assert near.runs == runs_by_stage(near.search.problem, near.search.best)

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.local_search.event_search import Effort, Outcome, Running, solve_events
+from remat.solver.local_search.event_search import Running, Tried, TryLimits, solve_events
 from remat.solver.local_search.events import EventBuilder, EventProgram, Runs, candidate_stages
-from remat.solver.local_search.large_neighbourhood import runs_of, sequence_of
+from remat.solver.local_search.large_neighbourhood import runs_by_stage, sequence_of_runs
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import training_graphs
-from tests.solver.tight_cases import TightCase, peak_bytes_of, tight_cases
+from tests.solver.tight_cases import TightCase, tight_cases
 
-ENOUGH = Effort(deterministic=5.0, seconds=30.0)
+ENOUGH = TryLimits(deterministic=5.0, seconds=AMPLE_S)
 """So that any program of these tests is searched to its end."""
 
 
@@ -47,7 +49,7 @@ def solved(
     budget_bytes: int,
     below_us: float = float("inf"),
     running: Running | None = None,
-) -> Outcome:
+) -> Tried:
     """The outcome of the neighbourhood of `base` in which `stages_of` is free."""
     program = EventBuilder(problem, base, stages_of).build(budget_bytes - problem.resident_bytes)
     fixed = [op for op in range(problem.n_ops) if op not in stages_of]
@@ -59,7 +61,7 @@ def check_outcome(problem: Problem, runs: Runs, budget_bytes: int) -> None:
     for stage, again in enumerate(runs):
         assert again == sorted(set(again))
         assert all(op < stage for op in again)
-    found = simulate(problem.graph, schedule_of(problem, sequence_of(problem, runs)))
+    found = simulate(problem.graph, schedule_of(problem, sequence_of_runs(problem, runs)))
     assert found.peak_bytes <= budget_bytes
     assert found.time_us <= problem.graph.time_us + extra_us(problem, runs)
 
@@ -101,7 +103,7 @@ def test_any_graph_and_budget_give_the_optimum_of_one_sweep(
 def poor_runs(case: TightCase) -> Runs | None:
     """What runs again in the schedule of an online policy, if that fits."""
     schedule = solve(case.graph, case.budget_bytes, "lru").schedule
-    return None if schedule is None else runs_of(Problem.of(case.graph), schedule)
+    return None if schedule is None else runs_by_stage(Problem.of(case.graph), schedule)
 
 
 def test_outcomes_of_partial_neighbourhoods_fit_are_cheaper_and_leave_the_rest() -> None:
@@ -155,7 +157,7 @@ def test_nothing_is_cheaper_than_the_optimum() -> None:
             continue
         below_us = extra_us(problem, best.runs) * (1 - 1e-9)
         again = solved(problem, best.runs, every_stage(problem), budget_bytes, below_us)
-        assert again == Outcome(None, finished=True, effort=again.effort)
+        assert again == Tried(None, finished=True, effort=again.effort)
         tried += 1
     assert tried >= 40
 

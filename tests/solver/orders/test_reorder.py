@@ -32,13 +32,9 @@ from remat.solver.orders.reorder import better_order, lowest_order
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
-from tests.solver.exact.test_exact import graph_from_nodes, tiny_cases
+from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import gpt_like, random_graph, training_graphs, unet_like
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return int(store_all_state(Problem.of(graph)).peak_bytes.max())
 
 
 def cheap(graph: TrainingGraph, budget_bytes: int) -> Result:

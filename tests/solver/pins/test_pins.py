@@ -19,22 +19,12 @@ from remat.solver.pins.globs import Pins
 from remat.solver.pins.pinned import kept_graph
 from remat.solver.pins.twins import TWIN, with_twins
 from remat.solver.problem import Problem
+from tests.graphs import with_modules
+from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import LARGE_BYTES, branches, chain, gpt_like, random_graph
 
 UNLIMITED_BYTES = 1 << 60
-MODULES = ("blocks.0.norm", "blocks.0.attn", "blocks.1.norm", "blocks.1.mlp", "head")
-
-
-def with_modules(graph: TrainingGraph, period: int = 1) -> TrainingGraph:
-    """`graph` with its forward ops in modules of `MODULES`, `period` ops each in turn."""
-    ops = tuple(
-        msgspec.structs.replace(op, module=MODULES[i // period % len(MODULES)])
-        if op.phase == "forward"
-        else op
-        for i, op in enumerate(graph.ops)
-    )
-    return msgspec.structs.replace(graph, ops=ops)
 
 
 @functools.cache
@@ -138,7 +128,7 @@ def test_pins_hold_on_a_transformer(solver: str, percent: int, keep: str, recomp
     graph = gpt()
     budget_bytes = peak_bytes(graph) * percent // 100
     result = solve(
-        graph, budget_bytes, solver, time_limit_s=4.0, keep=keep, recompute=recompute
+        graph, budget_bytes, solver, time_limit_s=AMPLE_S, keep=keep, recompute=recompute
     )  # fmt: skip
     check_pins(graph, result, keep, recompute)
     if percent == 100 and solver == "auto":
@@ -156,14 +146,14 @@ def test_pins_against_exhaustive_search(seed: int) -> None:
         pins = Pins.of(graph, ("*.attn",), ("*.norm",))
     except SolverError:
         return
-    result = solve(graph, budget_bytes, keep=["*.attn"], recompute=["*.norm"], time_limit_s=4.0)
+    result = solve(graph, budget_bytes, keep=["*.attn"], recompute=["*.norm"], time_limit_s=AMPLE_S)
     check_pins(graph, result, "*.attn", "*.norm")
     lost = [v for name in pins.again for v in graph.ops[graph.op_index[name]].outputs]
     least_us = least_time_with_loss(kept_graph(graph, pins.kept), budget_bytes, lost)
     assert result.lower_bound_us <= least_us * (1 + 1e-9)
     if result.schedule is not None:
         assert result.time_us >= least_us * (1 - 1e-9)
-    only_kept = solve(graph, budget_bytes, keep="*.attn", time_limit_s=4.0)
+    only_kept = solve(graph, budget_bytes, keep="*.attn", time_limit_s=AMPLE_S)
     least_us = least_time_us(kept_graph(graph, pins.kept), budget_bytes) or float("inf")
     assert only_kept.lower_bound_us <= least_us * (1 + 1e-9)
     if only_kept.status == "optimal":
@@ -176,8 +166,8 @@ def test_what_is_kept_may_come_in_another_order() -> None:
         graph, ops=tuple(msgspec.structs.replace(op, module="wide") for op in graph.ops)
     )
     budget_bytes = LARGE_BYTES + 17
-    fixed = solve(placed, budget_bytes, keep="wide", time_limit_s=4.0)
-    free = solve(placed, budget_bytes, keep="wide", order="free", time_limit_s=4.0)
+    fixed = solve(placed, budget_bytes, keep="wide", time_limit_s=AMPLE_S)
+    free = solve(placed, budget_bytes, keep="wide", order="free", time_limit_s=AMPLE_S)
     assert fixed.schedule is None
     assert (free.status, free.overhead) == ("optimal", 0.0)
     assert free.schedule is not None
@@ -191,7 +181,7 @@ def test_the_bound_of_a_free_order_with_pins_is_below_every_schedule(seed: int) 
     graph = with_modules(random_graph(source, n_ops, source.randint(3, n_ops - 2)))
     budget_bytes = int(peak_bytes(graph) * 0.8)
     for keep, recompute in (("*.attn", ""), ("", "*.norm")):
-        globs = {"keep": keep or (), "recompute": recompute or (), "time_limit_s": 2.0}
+        globs = {"keep": keep or (), "recompute": recompute or (), "time_limit_s": AMPLE_S}
         free = solve(graph, budget_bytes, order="free", **globs)
         check_pins(graph, free, keep, recompute)
         fixed = solve(graph, budget_bytes, **globs)

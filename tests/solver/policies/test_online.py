@@ -22,7 +22,9 @@ from remat.solver.policies.lru import LruPolicy
 from remat.solver.policies.msps import MspsPolicy
 from remat.solver.policies.online import NoRoomError, OnlineRun
 from remat.solver.problem import Problem
-from remat.solver.sequence import keeps_order, schedule_of
+from remat.solver.sequence import schedule_of
+from tests.limits import AMPLE_S
+from tests.solver.captured_order import keeps_order
 from tests.solver.random_graphs import (
     MIB,
     chain,
@@ -301,6 +303,6 @@ def test_an_interrupt_keeps_what_was_found() -> None:
 def test_thousands_of_ops_take_seconds() -> None:
     graph = gpt_like(40)
     peak_bytes = solve(graph, HUGE_BYTES, "store_all").peak_bytes
-    result = solve(graph, peak_bytes // 2, "dtr", time_limit_s=20.0)
+    result = solve(graph, peak_bytes // 2, "dtr", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.overhead < 0.2

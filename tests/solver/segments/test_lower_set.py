@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.problem import Problem
-from remat.solver.segments.lower_set import Family, LowerSet, segmented_state
+from remat.solver.segments.lower_set import Family, LowerSet, lower_set_state
 from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
 from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.store_all import store_all_state
+from tests.graphs import peak_bytes_of
 from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like
 
 NETWORKS = {
@@ -25,10 +25,6 @@ NETWORKS = {
     "gpt1": functools.partial(gpt_like, 1),
 }
 UNLIMITED_BYTES = 1 << 60
-
-
-def peak_bytes_of(graph: TrainingGraph) -> int:
-    return solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
 
 
 def forward_graphs(count: int, n_ops: int, n_forward: int) -> Iterator[ForwardGraph]:
@@ -170,7 +166,7 @@ def test_the_programs_time_is_the_schedules(name: str) -> None:
     for part in (1.0, 0.9, 0.8, 0.7, 0.6):
         found, other = exact.fastest(part * top), pruned.fastest(part * top)
         if found is not None:
-            state = segmented_state(forward, found[1])
+            state = lower_set_state(forward, found[1])
             assert state.cost_us == pytest.approx(found[0])
             simulate(problem.graph, state.schedule())
             assert other is None or other[0] >= found[0] - 1e-9
@@ -186,7 +182,7 @@ def test_schedules_of_random_sequences_are_valid() -> None:
         while chosen[-1] != forward.everything:
             larger = [m for m in masks if chosen[-1] & ~m == 0 and m != chosen[-1]]
             chosen.append(source.choice(larger))
-        state = segmented_state(forward, chosen[1:])
+        state = lower_set_state(forward, chosen[1:])
         simulate(forward.problem.graph, state.schedule())
         assert state.cost_us <= modelled(forward, tuple(chosen[1:]))[0] + 1e-9
 

@@ -15,20 +15,14 @@ from remat.solver import solve
 from remat.solver.attention_core import op_kind
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
-from remat.solver.templates.knapsack import dp_knapsack, greedy_knapsack, ilp_knapsack
+from remat.solver.templates.knapsack import KnapsackTable, greedy_knapsack, ilp_knapsack
 from remat.solver.templates.min_cut import cheapest_saved
 from remat.solver.templates.template import Template, read_in_backward, template_sequence
 from remat.solver.templates.torch_knapsack import Partition, banned_ops, store_all_saved_bytes
+from tests.graphs import peak_bytes_of
 from tests.paths import ROOT
 from tests.solver.random_graphs import random_graph
-from tests.solver.traced_gpt import (
-    ATTENTION,
-    by_template,
-    peak_bytes_of,
-    recomputed,
-    saved_bytes,
-    traced_gpt,
-)
+from tests.solver.traced_gpt import ATTENTION, by_template, recomputed, saved_bytes, traced_gpt
 
 CASES = ROOT.parent / "shared" / "bench" / "pytorch_knapsack.json"
 
@@ -163,7 +157,7 @@ def test_knapsacks_equal_torchs() -> None:
     assert len(cases) == 13
     for case in cases:
         memory, runtime, limit = case["memory"], case["runtime"], case["max_memory"]
-        found = dp_knapsack(memory, runtime, limit)
+        found = KnapsackTable(memory, runtime, limit).choose(limit)
         assert found.saved_runtime == case["expected_saved_runtime"]
         assert found.saved == sorted(case["expected_saved"])
         assert sorted(found.recomputable) == sorted(case["expected_recomputable"])
@@ -183,9 +177,8 @@ def test_knapsacks_equal_torchs_own_functions() -> None:
         memory = [source.randint(1, 400) / 1000 for _ in range(count)]
         runtime = [float(source.randint(0, 50)) for _ in range(count)]
         for limit in (0.0, 0.3, 1.0):
-            assert tuple(dp_knapsack(memory, runtime, limit)) == theirs.dp_knapsack(
-                memory, runtime, limit
-            )
+            found = KnapsackTable(memory, runtime, limit).choose(limit)
+            assert tuple(found) == theirs.dp_knapsack(memory, runtime, limit)
             assert tuple(greedy_knapsack(memory, runtime, limit)) == theirs.greedy_knapsack(
                 memory, runtime, limit
             )

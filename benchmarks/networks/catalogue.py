@@ -1,7 +1,7 @@
 """The networks that the benchmarks capture, with one batch each.
 
-Each function returns the arguments of `remat.graph_capture.trace`. Parameters have storage
-that nobody wrote to, so that large models cost no memory: only their shapes are used.
+Each function returns the arguments of `remat.graph_capture.trace`. Only shapes are used, so
+parameters have storage that nobody writes to, and large models cost no memory.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.network_modules import (
+from benchmarks.networks.modules import (
     Attention,
     Block,
     Experts,
     LanguageModel,
     Perceptron,
     Residual,
-    UNet,
     UnrolledLSTM,
     normed_conv,
 )
+from examples.unet import UNet
 
 CLASSES = 1000
 

@@ -1,9 +1,10 @@
 """Prices from a stated machine: the same graph has the same prices wherever it is captured.
 
-An op takes the longer of its arithmetic and its traffic, and a launch:
-``max(flops / rate, bytes / bandwidth) + launch``. The rates are those of an A100 as it is
-seen to run, not as it is sold. Flops are counted by `torch.utils.flop_counter`, and are zero
-for ops that it does not know, which are bound by their traffic. No op has workspace.
+Such prices are for comparing solvers only; `remat capture` measures its own. An op takes the
+longer of its arithmetic and its traffic, and a launch:
+``max(flops / rate, bytes / bandwidth) + launch``. The rates are those that an A100 reaches in
+practice, which are below what its maker states. `torch.utils.flop_counter` counts flops. It knows
+no flops of some ops; those are bound by their traffic. No op has workspace.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -117,37 +115,6 @@ def normed_conv(before: int, after: int, kernel: int, stride: int = 1) -> list[n
     """A convolution that keeps the image's size but for its stride, and its batch norm."""
     conv = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
     return [conv, nn.BatchNorm2d(after)]
-
-
-class UNet(nn.Module):
-    """Levels down and up, two convolutions with batch norm each, a skip across each level."""
-
-    def __init__(self, width: int, levels: int, classes: int = 4) -> None:
-        super().__init__()
-        pairs = list(itertools.pairwise(width * 2**level for level in range(levels + 1)))
-        self.stem, self.pool = _double_conv(3, width), nn.MaxPool2d(2)
-        self.down = nn.ModuleList(_double_conv(above, below) for above, below in pairs)
-        self.widen = nn.ModuleList(
-            nn.ConvTranspose2d(below, above, 2, stride=2) for above, below in reversed(pairs)
-        )
-        self.up = nn.ModuleList(_double_conv(2 * above, above) for above, _ in reversed(pairs))
-        self.head = nn.Conv2d(width, classes, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, classes, h, w] of ``images``, [batch, 3, h, w]."""
-        x = self.stem(images)
-        skips: list[Tensor] = []
-        for down in self.down:
-            skips.append(x)
-            x = down(self.pool(x))
-        for widen, up in zip(self.widen, self.up, strict=True):
-            x = up(torch.cat([skips.pop(), widen(x)], dim=1))
-        return self.head(x)
-
-
-def _double_conv(before: int, after: int) -> nn.Sequential:
-    first, second = normed_conv(before, after, 3), normed_conv(after, after, 3)
-    return nn.Sequential(*first, nn.ReLU(inplace=True), *second, nn.ReLU(inplace=True))
 
 
 class UnrolledLSTM(nn.Module):

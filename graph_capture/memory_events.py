@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+RUNS = 40
+"""Steps of which one is looked for whose frees before the peak were all seen."""
 _MARK = "remat::region::"
 
 
@@ -23,12 +25,11 @@ class RegionMemory:
 
 
 def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
-    """Run each callable once under one profiler and account its allocations apart.
+    """Run each callable once under one profiler, and account for its allocations alone.
 
-    What a callable returns is kept until its region has ended, so `final_bytes` counts
-    it; what the iterable allocates between two callables counts for neither. CPU only:
-    kineto's ``[memory]`` events are summed in the order of their time. No garbage is
-    collected meanwhile: what it frees, of what was live before, would count as given back.
+    What a callable returns is kept until its region has ended, so `final_bytes` counts it. What
+    the iterable allocates between two callables counts for neither. CPU only: kineto's
+    ``[memory]`` events are summed in the order of their time.
     """
     deltas, spans = _watched(regions)
     times = [time for time, _ in deltas]
@@ -36,9 +37,10 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
 
 def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
-    """Moments of `run`, in ns since it began, and the bytes live from each on above its start.
+    """Moments of `run`, in ns since it began, and the bytes live from each moment on.
 
-    The first moment is 0, the last the end of the run.
+    Bytes count above what was live at the start. The first moment is 0, the last the end of the
+    run.
     """
     deltas, ((start_ns, end_ns),) = _watched([run])
     moments, live = [0], [0]
@@ -53,6 +55,7 @@ def _watched(
     regions: Iterable[Callable[[], Any]],
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Allocations in the order of their times, in ns and bytes, and the span of each region."""
+    # Garbage that is collected meanwhile was live before: it would count as given back.
     count = 0
     profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with without_garbage(), profiled as profiler:
@@ -77,7 +80,7 @@ def _watched(
 
 @contextmanager
 def without_garbage() -> Generator[None]:
-    """Collect no garbage meanwhile."""
+    """Turn Python's garbage collector off meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,21 +101,20 @@ def _account(
 
 
 def measure_peak(run: Callable[[], Any]) -> int:
-    """Highest bytes that `run` has live above what was live when it began."""
+    """The most bytes that `run` has live above what was live when it began."""
     return measure_regions([run])[0].peak_bytes
-
-
-RUNS = 40
-"""Steps among which one is looked for in which every free before the peak was seen."""
 
 
 def measure_rank_peak(run: Callable[[], Any], reset: Callable[[], Any], runs: int = RUNS) -> int:
     """As `measure_peak`, for a step that communicates through gloo.
 
-    The profiler does not watch gloo's own threads. Where one of these is the last to let go of a
-    buffer, that looks as if it were never freed, and later peaks look higher. So the step runs
-    `runs` times, on every rank, and the lowest peak counts. `reset` is called before each,
-    unmeasured, and has to drop the gradients.
+    The profiler does not watch gloo's own threads. Where one of these frees a buffer, it looks
+    as if nobody did, and later peaks look higher. So the step runs `runs` times, on every rank,
+    and the lowest peak counts.
+
+    Parameters
+    ----------
+    reset : called before each step, unmeasured. It has to drop the gradients.
     """
     seen: list[RegionMemory] = []
     for _ in range(runs):

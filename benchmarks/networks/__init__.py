@@ -1,0 +1,1 @@
+"""The networks that the benchmark graphs are captured from, and the stated prices of their ops."""

@@ -1,0 +1,151 @@
+"""The values of a joint graph: each storage, with all tensors that alias it, is one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Kind, Phase, Value
+from remat.graph_capture.joint.nodes import (
+    is_getitem,
+    is_tangent,
+    node_inputs,
+    result_bytes,
+    storage_key,
+    tensors_of,
+)
+
+
+@dataclass
+class Values:
+    """Values found so far, and the nodes that stand for them.
+
+    Attributes
+    ----------
+    gm : the joint graph. by_name : each value.
+    of_storage : name of the value of each storage.
+    of_node : name of the value that a tensor node belongs to.
+    base_of : the node that first returns a value.
+    constants_bytes : size of each storage that the graph holds itself.
+    """
+
+    gm: fx.GraphModule
+    by_name: dict[str, Value] = field(default_factory=dict[str, Value])
+    of_storage: dict[int, str] = field(default_factory=dict[int, str])
+    of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    constants_bytes: dict[int, int] = field(default_factory=dict[int, int])
+
+    def of(self, node: fx.Node) -> str:
+        """The value of a node; empty for one that returns several or none."""
+        return self.of_node.get(node, "")
+
+    def changed(self, name: str, **fields: Any) -> None:
+        """Give the value of that name other `fields`."""
+        self.by_name[name] = msgspec.structs.replace(self.by_name[name], **fields)
+
+    def register(self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind) -> None:
+        """Add the value of a storage that was not seen before."""
+        self.of_storage[storage_key(tensor)] = name
+        self.by_name[name] = Value(
+            name=name,
+            size_bytes=result_bytes(node, tensor),
+            producer=producer,
+            kind=kind,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(int(n) for n in tensor.shape),
+        )
+
+    def add_resident(self, node: fx.Node) -> None:
+        """Add what an input or a constant of the graph stands for."""
+        if is_tangent(node):
+            return
+        tensor = self._attribute(node) if node.op == "get_attr" else node.meta.get("val")
+        if not isinstance(tensor, Tensor):
+            return
+        if node.op == "get_attr":
+            _check_constant(tensor)
+            self.constants_bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            # Views of a constant in the graph alias the traced tensor, not the real one.
+            shown = node.meta.get("val")
+            tensor = shown if isinstance(shown, Tensor) else tensor
+        key = storage_key(tensor)
+        if key not in self.of_storage:
+            self.register(node.name, node, tensor, "", _kind_of_input(node))
+            self.base_of[node.name] = node
+        self.of_node[node] = self.of_storage[key]
+
+    def add_tangents(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        """Add the gradients that autograd hands to backward; their names."""
+        names: list[str] = []
+        for node in nodes:
+            if is_tangent(node):
+                self.register(node.name, node, node.meta["val"], "tangents", "tangent")
+                self.of_node[node] = node.name
+                self.base_of[node.name] = node
+                names.append(node.name)
+        return tuple(names)
+
+    def add_outputs(self, node: fx.Node, phase: Phase) -> tuple[str, ...]:
+        """Add the storages that a node creates; their names."""
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        picked = {user.args[1]: user for user in node.users if is_getitem(user)}
+        names: list[str] = []
+        for i, tensor in enumerate(tensors_of(node)):
+            if tensor is None or storage_key(tensor) in self.of_storage:
+                continue
+            name = node.name
+            if several:
+                name = picked[i].name if i in picked else f"{node.name}.{i}"
+            kind: Kind = "activation" if phase == "forward" else "gradient"
+            self.register(name, node, tensor, node.name, kind)
+            names.append(name)
+            if not several:
+                self.of_node[node] = name
+                self.base_of[name] = node
+        return tuple(names)
+
+    def read_by(self, node: fx.Node) -> tuple[str, ...]:
+        """Distinct values that a node reads, in argument order."""
+        names: dict[str, None] = {}
+        for source in node_inputs(node):
+            name = self.of(source)
+            if name:
+                names.setdefault(name)
+            elif any(t is not None for t in tensors_of(source)):
+                for tensor in tensors_of(source):
+                    if tensor is not None:
+                        names.setdefault(self.of_storage[storage_key(tensor)])
+        return tuple(names)
+
+    def made_by_ops(self, results: Iterable[Any]) -> list[str]:
+        """Values of those results that are not resident."""
+        names = [self.of(n) for n in results if isinstance(n, fx.Node)]
+        return [name for name in names if name and self.by_name[name].producer]
+
+    def _attribute(self, node: fx.Node) -> Any:
+        found: Any = self.gm
+        for part in str(node.target).split("."):
+            found = getattr(found, part)
+        return found
+
+
+def _check_constant(tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise CaptureError(
+            f"forward uses a tensor of shape {list(tensor.shape)} that requires grad and is "
+            "neither a parameter nor an argument, so its gradient would be lost. Register it "
+            "as a parameter of the model, or pass it as an argument"
+        )
+
+
+def _kind_of_input(node: fx.Node) -> Kind:
+    described: dict[str, Kind] = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer"}
+    if node.op == "get_attr":
+        return "constant"
+    return described.get(type(node.meta.get("desc")).__name__, "input")

@@ -1,0 +1,117 @@
+"""The price of each distinct op, measured by running it alone on made data.
+
+The time is that of `op_times.py`, the workspace that of one run under the meter. An op that does
+not run on made data has an estimate in place of both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from remat.graph_capture.devices.device_table import allocated_on
+from remat.graph_capture.devices.meter import Meter, Run
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import fresh_storages, target_name
+from remat.graph_capture.prices.op_times import times_us
+from remat.graph_capture.prices.op_work import moved_bytes
+from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.sample_inputs import sample_arguments
+from remat.graph_capture.tracing.trace import Counted
+from remat.graph_capture.tracing.true_strides import require_layout
+
+ESTIMATED_BYTES_PER_US = 5_000
+"""A guess, for ops that do not run on made data."""
+SAVE_RNG_KEY = "remat.save_rng_state()"
+"""Stands for a `price_key`, as saving a random state is no op of torch."""
+
+
+def measured_prices(
+    joint: Joint,
+    missing: dict[str, fx.Node],
+    meter: Meter,
+    progress: Counted,
+    between: Callable[[], None] | None,
+) -> dict[str, Price]:
+    """Prices of the `missing` ops and of saving a random state.
+
+    Parameters
+    ----------
+    missing : a node of each distinct op, by its key.
+    progress : called with (ops priced, ops to price).
+    between : called after each pass over the ops.
+    """
+    meter.settle()
+    meter.rng_state()
+    prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state))}
+
+    def failed(key: str, error: RuntimeError) -> None:
+        _refuse_broken_device(missing[key], error)
+        prices[key] = _estimated(missing[key], error)
+
+    # The first run also shows whether the trace has the strides that the kernel gives.
+    def first(key: str, run: Run) -> None:
+        node = missing[key]
+        require_layout(node, run(), lambda: _place(joint, node))
+
+    def after(done: int) -> None:
+        if done % meter.passes == 0:
+            progress(done // meter.passes, len(missing))
+
+    costs = times_us(
+        {key: partial(_runner, joint, node) for key, node in missing.items()},
+        {key: moved_bytes(node) for key, node in missing.items()},
+        meter, failed, first=first, after=after, between=between,
+    )  # fmt: skip
+    # Memory comes last: what libraries allocate at their first use is then no op's.
+    memory = meter.regions(_runner(joint, missing[key]) for key in costs)
+    for (key, cost_us), found in zip(costs.items(), memory, strict=True):
+        traced_bytes = sum(fresh_storages(missing[key]))
+        kept_bytes = max(0, found.final_bytes - traced_bytes)
+        workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
+        workspace_bytes = allocated_on(meter.device)(workspace_bytes)
+        prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
+    return prices
+
+
+def _refuse_broken_device(node: fx.Node, error: RuntimeError) -> None:
+    """Raise `CaptureError` where `error` says that the device runs no other op in this process."""
+    if "device-side assert" in str(error) or "illegal memory access" in str(error):
+        raise CaptureError(
+            f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
+            f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
+            "the device by name, such as device='h100'"
+        ) from error
+
+
+def _estimated(node: fx.Node, error: RuntimeError) -> Price:
+    """The time to move the bytes of an op that does not run on made data; warns."""
+    warnings.warn(
+        f"{target_name(node)} cannot be timed on made data ({str(error).splitlines()[0]}); "
+        "its price is an estimate from the bytes it moves, without workspace",
+        stacklevel=2,
+    )
+    return Price(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
+
+
+def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:
+    args, kwargs = sample_arguments(node, joint.module)
+    target = node.target
+    assert callable(target)
+
+    def run() -> Any:
+        return target(*args, **kwargs)
+
+    return run
+
+
+def _place(joint: Joint, node: fx.Node) -> str:
+    """Where the op stands in the user's code."""
+    name = next(name for name, other in joint.node_of_op.items() if other is node)
+    op = joint.graph.ops[joint.graph.op_index[name]]
+    return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)

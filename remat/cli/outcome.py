@@ -1,0 +1,67 @@
+"""What verbs do with an outcome: open it or end, keep it as a file, and say what a GiB is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from remat.cli.session import INFEASIBLE, Session
+from remat.graph_capture.graph import TrainingGraph
+from remat.infeasible import infeasible_text
+from remat.job.kept_plans import plan_of_result, write_plan
+from remat.job.opened import Captured, Opened, open_plan
+from remat.job.request import Request
+from remat.questions.sweep import price_json, price_text
+from remat.schedules.plan import Plan
+from remat.solver.budgets.price import GibPrice
+from remat.solver.budgets.worth import price_of_gib
+from remat.solver.result import Result
+
+
+def opened_feasible(session: Session, source: str, request: Request, plan: Path | None) -> Opened:
+    """A graph and the plan of it, if one is named or asked for; ends where nothing fits."""
+    opened = open_plan(source, request, session.stopwatch, plan)
+    if opened.result is not None and opened.schedule is None:
+        session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
+    return opened
+
+
+def keep_result(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+    """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
+    if path is None or result.schedule is None:
+        return
+    if of.loaded is not None and of.recipe is not None:
+        keep_plan(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
+    else:
+        session.save(path, result.schedule.to_json(), "plan")
+
+
+def keep_plan(session: Session, path: Path, plan: Plan | None) -> None:
+    """Write a plan and say so; nothing where nothing fits."""
+    if plan is not None:
+        write_plan(plan, path)
+        session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
+
+
+def priced(
+    session: Session, graph: TrainingGraph, result: Result, request: Request
+) -> GibPrice | None:
+    """What a GiB is worth at that result, None where nothing fits."""
+    if result.schedule is None:
+        return None
+    with session.stopwatch.stage("price", "pricing a GiB"):
+        return price_of_gib(
+            graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
+            keep=request.keep, recompute=request.recompute, order=request.order,
+        )  # fmt: skip
+
+
+def said_price(price: GibPrice | None) -> dict[str, Any]:
+    """The price as an entry of the JSON object, if there is one."""
+    return {} if price is None else {"price_of_gib": price_json(price)}
+
+
+def show_price(session: Session, price: GibPrice | None) -> None:
+    """One line with the price, if there is one."""
+    if price is not None:
+        session.out.print(f"price  {price_text(price)}")

@@ -1,0 +1,103 @@
+"""What every verb has: a session, `--json` and `--debug`, and the planning options if it plans.
+
+A verb is a function of a `Session` and of its own options. Where it takes a `Request` too, each
+field of that dataclass becomes an option, with the flag, help, type and default of the field. So
+all verbs that plan take the same options. A verb that has a field among its own parameters is
+given it apart from the request, with its own type and default: `sweep` takes a list of solvers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from remat.cli import options
+from remat.cli.session import Session
+from remat.job.request import Request
+
+PANEL = "Planning, the same in every verb that plans"
+FIELDS = {field.name: field for field in dataclasses.fields(Request)}
+KINDS = get_type_hints(Request, localns={"Profile": Path})
+"""Types of the fields. A profile is named by its file here; the class itself would import torch."""
+REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
+COUNTED = ("optimizer", "accumulate")
+"""Fields that a step is traced with."""
+CAPTURED = (*COUNTED, "device", "shard", "world_size", "shard_blocks", "profile")
+"""Fields that a step is captured and priced with."""
+
+Verb = Callable[..., None]
+
+
+def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[Verb], Verb]:
+    """A function of a session as a command, whose parameters typer can read.
+
+    Parameters
+    ----------
+    fields : names of the fields of `Request` that are options of the verb.
+    **defaults : of fields, where the verb has another one than the dataclass.
+    """
+
+    def command_of(function: Verb) -> Verb:
+        own = dict(inspect.signature(function, eval_str=True).parameters)
+        del own["session"]
+        planning = {}
+        if own.pop("request", None):
+            planning = {name: _planning_option(name, own, defaults) for name in fields}
+        command = _command(function, [name for name in planning if name not in own])
+        shown = {**own, **planning, **_everywhere()}
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
+            [one.replace(kind=Parameter.KEYWORD_ONLY) for one in shown.values()]
+        )
+        command.__annotations__ = {name: one.annotation for name, one in shown.items()}
+        return command
+
+    return command_of
+
+
+def _command(function: Verb, requested: Collection[str]) -> Verb:
+    """The function with its session opened and guarded, and with the request put together."""
+
+    @functools.wraps(function)
+    def command(*, as_json: bool, debug: bool, **given: Any) -> None:
+        session = Session(as_json=as_json, debug=debug)
+        with session.guarded():
+            session.require_folder(given.get("output"))
+            if requested:
+                asked: dict[str, Any] = {name: given.pop(name) for name in requested}
+                # What repeats comes as a list; a request is frozen, down to its pins.
+                asked |= {name: tuple(asked[name]) for name in REPEATED if name in asked}
+                given["request"] = Request(**asked).checked()
+            function(session, **given)
+
+    return command
+
+
+def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, Any]) -> Parameter:
+    """The parameter of a command that stands for a field of `Request`."""
+    field, shown = FIELDS[name], dict(FIELDS[name].metadata)
+    flag = shown.pop("flag", f"--{name.replace('_', '-')}")
+    option = typer.Option(flag, rich_help_panel=PANEL, **shown)
+    if name in own:
+        return own[name].replace(annotation=Annotated[own[name].annotation, option])
+    kind, default = KINDS[name], defaults.get(name, field.default)
+    if name in REPEATED:
+        kind, default = list[str], []
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _everywhere() -> dict[str, Parameter]:
+    """`--json` and `--debug`."""
+    kinds = {"as_json": options.AsJson, "debug": options.Debug}
+    return {
+        name: Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in kinds.items()
+    }

@@ -1,0 +1,245 @@
+"""What both emitters share: from the steps of a schedule to a forward and a backward graph.
+
+An emitter writes one graph, step by step. Forward is emitted first. Where backward asks for what
+it has not made itself, forward returns it as well, and backward gets a placeholder for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch.utils._pytree as pytree
+from torch import fx
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.joint.nodes import is_tangent
+from remat.schedules.kept_in_forward import end_of_forward, live_after_forward
+from remat.schedules.schedule import Compute, Free, Schedule, Step
+
+Demanded = fx.Node | str
+"""A node of the joint graph, or the name of a value that has no node there (a random state)."""
+Demand = Callable[[Demanded], fx.Node]
+"""Called for what a graph has not made itself; returns the node of the graph before it."""
+
+
+class JointGraph(Protocol):
+    """A joint graph together with the fx nodes that its names stand for."""
+
+    module: fx.GraphModule
+    graph: TrainingGraph
+    node_of_op: dict[str, fx.Node]
+    base_of_value: dict[str, fx.Node]
+
+
+AnyJoint = TypeVar("AnyJoint", bound=JointGraph)
+
+
+class Emitter(ABC, Generic[AnyJoint]):
+    """Emits one of the two graphs.
+
+    Attributes
+    ----------
+    brought : what the graph has demanded: the node of the graph before it, and the placeholder.
+    copies : the emitted node that stands for a node of the joint graph, while its values live.
+    at : the index in the schedule of the step that is emitted.
+    """
+
+    cannot_move: ClassVar[str]
+    """Why a step that moves a value to the host is refused."""
+
+    def __init__(self, joint: AnyJoint, demand: Demand) -> None:
+        self.joint = joint
+        self.demand = demand
+        self.graph = fx.Graph()
+        self.brought: dict[Demanded, tuple[fx.Node, fx.Node]] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.copied: dict[str, list[fx.Node]] = {}
+        self.bases = set(joint.base_of_value.values())
+        self.at = 0
+
+    def take_inputs(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Add a placeholder for each node; returns the placeholders."""
+        taken = {node: placeholder_like(self.graph, node.name, node) for node in nodes}
+        for node, placeholder in taken.items():
+            self.put(node, placeholder)
+        return list(taken.values())
+
+    def put(self, node: fx.Node, copy: fx.Node) -> None:
+        """Let `copy` stand for `node` until one of the values behind it is freed."""
+        self.copies[node] = copy
+        self.note_copied(node)
+
+    def note_copied(self, node: fx.Node) -> None:
+        """Note that `node` has a copy, to be forgotten with the values behind it."""
+        for value in self.values_behind(node):
+            self.copied.setdefault(value, []).append(node)
+
+    def carry_out(self, steps: Iterable[Step], first: int = 0) -> None:
+        """Emit `steps`; `first` is the index in the schedule of the first one."""
+        for self.at, step in enumerate(steps, start=first):
+            if isinstance(step, Compute):
+                self.compute(self.joint.graph.ops[self.joint.graph.op_index[step.op]])
+            elif isinstance(step, Free):
+                self.free(step.value)
+            else:
+                raise RewriteError(
+                    f"the schedule moves {step.value} to the host, {self.cannot_move}: "
+                    "solve without offloading"
+                )
+
+    def free(self, value: str) -> None:
+        """Forget all copies that a value is behind."""
+        for node in self.copied.pop(value, ()):
+            self.forget(node)
+
+    def forget(self, node: fx.Node) -> None:
+        """Let no copy stand for `node` any more."""
+        self.copies.pop(node, None)
+
+    @abstractmethod
+    def values_behind(self, node: fx.Node) -> tuple[str, ...]:
+        """The values that must live as long as a copy of `node` stands for it."""
+
+    @abstractmethod
+    def compute(self, op: Op) -> None:
+        """Emit one run of `op`."""
+
+    @abstractmethod
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The emitted node that stands for `node`; what takes no storage is emitted here."""
+
+    def kept(self, what: Demanded) -> fx.Node:
+        """The emitted node to save for the graph after this one, which demands `what`."""
+        assert isinstance(what, fx.Node)
+        return self.resolve(what)
+
+    def bring(self, what: Demanded) -> fx.Node:
+        """A new placeholder for what the graph before this one saves.
+
+        Raises
+        ------
+        RewriteError : it was brought already, and the schedule has dropped it since.
+        """
+        if what in self.brought:
+            raise RewriteError(f"the schedule reads {what} after it was dropped")
+        saved = self.demand(what)
+        placeholder = placeholder_like(self.graph, str(what), saved)
+        self.brought[what] = saved, placeholder
+        return placeholder
+
+    def results(self, results: Iterable[Any]) -> list[Any]:
+        """Emitted nodes of some of the joint graph's results."""
+        return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
+
+    def entering(self, node: fx.Node) -> fx.Node | None:
+        """A constant, an input, or what forward left; None for what follows from live values.
+
+        Raises
+        ------
+        RewriteError : an op has made `node`, and the schedule has dropped it since.
+        """
+        if node.op == "get_attr":
+            return self.graph.node_copy(node)
+        if node.op == "placeholder" or node in self.bases:
+            return self.bring(node)
+        if node.name in self.joint.node_of_op:
+            raise RewriteError(f"the schedule reads {node.name} where it is not live")
+        return None
+
+    def copy_of(self, node: fx.Node, name: str, resolve: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Emit `node` under a name, its arguments as `resolve` says."""
+        args, kwargs = self.arguments(node, resolve)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def arguments(
+        self, node: fx.Node, resolve: Callable[[fx.Node], fx.Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with each node resolved."""
+        return pytree.tree_map(
+            lambda leaf: resolve(leaf) if isinstance(leaf, fx.Node) else leaf,
+            (tuple(node.args), dict(node.kwargs)),
+        )
+
+
+def emit_both(
+    joint: JointGraph,
+    schedule: Schedule,
+    n_outputs: int,
+    start: Callable[[Demand, frozenset[str]], Emitter[Any]],
+) -> tuple[fx.Graph, fx.Graph]:
+    """The forward and the backward graph of `schedule`.
+
+    The pair obeys AOTAutograd's contract: forward returns its own results, then what is saved for
+    backward; backward takes what is saved, then the tangents, and returns the gradients.
+
+    Parameters
+    ----------
+    n_outputs : how many of the joint graph's results are forward's.
+    start : makes the emitter of forward, then that of backward, from a demand and the names of
+        the values that the graph before it leaves live.
+    """
+    end = require_end_of_forward(joint.graph, schedule)
+    inputs = joint.module.graph.find_nodes(op="placeholder")
+    returned = joint.module.graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    forward = start(_refuse, frozenset())
+    forward.take_inputs(node for node in inputs if not is_tangent(node))
+    forward.carry_out(schedule.steps[:end])
+    given = forward.results(returned[:n_outputs])
+    backward = start(forward.kept, live_after_forward(joint.graph, schedule))
+    tangents = backward.take_inputs(node for node in inputs if is_tangent(node))
+    backward.carry_out(schedule.steps[end:], first=end)
+    gradients = backward.results(returned[n_outputs:])
+    # What is saved is known only now, but placeholders come first in a graph.
+    saved = sorted(backward.brought.values(), key=_is_without_version)
+    _put_first(backward.graph, [*(placeholder for _, placeholder in saved), *tangents])
+    forward.graph.output((*given, *(node for node, _ in saved)))
+    backward.graph.output(tuple(gradients))
+    return forward.graph, backward.graph
+
+
+def require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Index after the step that first computes the last forward op.
+
+    Raises
+    ------
+    RewriteError : one is never computed.
+    """
+    end = end_of_forward(graph, schedule)
+    if end is None:
+        runs = schedule.computations()
+        never = min(op.name for op in graph.ops if op.phase == "forward" and not runs[op.name])
+        raise RewriteError(f"the schedule never computes {never}")
+    return end
+
+
+def placeholder_like(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+    """A new placeholder of that name, with the facts of another node."""
+    node = graph.placeholder(name)
+    node.meta = dict(like.meta)
+    return node
+
+
+def as_module(joint: JointGraph, graph: fx.Graph) -> fx.GraphModule:
+    """The graph, checked, as a module that holds the joint graph's constants."""
+    graph.lint()
+    return fx.GraphModule(joint.module, graph)
+
+
+def _refuse(what: Demanded) -> fx.Node:
+    raise RewriteError(f"the schedule reads {what} in forward where it is not live")
+
+
+def _put_first(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
+    for node in reversed(placeholders):
+        next(iter(graph.nodes)).prepend(node)
+
+
+def _is_without_version(pair: tuple[fx.Node, fx.Node]) -> bool:
+    """Whether a tensor is saved without a version check: AOTAutograd wants such ones last."""
+    return bool(pair[0].meta.get("saved_tensor_with_no_vc_check", False))

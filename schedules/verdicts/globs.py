@@ -1,0 +1,26 @@
+"""Globs over module paths: what they match, and what is shown where they match nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+EXAMPLES = 5
+"""Names that an error shows."""
+
+
+def paths_above(module: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def names_module(glob: str, module: str) -> bool:
+    """Whether `glob` matches the path or one above, as ``blocks.0`` does for ``blocks.0.attn``."""
+    return any(fnmatchcase(path, glob) for path in paths_above(module))
+
+
+def modules_text(modules: Sequence[str]) -> str:
+    """A sentence with some of the module paths that there are."""
+    more = f" and {len(modules) - EXAMPLES} more" if len(modules) > EXAMPLES else ""
+    return f"Modules are {', '.join(modules[:EXAMPLES])}{more}"

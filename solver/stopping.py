@@ -1,0 +1,210 @@
+"""When to stop: the rules that end a part of a search, each with the reason for its figure.
+
+`Nodes`, `Work` and `Rounds` count what no clock moves, so the same graph, budget and options
+give the same schedule on every machine. So does `CountedTime`: about seconds, but counted in
+iterations of the simplex algorithm and in CP-SAT's deterministic time. `Seconds` are those of
+the clock: two runs may differ where they end something.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Ends a mixed-integer program after `most` branch-and-bound nodes."""
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Ends a search over moves once it has weighed `most` of them, as `Search.work` counts."""
+
+    most: int
+
+    def from_now(self, work: int) -> int:
+        """What `Search.work` may come to if it is `work` now."""
+        return work + self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Ends a step after part of the time left.
+
+    Attributes
+    ----------
+    most_s : and after so many seconds at the latest.
+    part : of the time left.
+    least_s : what it has in any case, unless the whole time limit is less.
+    """
+
+    most_s: float = math.inf
+    part: float = 1.0
+    least_s: float = 0.0
+
+    def of(self, left_s: float, limit_s: float = math.inf) -> float:
+        """Seconds of the step, with `left_s` left of a time limit of `limit_s`; 0 or more."""
+        return max(min(self.most_s, self.part * left_s), min(self.least_s, limit_s))
+
+    def longer(self, factor: float) -> Seconds:
+        """The same rule with `factor` times as many seconds at most."""
+        return replace(self, most_s=factor * self.most_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Ends a loop after so many rounds, or rounds in a row that do not help.
+
+    Attributes
+    ----------
+    most : rounds, whatever the graph.
+    times_ops : rounds times ops of the graph, where a round takes time in proportion to them.
+    least : rounds that even the largest graph has.
+    """
+
+    most: int = NO_LIMIT
+    times_ops: int = NO_LIMIT
+    least: int = 0
+
+    def at(self, n_ops: int) -> int:
+        """Rounds for a graph of so many ops."""
+        return max(min(self.most, self.times_ops // max(n_ops, 1)), self.least)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedTime:
+    """Ends CP-SAT, or a round, after so many seconds as counted by what no clock moves."""
+
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRound:
+    """Ends rounds, where the gap is below `narrow`, after one that leaves `part` of it."""
+
+    narrow: float
+    part: float
+
+    def is_last(self, gap: float, gap_before: float) -> bool:
+        """Whether a round that took `gap_before` to `gap` is the last."""
+        return self.narrow > gap > self.part * gap_before
+
+
+# ---- programs of cuts (`cuts`, `improve`, `bounds`)
+
+CUT_NODES = Nodes(500)
+"""A program of cuts. The next cut replaces it anyway."""
+FIRST_CUT_NODES = Nodes(50)
+"""The first program, of one cut. The starts that come after it are often better ones."""
+LARGE_CUT_NODES = Nodes(20)
+"""A program of a large graph, whose nodes are slow."""
+ANY_ORDER_NODES = Nodes(100)
+"""The one integer program of the bound for every order."""
+BEST_CUT = Seconds(least_s=1.0)
+"""Each linear program that chooses the first cut. Without one there is no bound, so even a
+late search has time for the first."""
+RELAXED = Seconds(least_s=0.1)
+"""Each linear program that gives a start, or a bound for every order."""
+CUTS = Seconds(most_s=25.0)
+"""One program of several cuts beside neighbourhoods. When one does not end in time, the next
+has longer. The status of a result does not say that this clock ended a program, so on a slower
+machine another schedule may be found."""
+LARGE_CUTS = Seconds(most_s=4.0)
+"""The same on large graphs, where one cut says nearly all."""
+STALLED_CUTS = Rounds(3)
+"""Rounds in a row that raise no bound, after which cuts are given up."""
+FIRST_ROUND, ROUND = CountedTime(0.5), CountedTime(3.0)
+"""A round of cuts and neighbourhoods: the first one, and, after doubling, the later ones."""
+LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)
+"""Rounds on large graphs. With a wider gap the time limit alone ends them."""
+
+# ---- repair and exchange (`local_search`, `cuts`)
+
+FIRST_REPAIRS = Work(100_000)
+"""Repairs of the starts from one cut, before other starts are tried. On an unrolled LSTM of 819
+ops at 48 % of its peak the first repair went round in circles for 40 s and more, or came to 170 %
+of overhead in 6 s, as prices differed in the third digit; segments had 33 % in 0.7 s."""
+REPAIRS_OF_A_START = Work(20_000)
+"""Repairs of one start with one power after another, once there is a schedule."""
+VAIN_MOVES = Work(60_000)
+"""Moves weighed at one stage without finding one. On large graphs, whose ops run a long way back
+again, each takes long."""
+EXCHANGES = Work(300_000)
+"""Exchanges of what is kept."""
+VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)
+"""Exchanges in a row that do not help. Each costs about as much as there are ops."""
+
+# ---- neighbourhoods solved by CP-SAT (`local_search`)
+
+NEIGHBOURHOOD = CountedTime(0.7)
+"""One neighbourhood. Sets of ops that take longer are made smaller."""
+
+# ---- bounds on the least peak (`bounds`)
+
+REGRESSION = Rounds(2000, times_ops=4_000_000)
+"""Sets of values that the search for the least peak looks at: about a second."""
+
+# ---- the portfolio (`auto`)
+
+TINY = Seconds(part=0.5)
+"""Exhaustive search on tiny graphs; the rest of the limit is for what finds a schedule sooner."""
+EXACT = Seconds(most_s=10.0)
+"""The exact program that ends a solve of a small graph."""
+START = Seconds(part=0.2)
+"""Another solver that gives a start: a policy, or segments between lower sets."""
+
+# ---- pins (`pins`)
+
+TIGHTER = Rounds(4)
+"""Budgets tried, each lower, until the schedule fits with the runs that are put in."""
+FIRST_PINNED = Seconds(part=0.6)
+"""The first of these solves: it is the last one where nothing has to be put in."""
+PINNED = Seconds(least_s=0.5)
+"""Each of these solves, and the one that names the least budget."""
+PINNED_BOUND = Seconds(most_s=5.0)
+"""The bound of the graph with `keep` alone."""
+LEFT_OUT = Rounds(times_ops=200_000, least=20)
+"""Runs that are tried to be left out. Each trial costs about as much as there are ops."""
+
+# ---- many budgets (`budgets`)
+
+NAMING = Seconds(part=1 / 6)
+"""The search for the least peak, from which a sweep spreads its budgets."""
+ONE_BUDGET = Seconds(part=1.5)
+"""A budget of a sweep, in equal parts of the time left. Most budgets take less than their part,
+so those that need it may take more."""
+SECOND_SOLVE = Seconds(least_s=1.0)
+"""The solve at the least peak that the first solve has named."""
+
+# ---- orders (`orders`), chosen on layered graphs
+
+FIRST_LOOK = Seconds(part=0.3)
+"""The first look at the given order, of the whole limit."""
+ANY_ORDER_BOUND = Seconds(most_s=10.0, part=0.1)
+"""The bound for every order, of the whole limit."""
+OTHER_ORDER = Seconds(part=0.3)
+"""Each other order: half to find it, half for a first look at it."""
+FULL_SOLVE, FULL_SOLVE_IN_NEED = Seconds(part=0.2), Seconds(part=0.75)
+"""A full solve before others: where there is a schedule, and where there is none."""
+REFINED_ORDER = Seconds(part=0.05)
+"""The solve in a refined order, of the whole limit."""
+LEAST_SOLVE_S = 0.2
+"""Seconds left below which no further solve is begun."""
+VAIN_ORDERS = Rounds(12)
+"""Refined orders in a row that do not help."""
+DROPPED_RUNS = Rounds(12)
+"""Repeated runs that are tried to be left out of an order."""
+
+# ---- other solvers (`blocks`, `exact`, `policies`)
+
+BLOCK_NODES = Nodes(200)
+"""A program that makes an option of a block."""
+CUT_FIRST = Seconds(part=1 / 3)
+"""`cut`, from which `retention` starts."""
+LEAST_PEAK_TRIES = Rounds(10)
+"""Budgets at which a policy is run to find its least peak. Each halves the range."""

@@ -1,0 +1,85 @@
+"""What the pages name is there: files, folders, modules and what they define."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import remat
+from tests.architecture.import_graph import PACKAGES, sources
+from tests.paths import ROOT
+
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md",
+]  # fmt: skip
+TOPS = (*PACKAGES, "benchmarks", "docs", "examples", "notebooks", "tests")
+PATH = re.compile(rf"(?<![\w/.])(?:\.\./)*((?:{'|'.join(TOPS)})/[\w./-]*[\w/])(?![-*\w])")
+SCRIPT = re.compile(r"python -m ((?:benchmarks|tests)[.\w]*\w)")
+NAME = re.compile(r"(?<![\w/.\"'])remat((?:\.[A-Za-z_]\w*)+)")
+DEFINED = re.compile(r"`([A-Za-z_.]+)` (?:in |\()`([\w/]+\.py)`")
+OUTPUT = re.compile(r"^```text\n.*?^```$|--out \S+", re.MULTILINE | re.DOTALL)
+"""What a command printed, which names ops such as `remat.dropout`, and files that it will write."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = OUTPUT.sub("", page.read_text(encoding="utf-8"))
+    missing = [path for path in PATH.findall(text) if not (_is_any(path) or (ROOT / path).exists())]
+    missing += [name for name in SCRIPT.findall(text) if not _is_script(name)]
+    missing += [f"remat{name}" for name in NAME.findall(text) if not _is_defined(f"remat{name}")]
+    assert missing == []
+
+
+def test_every_folder_of_the_packages_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
+    folders = {str(path.parent.relative_to(ROOT)) for path in sources().values()}
+    assert sorted(listed) == sorted(folders)
+
+
+def test_what_the_architecture_names_is_defined_in_the_file_that_it_names() -> None:
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split())
+    found = DEFINED.findall(text)
+    assert len(found) > 30
+    defined = {path: _defined_in(ROOT / path) for _, path in found}
+    assert [pair for pair in found if pair[0].split(".")[-1] not in defined[pair[1]]] == []
+
+
+def _is_any(path: str) -> bool:
+    """Whether it stands for a file of the reader's, as `solver/FAMILY/NAME.py` does."""
+    return "NAME" in path or "FAMILY" in path
+
+
+def _is_script(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def _is_defined(name: str) -> bool:
+    """Whether the module has it, or says where it is from; what is in a class is not looked at."""
+    modules = sources()
+    module, *inside = next(
+        [name[:at], *filter(None, name[at + 1 :].split(".")[:1])]
+        for at in [len(name), *(i for i in reversed(range(len(name))) if name[i] == ".")]
+        if name[:at] in modules
+    )
+    if not inside:
+        return True
+    if module == "remat":
+        return inside[0] in remat.__all__
+    return inside[0] in _defined_in(modules[module])
+
+
+def _defined_in(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found

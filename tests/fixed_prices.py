@@ -1,0 +1,56 @@
+"""Prices that no clock decides: each op takes as long as what it moves says.
+
+Plans of captured models then are the same on every machine, busy or not. Each op still runs, so
+that errors and layouts are seen; it runs once, and the step as a whole is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from remat.graph_capture.devices import cpu_meter
+from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.prices import pricing
+from remat.rewriter.inductor.prices import CallPrices
+
+BYTES_PER_US = 1000.0
+STEP_US = 1000.0
+ELEMENT_US = 1e-4
+"""Of a slow part of a kernel of Inductor's, which would be compiled to be timed."""
+
+
+def moved_us(meter: CpuMeter, run: Run, moved_bytes: int = 0) -> float:
+    """In place of `CpuMeter.median_us`."""
+    run()
+    return 1.0 + moved_bytes / BYTES_PER_US
+
+
+def same_us(meter: CpuMeter, run: Run) -> float:
+    """In place of `CpuMeter.step_us`."""
+    run()
+    return STEP_US
+
+
+REPLACED: dict[tuple[Any, str], Any] = {
+    (cpu_meter, "PASSES"): 1,
+    (CpuMeter, "median_us"): moved_us,
+    (CpuMeter, "step_us"): same_us,
+    (pricing, "step_rounds"): lambda *_: None,
+    (CallPrices, "bytes_per_us"): lambda _: BYTES_PER_US,
+    (CallPrices, "us_per_element"): lambda *_: ELEMENT_US,
+}
+CLOCKED = {(owner, name): getattr(owner, name) for owner, name in REPLACED}
+
+
+@contextmanager
+def patched(values: Mapping[tuple[Any, str], Any]) -> Iterator[pytest.MonkeyPatch]:
+    """With these attributes of modules and classes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for (owner, name), value in values.items():
+            patch.setattr(owner, name, value)
+        yield patch

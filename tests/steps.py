@@ -1,0 +1,34 @@
+"""Plans of the models of `tests.models`, and their steps rewritten to follow them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from remat import solver
+from remat.graph_capture import TrainingGraph, capture
+from remat.rewriter import RematModule, rewrite
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from tests.models import make
+
+
+def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
+    """By the solver `kind`; of `cut` at 60 % of what the kept step allocates, or all it needs."""
+    if kind == "cut":
+        everything = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
+        resident = graph.resident.total_bytes
+        result = solver.solve(graph, resident + int(0.6 * (everything - resident)), "cut")
+        if result.schedule is None:
+            result = solver.solve(graph, result.least_feasible_bytes, "cut")
+        assert result.schedule is not None
+        return result.schedule
+    return solver.make_solver(kind).schedule(graph)
+
+
+def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tuple[Any, ...]]:
+    """The model of that name, its rewritten module and its batch."""
+    model, args, kwargs, loss_fn, target = make(name)
+    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    return model, rewrite(model, schedule_of(graph, kind)), args
