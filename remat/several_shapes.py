@@ -99,8 +99,8 @@ class PlanCache(SharedState, nn.Module):
         cls._remat_plans.popitem(last=False)
         warnings.warn(
             f"{type(cls._remat_original_module).__name__} was called with more than "
-            f"{cls._remat_max_plans} signatures, and the plan that was used longest ago is given up: "
-            "pad batches to fewer shapes, or raise max_plans",
+            f"{cls._remat_max_plans} signatures, and the plan that was used longest ago is given "
+            "up: pad batches to fewer shapes, or raise max_plans",
             stacklevel=8,
         )
 

@@ -51,6 +51,8 @@ _NOT_RUN = frozenset(
         "__delattr__",
     ]
 )
+_OF_DATA = frozenset({"types", "argparse", "collections"})
+"""Modules of Python whose objects hold a user's data, such as a `SimpleNamespace`."""
 LruCache = type(functools.lru_cache(lambda: None))
 
 
@@ -181,7 +183,8 @@ class Walk:
 
     def _visit_instance(self, value: Any, text: str) -> None:
         kind = type(value)
-        if is_library(kind.__module__) and not isinstance(value, nn.Module):
+        is_followed = isinstance(value, nn.Module) or kind.__module__ in _OF_DATA
+        if is_library(kind.__module__) and not is_followed:
             return
         self._visit_class(kind)
         space = getattr(value, "__dict__", None)

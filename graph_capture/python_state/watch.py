@@ -92,11 +92,8 @@ class PythonState:
 
     def first_change(self) -> Change | None:
         """The first place that holds something else; fast where each holds the very same object."""
-        if self._test is None:
-            self._compile()
-        assert self._test is not None
         with contextlib.suppress(KeyError, ValueError, AttributeError):
-            if self._test():
+            if self._test is not None and self._test():
                 return None
         change = next(chain(self._changed_places(), self._appeared()), None)
         if change is None:

@@ -151,7 +151,9 @@ def require_constant(kind: str, carried: list[Carried], results: int, end: fx.No
     number = sum(one.tensors for one in carried)
     if not number:
         return
-    plain = [(what.idx, node) for what, node in _described(end, results) if hasattr(what, "idx")]
+    plain = [
+        (what.idx, node) for what, node in _forward_results(end, results) if hasattr(what, "idx")
+    ]
     nodes = [node for _, node in sorted(plain, key=lambda pair: pair[0])][-number:]
     for one in carried:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
@@ -163,7 +165,7 @@ def require_constant(kind: str, carried: list[Carried], results: int, end: fx.No
             )
 
 
-def _described(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
+def _forward_results(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
     outputs = end.args[0]
     assert isinstance(outputs, (tuple, list))
     return list(zip(end.meta["desc"][:count], outputs[:count], strict=True))

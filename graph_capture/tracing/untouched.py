@@ -101,7 +101,7 @@ def _changed(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -
     yield from (name for name in now if name not in attributes and name not in but)
     for name, (value, copied) in attributes.items():
         is_another = name not in now or now[name] is not value
-        if is_another or (copied is not None and not _same_items(value, copied)):
+        if is_another or (copied is not None and not _holds_the_same(value, copied)):
             yield name
 
 
@@ -117,7 +117,7 @@ def _restore(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -
             (value.extend if isinstance(value, list) else value.update)(copied)
 
 
-def _same_items(now: Any, before: Any) -> bool:
+def _holds_the_same(now: Any, before: Any) -> bool:
     if len(now) != len(before):
         return False
     if isinstance(now, dict):
