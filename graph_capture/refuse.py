@@ -7,6 +7,7 @@ gets its place and a way out by `refusal`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -171,6 +172,8 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
     kind = type(error).__name__
     if isinstance(error, DeviceError):
         return CaptureError(f"{error} ({place})")
+    if way := _known_way_out(error):
+        return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
     if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return CaptureError(
             f"control flow or a shape depends on tensor data ({place}): one static graph cannot "
@@ -181,6 +184,26 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
+
+
+_WAYS_OUT = {
+    "_detect_is_causal_mask": "pass is_causal=True beside a causal mask, or is_causal=False",
+    "_canonical_mask": "pass masks as floating point numbers, or as bool",
+    "__init__ of Distribution": "make the distribution with validate_args=False",
+}
+"""By the function of torch that looks at values: how to keep it from doing so."""
+
+
+def _known_way_out(error: Exception) -> str:
+    """What the user can do where a function of torch looks at values; empty if it is not known."""
+    frames = [] if error.__traceback__ is None else list(walk_tb(error.__traceback__))
+    for frame, _ in reversed(frames):
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename.endswith("distributions/distribution.py"):
+            name = "__init__ of Distribution"
+        if name in _WAYS_OUT:
+            return _WAYS_OUT[name]
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import CaptureError
@@ -70,6 +71,12 @@ class Values:
             return
         if node.op == "get_attr":
             _check_constant(tensor)
+            if tensor.layout != torch.strided:
+                raise CaptureError(
+                    f"the model holds a {tensor.layout} tensor that is neither parameter nor "
+                    "buffer, and only strided ones can be planned: keep its indices and values as "
+                    "buffers and compute with them (torch.Tensor.index_add, or a dense product)"
+                )
             self.constants_bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             # Views of a constant in the graph alias the traced tensor, not the real one.
             shown = node.meta.get("val")

@@ -216,5 +216,8 @@ def _step_input(node: fx.Node) -> Any:
     like: Any = node.meta.get("val")
     if not isinstance(like, Tensor):
         return like
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.normal_(0, SPREAD) if like.is_floating_point() else made.zero_()
+    # Filled as a flat storage: an expanded tensor has elements that share a place.
+    size = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True) if n)
+    flat = torch.empty(max(size, 0), dtype=like.dtype, device=like.device)
+    made = flat.normal_(0, SPREAD) if like.is_floating_point() else flat.zero_()
+    return made.as_strided(like.shape, like.stride())

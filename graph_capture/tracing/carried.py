@@ -65,6 +65,7 @@ class ForwardWrites:
         self._kind, self._state = type(model).__name__, state
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self.carried: list[Carried] = []
+        self._in_forward: set[str] = set()
 
     def begin(self) -> None:
         """Put back what an earlier run changed."""
@@ -94,9 +95,26 @@ class ForwardWrites:
         self._require_nothing_else()
         return tensors
 
+    def require_that_backward_writes_nothing(self) -> None:
+        """Refuse a hook that forward has set on a tensor, and that changes something in backward.
+
+        It runs while the step is traced, and never again.
+        """
+        texts = {carried.text for carried in self.carried}
+        late = [one.text for one in self._attributes.written() if one.text not in texts]
+        late += [one.text for one in self._state.changes() if one.text not in self._in_forward]
+        if late:
+            raise CaptureError(
+                f"backward of {self._kind} changes {late[0]}, as by a hook that forward sets on a "
+                "tensor: a step that follows a plan would not call it. Set the hook on a parameter "
+                "outside forward, or return the tensor and set the hook on the result"
+            )
+
     def _require_nothing_else(self) -> None:
         texts = [carried.text for carried in self.carried]
-        for change in self._state.changes():
+        changes = self._state.changes()
+        self._in_forward = {change.text for change in changes}
+        for change in changes:
             if not any(text in change.text for text in texts):
                 raise CaptureError(
                     f"forward of {self._kind} changes {change.text}: it was "

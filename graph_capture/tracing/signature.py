@@ -5,8 +5,11 @@ A plan is exact for one signature.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -14,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
-from remat.graph_capture.python_state.places import is_same
+from remat.graph_capture.python_state.places import PLAIN, is_same
 
 
 class Signature:
@@ -112,6 +115,26 @@ def _argument_name(path: Any) -> str:
     return head + pytree.keystr(path[1:])
 
 
+def unknown_leaf_message(name: str, leaf: Any) -> str:
+    """The refusal of what is neither a tensor nor a container of tensors that torch knows."""
+    kind = type(leaf)
+    if dataclasses.is_dataclass(kind):
+        way = f"register it once: torch.export.register_dataclass({kind.__name__})"
+    elif isinstance(leaf, Mapping):
+        way = "pass dict(...) of it"
+    elif isinstance(leaf, np.ndarray):
+        way = "pass torch.from_numpy(...) of it"
+    else:
+        way = (
+            "pass its tensors, or register it once: torch.utils._pytree.register_pytree_node("
+            f"{kind.__name__}, flatten, unflatten)"
+        )
+    return (
+        f"{name} is a {kind.__qualname__}, whose tensors torch cannot find by itself, so no graph "
+        f"can hold it: {way}"
+    )
+
+
 def check_batch(batch: Any, device: str) -> None:
     """Refuse a batch that no static graph can hold.
 
@@ -127,6 +150,8 @@ def check_batch(batch: Any, device: str) -> None:
                 f"{name} is a {leaf.layout} tensor; only strided tensors can be planned. "
                 "Pass a dense tensor"
             )
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise CaptureError(unknown_leaf_message(name, leaf))
         if isinstance(leaf, Tensor) and leaf.is_meta:
             raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
         if isinstance(leaf, Tensor):

@@ -7,12 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.phases import mark_forward
+from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.refuse import HOOKS
 from remat.graph_capture.tracing.carried import ForwardWrites
 from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
+from remat.graph_capture.tracing.signature import unknown_leaf_message
 
 LossFunction = Callable[..., Any]
 
@@ -62,7 +66,12 @@ class StepModule(nn.Module):
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
         require_unmoved(type(self.model).__name__, stand, again)
+        for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                what = f"the result{pytree.keystr(path)} of {type(self.model).__name__}"
+                raise CaptureError(unknown_leaf_message(what, leaf))
         carried = self._writes.end()
+        mark_forward()
         return (result, carried) if self._writes.carried else result
 
 
@@ -85,6 +94,15 @@ def _state(model: nn.Module) -> dict[str, Tensor | None]:
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
     }
+
+
+def with_loss(model: nn.Module, loss_fn: LossFunction | None) -> nn.Module:
+    """The module whose parameters and buffers a step has: the model, or a pair with its loss."""
+    if not isinstance(loss_fn, nn.Module):
+        return model
+    pair = nn.Module()
+    pair.model, pair.loss_fn = model, loss_fn
+    return pair
 
 
 def apply_loss(loss_fn: LossFunction | None, output: Any, target: Any) -> Any:

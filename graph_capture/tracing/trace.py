@@ -44,7 +44,7 @@ from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state, keep_recipe
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
-from remat.graph_capture.tracing.step_module import LossFunction, StepModule
+from remat.graph_capture.tracing.step_module import LossFunction, StepModule, with_loss
 from remat.graph_capture.tracing.ties import tied_as_one
 from remat.graph_capture.tracing.trace_flags import FLAGS, told, unlogged
 from remat.graph_capture.tracing.true_strides import fake_with_true_strides
@@ -120,7 +120,7 @@ def trace(
         signature=Signature(batch),
         loss_fn=loss_fn,
         resident=resident_bytes(
-            model,
+            with_loss(model, loss_fn),
             batch,
             optimizer=optimizer,
             accumulate=accumulate,
@@ -171,7 +171,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(unlogged())
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))
-        stack.enter_context(tied_as_one(model))
+        stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
         writes = ForwardWrites(model, state)
         step = StepModule(model, recipe.loss_fn, writes)
@@ -190,6 +190,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, recipe.signature.example(fake), {}, decompositions={}
             )
+            writes.require_that_backward_writes_nothing()
         except CaptureError:
             raise
         except Exception as error:  # whatever a model raises is refused, with its place

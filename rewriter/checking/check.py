@@ -22,7 +22,7 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.watch import python_state_kept
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
+from remat.graph_capture.tracing.step_module import LossFunction, apply_loss, with_loss
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
@@ -122,16 +122,17 @@ def check(
     plan = plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
+    step = with_loss(model, loss_fn)
     resident = resident_bytes(
-        model, kept,
+        step, kept,
         optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
         python_state = stack.enter_context(python_state_kept(model, loss_fn))
-        stack.enter_context(own_parameters(model, module))
+        stack.enter_context(own_parameters(step, module))
         state = StepState(
-            model, batch.leaves, meter.device, python_state, keep_parameters=_overwrites(module)
+            step, batch.leaves, meter.device, python_state, keep_parameters=_overwrites(module)
         )
         stack.enter_context(state.put_back())
         expected = state.outcome(eager)

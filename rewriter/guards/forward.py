@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
+from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.refuse import (
     distributed_message,
@@ -22,6 +23,7 @@ from remat.graph_capture.refuse import (
 )
 from remat.graph_capture.tracing.carried import short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
+from remat.graph_capture.tracing.step_module import with_loss
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.settings import first_difference, settings
@@ -55,11 +57,12 @@ class Guards:
             for path, module, attribute in hook_dictionaries(model)
         ]
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
-        self.live = LiveState(model)
-        self.facts = [_facts(tensor) for _, tensor in named_state(model)]
-        self.tied = tied_places(model)
+        self.step = with_loss(model, recipe.loss_fn)
+        self.live = LiveState(self.step)
+        self.facts = [_facts(tensor) for _, tensor in named_state(self.step)]
+        self.tied = tied_places(self.step)
         self.taken = [i for i in range(len(self.facts)) if i not in self.tied]
-        self.names = [self.live.names[i] for i in self.taken]
+        self.names = [path_in_model(self.live.names[i]) for i in self.taken]
         self.constants = _watched_constants(model, forward, backward)
         self.settings = settings()
 
@@ -127,7 +130,7 @@ class Guards:
 
     def _replaced(self) -> RewriteError:
         """The error for modules, parameters or buffers that came or went."""
-        now, before = [name for name, _ in named_state(self.model)], self.live.names
+        now, before = [name for name, _ in named_state(self.step)], self.live.names
         if now == before:
             return self._changed("a submodule", "one object", "another one")
         missing, added = set(before).difference(now), set(now).difference(before)
