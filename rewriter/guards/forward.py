@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.joint.provenance import path_in_model
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import (
     distributed_message,
     hook_dictionaries,
@@ -90,7 +90,7 @@ class Guards:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         if change := self.python_state.first_change():
-            raise self._changed(change.text, short(change.before), short(change.now))
+            raise self._changed(*_in_words(change))
         state = self._state()
         for path, module, attribute, tensor in self.constants:
             if getattr(module, attribute, None) is not tensor:
@@ -168,6 +168,14 @@ def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, 
         if was != found:
             return text(was), text(found)
     raise AssertionError("no fact differs")
+
+
+def _in_words(change: Change) -> tuple[str, str, str]:
+    """What has changed, what it was and what it is."""
+    what = change.text if " " in change.text else f"attribute {change.text}"
+    if isinstance(change.before, Tensor) and isinstance(change.now, Tensor):
+        return what, "one tensor", "another one"
+    return what, short(change.before), short(change.now)
 
 
 def _shown(state: tuple[Any, ...]) -> str:
