@@ -61,6 +61,32 @@ def _decomposed() -> tuple[Any, ...]:
     return tuple(op for op in ops if any(key in op.py_kernels for key in KEYS))
 
 
+_DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+
+
+class IdleDropout(TorchFunctionMode):
+    """Dropout that drops nothing returns its input, as in eager; a trace would make a copy.
+
+    A write in place to the result then reaches the input too.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, unless it is dropout at rest."""
+        given = dict(kwargs or {})
+        if getattr(func, "__name__", "") in _DROPOUTS:
+            named = dict(zip(("input", "p", "training"), args, strict=False)) | given
+            is_on = named.get("training", named.get("train", True))
+            if not is_on or named.get("p", 0.5) == 0:
+                return named["input"]
+        return func(*args, **given)
+
+
 class FusedAttention(TorchFunctionMode):
     """Calls of `scaled_dot_product_attention` with their dropout left out."""
 

@@ -37,10 +37,15 @@ from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
+from remat.graph_capture.joint.refuse_ops import refuse_repeated_casts
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import Carried, ForwardWrites, require_constant
-from remat.graph_capture.tracing.kernels import FusedAttention, kernels_of_eager
+from remat.graph_capture.tracing.kernels import (
+    FusedAttention,
+    IdleDropout,
+    kernels_of_eager,
+)
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state, keep_recipe
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.signature import Signature, check_batch
@@ -178,6 +183,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         provenance = Provenance(step)
         stack.enter_context(told(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
+        stack.enter_context(IdleDropout())
         stack.enter_context(provenance.watching_modules())
         stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
@@ -197,6 +203,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
             raise refusal(error, model, provenance.module_of(error)) from error
     _refuse_no_backward(model, descriptors)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
+    refuse_repeated_casts(descriptors.graph_module.graph)
     require_constant(recipe.name, writes.carried, results, end)
     state.leave_out([(model.get_submodule(one.path), one.name) for one in writes.carried])
     joint = build_joint(

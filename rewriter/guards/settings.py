@@ -16,6 +16,7 @@ _NAMES = (
     "torch.backends.cuda.math_sdp_enabled()",
     "torch.get_default_dtype()",
     "torch.are_deterministic_algorithms_enabled()",
+    "torch.is_autocast_cache_enabled()",
 )
 
 
@@ -29,6 +30,7 @@ def settings() -> Settings:
         torch._C._get_math_sdp_enabled(),
         torch.get_default_dtype(),
         torch._C._get_deterministic_algorithms(),
+        torch.is_autocast_cache_enabled(),
     )
 
 
