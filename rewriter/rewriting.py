@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -65,7 +65,7 @@ def rewrite(
     CaptureError : the model has changed, and cannot be captured any more.
     """
     refuse_rewritten(model)
-    if not isinstance(schedule, Schedule):
+    if not isinstance(cast("Any", schedule), Schedule):
         raise RewriteError(
             f"there is no schedule to rewrite to, but {schedule!r}: where nothing fits, "
             "result.schedule is None, and result.message says what would"

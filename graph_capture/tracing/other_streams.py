@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 def streams() -> dict[str, Any]:
     """Where each stream that a trace should not move stands now."""
-    _, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
     return {
         _PYTHON: random.getstate(),
         _NUMPY: (keys.tobytes(), *rest),

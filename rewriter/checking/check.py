@@ -22,7 +22,12 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.watch import python_state_kept
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.graph_capture.tracing.step_module import LossFunction, apply_loss, with_loss
+from remat.graph_capture.tracing.step_module import (
+    LossFunction,
+    apply_loss,
+    with_loss,
+    without_own_hooks,
+)
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
@@ -131,6 +136,8 @@ def check(
         stack.enter_context(untouched(model))
         python_state = stack.enter_context(python_state_kept(model, loss_fn))
         stack.enter_context(own_parameters(step, module))
+        # They run around both, and what they hold is no part of the plan.
+        stack.enter_context(without_own_hooks(model))
         state = StepState(
             step, batch.leaves, meter.device, python_state, keep_parameters=_overwrites(module)
         )

@@ -45,7 +45,7 @@ def compared(
     wrong = tuple(
         name
         for name in differing
-        if name not in unsteady or not _as_near(expected[name], again.get(name), found.get(name))
+        if name not in unsteady or not _as_near(expected[name], again[name], found.get(name))
     )
     return wrong, unsteady
 
@@ -64,7 +64,7 @@ def compared_nearly(
             wrong += [] if same(like, found.get(name)) else [name]
             continue
         size = max(_norm(like), LEAST_PART * _norm_of_kind(expected, name))
-        errors[name] = _norm(found.get(name).double() - like.double()) / size if size else 0.0
+        errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
         least = ROUNDINGS * torch.finfo(like.dtype).eps if tolerance else 0.0
         if not errors[name] <= max(tolerance, least):
             wrong.append(name)

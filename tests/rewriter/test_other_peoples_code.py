@@ -1,0 +1,353 @@
+"""What models of others do beside computing: state that they set, hooks, draws, and names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.graph_capture.errors import CaptureError, RewriteError, StateChangedError
+
+WIDTH = 16
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+def batch() -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def planned(model: nn.Module, *args: Any, **options: Any) -> Any:
+    return remat.rematerialize(model, args, budget="100%", solver="store_all", **options)
+
+
+def gradients(model: nn.Module, step: Callable[[], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    step().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_tensor_that_forward_sets_is_set_by_each_step_and_can_be_trained_with() -> None:
+    class Auxiliary(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.auxiliary = y.square().mean()
+            self.parts = {"mean": y.mean(), "name": "y"}
+            return y.mean()
+
+    model, x = Auxiliary(), batch()
+    fast = planned(model, x)
+    eager = gradients(model, lambda: model(x) + model.auxiliary)
+    kept = model.auxiliary.detach().clone()
+    del model.auxiliary, model.parts
+    ours = gradients(model, lambda: fast(x) + fast.auxiliary)
+    assert all(map(torch.equal, eager, ours))
+    assert torch.equal(model.auxiliary, kept)
+    assert model.parts["name"] == "y"
+
+
+def test_a_mask_that_is_made_at_the_first_call_is_planned_and_kept() -> None:
+    class Masked(Base):
+        mask: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(WIDTH, WIDTH).tril()
+            return self.linear(x) @ self.mask
+
+    model, x = Masked(), batch()
+    fast = planned(model, x)
+    assert model.mask is None
+    ours = fast(x)
+    assert isinstance(model.mask, Tensor)
+    assert torch.equal(ours, model(x))
+
+
+def test_what_forward_would_read_again_from_its_batch_is_refused() -> None:
+    class Remembering(Base):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = x if self.last is None else self.last
+            self.last = x
+            return self.linear(before)
+
+    with pytest.raises(CaptureError, match=r"reads attribute last and sets it from its batch"):
+        remat.capture(Remembering(), (batch(),))
+
+
+def test_a_cached_function_keeps_no_tensor_of_the_trace() -> None:
+    @functools.cache
+    def table(size: int) -> Tensor:
+        return torch.arange(float(size)).sin()
+
+    class Cached(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x + table(WIDTH))
+
+    model, x = Cached(), batch()
+    fast = planned(model, x)
+    assert torch.equal(fast(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("draw", "stream"),
+    [(random.random, "random"), (lambda: np.random.rand(), "numpy.random")],
+    ids=["python", "numpy"],
+)
+def test_draws_of_other_streams_are_refused_with_their_line(
+    draw: Callable[[], float], stream: str
+) -> None:
+    class Drawing(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * draw()
+
+    state, array = random.getstate(), np.random.get_state()[1].copy()
+    with pytest.raises(CaptureError, match=rf"draws from {stream} \(.*test_other.*py:\d+"):
+        remat.capture(Drawing(), (batch(),))
+    assert random.getstate() == state
+    assert np.array_equal(np.random.get_state()[1], array)
+
+
+def test_a_seed_set_in_forward_is_refused_with_its_line() -> None:
+    class Seeded(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            return nn.functional.dropout(self.linear(x))
+
+    with pytest.raises(CaptureError, match=r"calls torch\.manual_seed \(.*test_other.*py:\d+"):
+        remat.capture(Seeded(), (batch(),))
+
+
+def test_the_check_leaves_what_is_upstream_alone() -> None:
+    first, second, x = Base().linear, Base().linear, batch()
+    cache = remat.plan_cache(second, budget="100%", solver="store_all")
+    out = cache(first(x))
+    assert first.weight.grad is None
+    out.sum().backward()
+    assert first.weight.grad is not None
+
+
+def test_hooks_of_parameters_do_not_run_in_the_check() -> None:
+    model, x = Base().linear, batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    planned(model, x)
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
+def test_parameters_that_forward_writes_are_put_back_by_the_check() -> None:
+    class Momentum(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+            return (self.linear(x) - self.slow(x)).square().mean()
+
+    model, x = Momentum(), batch()
+    before = model.slow.weight.clone()
+    planned(model, x)
+    assert torch.equal(model.slow.weight, before)
+
+
+def test_a_list_that_forward_consumes_is_left_to_the_user() -> None:
+    class Popping(Base):
+        def forward(self, parts: list[Tensor]) -> Tensor:
+            return self.linear(parts.pop())
+
+    parts = [batch()]
+    planned(Popping(), parts)
+    assert len(parts) == 1
+
+
+def test_a_hook_of_the_whole_model_runs_once() -> None:
+    model, x = Base().linear, batch()
+    model.register_forward_hook(lambda _, args, out: out * 2)
+    fast = planned(model, x)
+    assert torch.equal(fast(x), model(x))
+
+
+def test_a_hook_that_forward_sets_and_that_keeps_something_is_refused() -> None:
+    class Watching(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y.register_hook(lambda g: self.seen.append(g.detach()))
+            return y.mean()
+
+    with pytest.raises(CaptureError, match=r"backward of Watching changes seen"):
+        remat.capture(Watching(), (batch(),))
+
+
+def test_the_users_names_stay_his() -> None:
+    class Named(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("schedule", torch.linspace(0, 1, 5))
+            self.code = "mine"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+        def graph(self, n: int) -> int:
+            return n + 1
+
+    model, x = Named(), batch()
+    fast = planned(model, x)
+    assert torch.equal(fast.schedule, model.schedule)
+    assert (fast.code, fast.graph(1)) == ("mine", 2)
+    fast.code = "other"
+    assert model.code == "other"
+    assert remat.plan_of(fast).schedule.steps
+
+
+def test_a_registry_of_subclasses_is_not_told_of_a_plan() -> None:
+    class Registered(Base):
+        known: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, **words: Any) -> None:
+            super().__init_subclass__(**words)
+            Registered.known.append(cls.__name__)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    class Own(Registered):
+        pass
+
+    planned(Own(), batch())
+    assert Registered.known == ["Own"]
+
+
+def test_a_loss_that_is_a_module_trains_its_own_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("weights", torch.rand(WIDTH))
+
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return ((out - target).square() * self.scale * self.weights).mean()
+
+    model, loss_fn, x, y = Base().linear, Scaled(), batch(), torch.zeros(8, WIDTH)
+    fast = planned(model, x, loss_fn=loss_fn, target=y)
+    loss_fn(model(x), y).backward()
+    eager = [p.grad.clone() for p in (*model.parameters(), *loss_fn.parameters())]
+    model.zero_grad()
+    loss_fn.zero_grad()
+    fast(x, target=y).backward()
+    assert all(
+        torch.equal(a, p.grad)
+        for a, p in zip(eager, (*model.parameters(), *loss_fn.parameters()), strict=True)
+    )
+
+
+def test_dropout_at_rest_is_its_input() -> None:
+    class InPlace(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            y = nn.functional.dropout(h, 0.1, training=False)
+            y += 1
+            return torch.tanh(h)
+
+    model, x = InPlace(), batch()
+    assert torch.equal(planned(model, x)(x), model(x))
+
+
+def test_a_weight_cast_several_times_under_autocast_is_refused_and_the_way_out_works() -> None:
+    class Twice(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(torch.tanh(self.linear(x))).float().square().mean()
+
+    model, x = Twice(), batch()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="cache_enabled"):
+        remat.capture(model, (x,))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        fast = planned(model, x)
+        fast(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StateChangedError, match="cache"):
+        fast(x)
+
+
+def test_what_torch_cannot_take_apart_is_refused_with_the_call_that_helps() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: Tensor
+
+    class Taking(Base):
+        def forward(self, given: Batch) -> Tensor:
+            return self.linear(given.x)
+
+    with pytest.raises(CaptureError, match=r"args\[0\] is a .*Batch.*register_dataclass\(Batch\)"):
+        remat.capture(Taking(), (Batch(batch()),))
+
+
+def test_an_expanded_batch_is_planned() -> None:
+    class Adding(Base):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            return self.linear(x) + bias
+
+    model, x, bias = Adding(), batch(), torch.randn(1, WIDTH).expand(8, WIDTH)
+    assert torch.equal(planned(model, x, bias)(x, bias), model(x, bias))
+
+
+def test_no_schedule_is_no_plan() -> None:
+    model, x = Base().linear, batch()
+    remat.capture(model, (x,))
+    with pytest.raises(RewriteError, match="no schedule to rewrite to"):
+        remat.rewrite(model, None)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_makes_its_gradient_in_forward_keeps_eagers_peak() -> None:
+    class Chunked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            total, gradient = x.new_zeros(()), torch.zeros_like(weight)
+            for part in x.chunk(8):
+                z = (part @ weight).tanh()
+                total = total + z.sum()
+                gradient = gradient + part.T @ (1 - z * z)
+            ctx.save_for_backward(gradient)
+            return total
+
+        @staticmethod
+        def backward(ctx: Any, given: Tensor) -> tuple[None, Tensor]:
+            return None, given * ctx.saved_tensors[0]
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, 512) * 0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Chunked.apply(x, self.weight)
+
+    torch.manual_seed(0)
+    model, x = Summed(), torch.randn(1024, WIDTH)
+    fast = planned(model, x)
+    found = remat.check(model, fast, (x,), steps=1)
+    assert found.equal
+    assert found.plan_peak_bytes <= 1.02 * found.baseline_peak_bytes
+    again = [op.name for op in remat.plan_of(fast).graph.ops if op.phase == "backward"]
+    assert not any("tanh" in name for name in again)
