@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -84,11 +85,25 @@ def planned(name: str = "dropout") -> tuple[nn.Module, nn.Module, tuple[Any, ...
     return model, rewrite(model, make_solver("chen_sqrt").schedule(graph)), args
 
 
-def test_a_check_counts_what_the_allocator_gives_and_reserves(checked: FakeCuda) -> None:
+def test_a_check_counts_what_the_allocator_gives_and_reserves(
+    checked: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, module, args = planned()
     checked.device_us = 7000.0
-    model.register_forward_pre_hook(lambda *_: checked.allocate(6000))
-    model.register_forward_hook(lambda *_: checked.allocate(-6000))
+    eager_run = checking._eager_run
+
+    def allocating(*given: Any) -> Any:
+        run = eager_run(*given)
+
+        def held() -> Any:
+            checked.allocate(6000)
+            output = run()
+            checked.allocate(-6000)
+            return output
+
+        return held
+
+    monkeypatch.setattr(checking, "_eager_run", allocating)
     found = check(model, module, args, steps=1)
     assert found.differences == found.unsteady == ()
     assert found.baseline_peak_bytes % 512 == 6000 % 512
@@ -118,11 +133,10 @@ class Unsteady(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.calls = nn.Linear(8, 8), [0]
+        self.inner, self.calls = nn.Linear(8, 8), itertools.count()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls[0] += 1
-        return self.inner(x).square().mean() * (1 + 1e-6 * (self.calls[0] % 2))
+        return self.inner(x).square().mean() * (1 + 1e-6 * (next(self.calls) % 2))
 
 
 def test_a_check_tells_what_eager_itself_does_not_repeat(checked: FakeCuda) -> None:
