@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import CellType
@@ -137,13 +137,8 @@ class Contents:
         return copied(self.owner)
 
     def put(self, value: Any) -> None:
-        """Fill it with `value`, in place."""
-        if isinstance(self.owner, np.ndarray):
-            self.owner[...] = value
-            return
-        self.owner.clear()
-        fill = self.owner.extend if isinstance(self.owner, (list, deque)) else self.owner.update
-        fill(value)
+        """Fill it with `value`, in place, unless it holds just that."""
+        refill(self.owner, value)
 
     def renewed(self) -> Contents:
         """The same place with the value that it has now."""
@@ -151,46 +146,62 @@ class Contents:
 
     def term(self, name: Callable[[Any], str]) -> str:
         """An expression that is true while it holds the very same items."""
-        return f"{name(_SAME[_kind(self.owner)])}({name(self.owner)}, {name(self.value)})"
+        return f"{name(holds)}({name(self.owner)}, {name(self.value)})"
 
 
 Place = Entry | Cell | Slot | Contents
 
+# A subclass may have methods of its own, as a dictionary that makes an object of each class that is
+# looked up. So items are read and written by the methods of the base.
+_BASES: tuple[Any, ...] = (list, deque, set, OrderedDict, dict)
+CONTAINERS = (*_BASES, np.ndarray)
+
+
+def _base(owner: Any) -> Any:
+    return next(base for base in _BASES if isinstance(owner, base))
+
 
 def copied(owner: Any) -> Any:
-    """A shallow copy of a container; of a dictionary's items, a dictionary."""
-    return owner.copy()
+    """A shallow copy of a container, in the plain type that it is made of."""
+    if isinstance(owner, np.ndarray):
+        return owner.copy()
+    if isinstance(owner, dict):
+        return dict(dict.items(owner))
+    base = _base(owner)
+    return base(base.__iter__(owner))
 
 
-def _kind(owner: Any) -> type:
-    return next(kind for kind in _SAME if isinstance(owner, kind))
+def refill(owner: Any, value: Any) -> None:
+    """Make a container hold `value`, a copy of it, again."""
+    if holds(owner, value):
+        return
+    if isinstance(owner, np.ndarray):
+        owner[...] = value
+        return
+    base = _base(owner)
+    base.clear(owner)
+    if isinstance(owner, dict):
+        for key, item in value.items():
+            base.__setitem__(owner, key, item)
+    else:
+        (base.update if base is set else base.extend)(owner, value)
 
 
-def _same_items(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _same_entries(now: Any, before: Any) -> bool:
-    return _same_items(now, before) and all(map(operator.is_, now.values(), before.values()))
-
-
-def _same_array(now: Any, before: Any) -> bool:
-    return now.shape == before.shape and now.dtype == before.dtype and _bits(now) == _bits(before)
-
-
-def _bits(array: Any) -> bytes:
-    # By bits: NaN is NaN, and -0.0 is not 0.0.
-    return array.tobytes()
-
-
-_SAME: dict[type, Callable[[Any, Any], bool]] = {
-    list: _same_items,
-    deque: _same_items,
-    set: operator.eq,
-    dict: _same_entries,
-    np.ndarray: _same_array,
-}
-CONTAINERS = tuple(_SAME)
+def holds(owner: Any, value: Any) -> bool:
+    """Whether a container holds the very items of `value`, a copy of it; of arrays, the bits."""
+    if isinstance(owner, np.ndarray):
+        # By bits: NaN is NaN, and -0.0 is not 0.0.
+        same = owner.shape == value.shape and owner.dtype == value.dtype
+        return same and owner.tobytes() == value.tobytes()
+    base = _base(owner)
+    if base.__len__(owner) != len(value):
+        return False
+    if isinstance(owner, dict):
+        keys = all(map(operator.is_, dict.keys(owner), value))
+        return keys and all(map(operator.is_, dict.values(owner), value.values()))
+    if isinstance(owner, set):
+        return set.__eq__(owner, value)
+    return all(map(operator.is_, base.__iter__(owner), value))
 
 
 def is_same(now: Any, before: Any) -> bool:
@@ -213,7 +224,7 @@ def is_same(now: Any, before: Any) -> bool:
     if isinstance(now, (set, frozenset)):
         return now == before
     if isinstance(now, np.ndarray):
-        return _same_array(now, before)
+        return holds(now, before)
     if isinstance(now, np.generic):
         return now.tobytes() == before.tobytes()
     return is_same_function(now, before)

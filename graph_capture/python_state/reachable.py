@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
@@ -27,6 +28,7 @@ from remat.graph_capture.python_state.places import (
     Entry,
     Place,
     Slot,
+    copied,
 )
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
@@ -173,11 +175,12 @@ class Walk:
 
     def _visit_items(self, value: Any, text: str) -> None:
         if isinstance(value, CONTAINERS):
-            self.found.places.append(Contents(f"an item of {text}", value, value.copy()))
+            self.found.places.append(Contents(f"an item of {text}", value, copied(value)))
+            value = copied(value)
         if isinstance(value, dict):
             for key, item in value.items():
                 self._visit(item, f"{text}[{key!r}]")
-        elif isinstance(value, Iterable) and not hasattr(value, "dtype"):
+        elif not isinstance(value, np.ndarray):
             for i, item in enumerate(value):
                 self._visit(item, f"{text}[{i}]")
 
@@ -206,7 +209,7 @@ class Walk:
         """The methods and attributes of a class that some code names."""
         space, done = vars(kind), self._classes[kind]
         named = self._names_for(kind)
-        for key in space.keys() - done:
+        for key in sorted(space.keys() - done):
             is_special = key.startswith("__") and key.endswith("__")
             if key not in named and not (is_special and self._is_run(kind, key)):
                 continue
@@ -238,12 +241,12 @@ class Walk:
 
     def _read_instance(self, instance: _Instance) -> None:
         named = self._names_for(type(instance.value))
-        for key in (instance.space.keys() & named) - instance.done:
+        for key in sorted((instance.space.keys() & named) - instance.done):
             instance.done.add(key)
             self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
 
     def _read_module(self, module: ModuleType, done: set[str]) -> None:
-        for key in (vars(module).keys() & self._others) - done:
+        for key in sorted((vars(module).keys() & self._others) - done):
             done.add(key)
             self._add_entry(f"{key} of {module.__name__}", vars(module), key)
 

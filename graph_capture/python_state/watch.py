@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.graph_capture.python_state.places import MISSING, Entry, Place, is_same
+from remat.graph_capture.python_state.places import MISSING, Contents, Entry, Place, is_same
 from remat.graph_capture.python_state.reachable import Walk
 
 
@@ -65,7 +65,7 @@ class PythonState:
     def restore(self) -> None:
         """Put all places back, empty caches that were filled, and remove what appeared."""
         for place in self.places:
-            if place.now() is not place.value:
+            if isinstance(place, Contents) or place.now() is not place.value:
                 place.put(place.value)
         for _, space, names in self.watched:
             for name in space.keys() & names:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from remat.graph_capture.python_state.places import copied, holds, refill
+
 Attributes = dict[str, tuple[Any, Any]]
 """Values by name, each with a shallow copy of it where it is a plain container."""
 
@@ -94,14 +96,14 @@ def _snapshot(module: nn.Module) -> Attributes:
 
 
 def _copy_of_container(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, list, set)) else None  # pyright: ignore
+    return copied(value) if isinstance(value, (dict, list, set)) else None
 
 
 def _changed(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> Iterator[str]:
     yield from (name for name in now if name not in attributes and name not in but)
-    for name, (value, copied) in attributes.items():
+    for name, (value, kept) in attributes.items():
         is_another = name not in now or now[name] is not value
-        if is_another or (copied is not None and not _holds_the_same(value, copied)):
+        if is_another or (kept is not None and not holds(value, kept)):
             yield name
 
 
@@ -110,18 +112,6 @@ def _restore(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -
         if name not in attributes:
             del now[name]
             continue
-        now[name], copied = attributes[name]
-        if copied is not None:
-            value = now[name]
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(copied)
-
-
-def _holds_the_same(now: Any, before: Any) -> bool:
-    if len(now) != len(before):
-        return False
-    if isinstance(now, dict):
-        return all(key in before and before[key] is item for key, item in now.items())  # pyright: ignore
-    if isinstance(now, list):
-        return all(a is b for a, b in zip(now, before, strict=True))  # pyright: ignore
-    return now == before
+        now[name], kept = attributes[name]
+        if kept is not None:
+            refill(now[name], kept)
