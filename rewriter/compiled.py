@@ -12,7 +12,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.joint.build import Joint, build_joint
-from remat.graph_capture.tracing.carried import Carried
+from remat.graph_capture.tracing.carried import Carried, Settled
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.boxed import compile_boxed
 from remat.rewriter.graphs.emit import emit
@@ -24,8 +24,8 @@ from remat.schedules.schedule import Schedule
 class CompiledStep:
     """A callable step, the two GraphModules that it carries out, and facts about its gradients.
 
-    `carried` are attributes of modules that each step sets. `by_inductor` says whether it runs
-    Inductor's code or our own.
+    `carried` and `settled` are what each step sets on modules and elsewhere. `by_inductor` says
+    whether it runs Inductor's code or our own.
     """
 
     call: Callable[..., Any]
@@ -33,6 +33,7 @@ class CompiledStep:
     backward: fx.GraphModule
     gradients: GradientFacts
     carried: tuple[Carried, ...] = ()
+    settled: tuple[Settled, ...] = ()
     by_inductor: bool = False
 
 
@@ -77,7 +78,9 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             fw_compiler=lambda gm, example_inputs: compilers[0](gm, example_inputs),
             bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
         )
-    return CompiledStep(call, emitted[0], emitted[1], facts, trace.carried, by_inductor)
+    return CompiledStep(
+        call, emitted[0], emitted[1], facts, trace.carried, trace.settled, by_inductor
+    )
 
 
 def _boxed(*_: Any) -> tuple[Any, Any]:

@@ -10,7 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from remat.graph_capture.python_state.places import MISSING, Contents, Entry, Place, is_same
+from remat.graph_capture.python_state.places import (
+    MISSING,
+    Cell,
+    Contents,
+    Entry,
+    Place,
+    Slot,
+    is_same,
+)
 from remat.graph_capture.python_state.reachable import Walk
 
 
@@ -21,7 +29,7 @@ class Change:
     text: str
     before: Any
     now: Any
-    place: Place | None = None
+    place: Place
 
 
 class PythonState:
@@ -56,7 +64,8 @@ class PythonState:
     def _appeared(self) -> Generator[Change]:
         for text, space, names in self.watched:
             for name in sorted(space.keys() & names):
-                yield Change(f"{text}.{name}".lstrip("."), self._of_class(space, name), space[name])
+                place = Entry(f"{text}.{name}".lstrip("."), space, name, MISSING)
+                yield Change(place.text, self._of_class(space, name), space[name], place)
 
     def _of_class(self, space: dict[str, Any], name: str) -> Any:
         """What an instance had from its class before it had a value of its own."""
@@ -74,16 +83,12 @@ class PythonState:
             if cache.cache_info().currsize != before:
                 cache.cache_clear()
 
-    def leave_out(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
-        """Compare these attributes no more, which forward itself sets."""
-        gone = {(id(vars(module)), name) for module, name in attributes}
+    def leave_out(self, places: Iterable[Place]) -> None:
+        """Compare these places no more, which forward itself sets."""
+        gone = {_key(place) for place in places}
         if not gone:
             return
-        self.places = [
-            place
-            for place in self.places
-            if not (isinstance(place, Entry) and (id(place.space), place.key) in gone)
-        ]
+        self.places = [place for place in self.places if _key(place) not in gone]
         self.watched = [
             (text, space, {name for name in names if (id(space), name) not in gone})
             for text, space, names in self.watched
@@ -119,6 +124,17 @@ class PythonState:
         lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
         exec("\n".join(["def test():", *lines, "    return True"]), space)
         self._test = space["test"]
+
+
+def _key(place: Place) -> tuple[int, Any]:
+    """The same for two places that are one."""
+    if isinstance(place, Entry):
+        return id(place.space), place.key
+    return (id(place.cell), None) if isinstance(place, Cell) else (id(place.owner), _name(place))
+
+
+def _name(place: Slot | Contents) -> str | None:
+    return place.key if isinstance(place, Slot) else None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import draws_randomness
-from remat.graph_capture.python_state.places import PLAIN
+from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, Place
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
 
@@ -53,18 +53,36 @@ class Carried:
         setattr(module, self.name, pytree.tree_unflatten(leaves, self.spec))
 
 
+@dataclass(frozen=True)
+class Settled:
+    """A place that forward finds empty at its first call, and then leaves at a plain value.
+
+    Attributes
+    ----------
+    place : with what was there. value : what each step leaves there, as eager does.
+    """
+
+    place: Place
+    value: Any
+
+    def put(self) -> None:
+        """Set it."""
+        self.place.put(self.value)
+
+
 class ForwardWrites:
     """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept.
 
     Attributes
     ----------
-    carried : the attributes that the last run has set.
+    carried, settled : what the last run has set.
     """
 
     def __init__(self, model: nn.Module, state: PythonState) -> None:
         self._kind, self._state = type(model).__name__, state
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self.carried: list[Carried] = []
+        self.settled: list[Settled] = []
         self._in_forward: set[str] = set()
 
     def begin(self) -> None:
@@ -80,10 +98,13 @@ class ForwardWrites:
         CaptureError : it has changed something that no step could set again.
         """
         tensors: list[Tensor] = []
-        self.carried = []
+        self.carried, self.settled = [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
+            if is_read and _is_first_value(written.before, written.value):
+                self.settled.append(Settled(written.place, written.value))
+                continue
             if not _can_be_set(leaves, is_read=is_read):
                 raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -101,6 +122,7 @@ class ForwardWrites:
         It runs while the step is traced, and never again.
         """
         texts = {carried.text for carried in self.carried}
+        texts |= {settled.place.text for settled in self.settled}
         late = [one.text for one in self._attributes.written() if one.text not in texts]
         late += [one.text for one in self._state.changes() if one.text not in self._in_forward]
         if late:
@@ -112,10 +134,15 @@ class ForwardWrites:
 
     def _require_nothing_else(self) -> None:
         texts = [carried.text for carried in self.carried]
+        texts += [settled.place.text for settled in self.settled]
         changes = self._state.changes()
         self._in_forward = {change.text for change in changes}
         for change in changes:
-            if not any(text in change.text for text in texts):
+            if any(text in change.text for text in texts):
+                continue
+            if _is_first_value(change.before, change.now):
+                self.settled.append(Settled(change.place, change.now))
+            else:
                 raise CaptureError(
                     f"forward of {self._kind} changes {change.text}: it was "
                     f"{short(change.before)} and is {short(change.now)} after it, and a step that "
@@ -129,6 +156,12 @@ class ForwardWrites:
             f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
             "tensor there, which each step sets, or register a buffer, or set it outside forward"
         )
+
+
+def _is_first_value(before: Any, now: Any) -> bool:
+    """Whether a place was empty and has a plain value now, as a flag that is set once has."""
+    is_plain = isinstance(now, PLAIN) and now is not None
+    return is_plain and (before is MISSING or before is None or before is False)
 
 
 def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
@@ -151,8 +184,14 @@ def state_guarded(
 ) -> PythonState:
     """Python's state as it is now, without the attributes that each step sets."""
     state = PythonState(model, loss_fn)
-    state.leave_out([(model.get_submodule(one.path), one.name) for one in carried])
+    state.leave_out(places_of(model, carried))
     return state
+
+
+def places_of(model: nn.Module, carried: Iterable[Carried]) -> list[Entry]:
+    """Where these attributes are in a model."""
+    held = [(vars(model.get_submodule(one.path)), one) for one in carried]
+    return [Entry(one.text, space, one.name, space.get(one.name)) for space, one in held]
 
 
 def require_constant(kind: str, carried: list[Carried], results: int, end: fx.Node) -> None:

@@ -40,7 +40,13 @@ from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.refuse_ops import refuse_repeated_casts
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
-from remat.graph_capture.tracing.carried import Carried, ForwardWrites, require_constant
+from remat.graph_capture.tracing.carried import (
+    Carried,
+    ForwardWrites,
+    Settled,
+    places_of,
+    require_constant,
+)
 from remat.graph_capture.tracing.kernels import (
     FusedAttention,
     IdleDropout,
@@ -69,7 +75,7 @@ class Trace:
     joint : the graph and its fx nodes. recipe : how to trace again.
     descriptors : AOTAutograd's own record. It can be compiled once.
     python_state : what forward and the loss read of Python's state, as it was.
-    carried : attributes that forward sets. Each step sets them too.
+    carried, settled : what forward sets on modules and elsewhere. Each step sets it too.
     compiled : whether the record has been compiled.
     """
 
@@ -78,6 +84,7 @@ class Trace:
     descriptors: JointWithDescriptors
     python_state: PythonState
     carried: tuple[Carried, ...] = ()
+    settled: tuple[Settled, ...] = ()
     compiled: bool = False
 
     @property
@@ -163,9 +170,32 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
                 "such as an attention_mask of ones",
                 stacklevel=3,
             )
+        _require_the_same_again(model, done)
         return done
     assert first is not None
     raise first
+
+
+def _require_the_same_again(model: nn.Module, done: Trace) -> None:
+    """Refuse a forward that does something else once it has set what it sets at its first call.
+
+    A flag that only says that it was set may be set by each step. One that stands for a first
+    call which initialises something may not.
+    """
+    if not done.settled:
+        return
+    try:
+        for one in done.settled:
+            one.put()
+        again = _trace_with(model, done.recipe)
+    finally:
+        for one in done.settled:
+            one.place.put(one.place.value)
+    if again.settled or again.graph.hash != done.graph.hash:
+        raise CaptureError(
+            f"forward of {done.recipe.name} sets {done.settled[0].place.text} at its first call "
+            "and then does something else: call the model once on a batch, then plan"
+        )
 
 
 def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
@@ -205,7 +235,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_repeated_casts(descriptors.graph_module.graph)
     require_constant(recipe.name, writes.carried, results, end)
-    state.leave_out([(model.get_submodule(one.path), one.name) for one in writes.carried])
+    state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
     joint = build_joint(
         descriptors.graph_module,
         results,
@@ -213,7 +243,8 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         recipe.resident,
         **recipe.facts(),
     )
-    return Trace(joint, recipe, descriptors, state, tuple(writes.carried))
+    carried, settled = tuple(writes.carried), tuple(writes.settled)
+    return Trace(joint, recipe, descriptors, state, carried, settled)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from remat.graph_capture.python_state.places import copied, holds, refill
+from remat.graph_capture.python_state.places import MISSING, Entry, copied, holds, refill
 
 Attributes = dict[str, tuple[Any, Any]]
 """Values by name, each with a shallow copy of it where it is a plain container."""
@@ -25,11 +25,17 @@ class Written:
     path: str
     module: nn.Module
     name: str
+    before: Any
 
     @property
     def text(self) -> str:
         """Its path in the model."""
         return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def place(self) -> Entry:
+        """Where it is, with what was there."""
+        return Entry(self.text, vars(self.module), self.name, self.before)
 
     @property
     def value(self) -> Any:
@@ -55,7 +61,7 @@ class ModuleAttributes:
     def written(self) -> list[Written]:
         """Plain attributes that are not as they were; not those of torch, such as hooks."""
         return [
-            Written(path, module, name)
+            Written(path, module, name, attributes.get(name, (MISSING, None))[0])
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
             if name not in _OF_TORCH and not _is_torchs_own(module, name)

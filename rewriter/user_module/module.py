@@ -82,6 +82,8 @@ class RematModule(SharedState, fx.GraphModule):
         if step.carried:
             output, tensors = output
             self._remat_set(step.carried, tensors)
+        for one in step.settled:
+            one.put()
         inputs = [*state, *leaves]
         BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
         return output

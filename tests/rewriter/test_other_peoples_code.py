@@ -351,3 +351,45 @@ def test_a_loss_that_makes_its_gradient_in_forward_keeps_eagers_peak() -> None:
     assert found.plan_peak_bytes <= 1.02 * found.baseline_peak_bytes
     again = [op.name for op in remat.plan_of(fast).graph.ops if op.phase == "backward"]
     assert not any("tanh" in name for name in again)
+
+
+def test_a_flag_that_is_set_once_is_set_by_each_step() -> None:
+    class Config:
+        kind: str | None = None
+
+    class Choosing(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+            self.is_set = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.config.kind is None:
+                self.config.kind = "mean"
+            self.is_set = self.is_set or True
+            return getattr(self.linear(x), self.config.kind)()
+
+    model, x = Choosing(), batch()
+    fast = planned(model, x)
+    assert model.config.kind is None
+    for _ in range(2):
+        assert torch.equal(fast(x), model(x))
+        assert (model.config.kind, model.is_set) == ("mean", True)
+
+
+def test_a_first_call_that_initialises_something_is_refused() -> None:
+    class Initialised(Base):
+        is_ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            if not self.is_ready:
+                self.is_ready = True
+                y = y / y.std()
+            return y.mean()
+
+    model, x = Initialised(), batch()
+    with pytest.raises(CaptureError, match="sets is_ready at its first call"):
+        remat.capture(model, (x,))
+    model(x)
+    assert torch.equal(planned(model, x)(x), model(x))
