@@ -194,11 +194,18 @@ def places_of(model: nn.Module, carried: Iterable[Carried]) -> list[Entry]:
     return [Entry(one.text, space, one.name, space.get(one.name)) for space, one in held]
 
 
-def require_constant(kind: str, carried: list[Carried], results: int, end: fx.Node) -> None:
-    """Refuse an attribute that forward reads and sets from its batch or its parameters.
+class Unread:
+    """Stands in an attribute that forward sets, to see whether it reads it before it does."""
 
-    Eager's next step would find there what this one has left. What depends on neither, as a mask
-    that is made at the first call, is the same at each step.
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(f"what an earlier step left is read ({name})")
+
+
+def doubtful(carried: Iterable[Carried], results: int, end: fx.Node) -> list[Carried]:
+    """Attributes that forward may read from an earlier step, and sets from its batch.
+
+    What depends on neither batch, parameters nor random numbers, as a mask that is made at the
+    first call, is the same at each step.
 
     Parameters
     ----------
@@ -207,19 +214,16 @@ def require_constant(kind: str, carried: list[Carried], results: int, end: fx.No
     """
     number = sum(one.tensors for one in carried)
     if not number:
-        return
-    plain = [
-        (what.idx, node) for what, node in _forward_results(end, results) if hasattr(what, "idx")
-    ]
+        return []
+    described = _forward_results(end, results)
+    plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
     nodes = [node for _, node in sorted(plain, key=lambda pair: pair[0])][-number:]
+    found: list[Carried] = []
     for one in carried:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
         if one.is_read and any(_depends_on_input(node) for node in own):
-            raise CaptureError(
-                f"forward of {kind} reads attribute {one.text} and sets it from its batch, its "
-                "parameters or random numbers: eager's next step would go on from there, and a "
-                "plan cannot. Pass it to forward and return it, or register a buffer"
-            )
+            found.append(one)
+    return found
 
 
 def _forward_results(end: fx.Node, count: int) -> list[tuple[Any, Any]]:

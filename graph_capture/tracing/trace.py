@@ -38,14 +38,16 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.refuse_ops import refuse_repeated_casts
+from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import (
     Carried,
     ForwardWrites,
     Settled,
+    Unread,
+    doubtful,
     places_of,
-    require_constant,
 )
 from remat.graph_capture.tracing.kernels import (
     FusedAttention,
@@ -76,6 +78,7 @@ class Trace:
     descriptors : AOTAutograd's own record. It can be compiled once.
     python_state : what forward and the loss read of Python's state, as it was.
     carried, settled : what forward sets on modules and elsewhere. Each step sets it too.
+    unsure : of these, what forward may read from an earlier step.
     compiled : whether the record has been compiled.
     """
 
@@ -85,6 +88,7 @@ class Trace:
     python_state: PythonState
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
+    unsure: tuple[Carried, ...] = ()
     compiled: bool = False
 
     @property
@@ -177,24 +181,33 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 
 def _require_the_same_again(model: nn.Module, done: Trace) -> None:
-    """Refuse a forward that does something else once it has set what it sets at its first call.
+    """Refuse a forward that does something else at its second call, for what the first has set.
 
     A flag that only says that it was set may be set by each step. One that stands for a first
-    call which initialises something may not.
+    call which initialises something may not, nor a result that the next call reads.
     """
-    if not done.settled:
+    if not done.settled and not done.unsure:
         return
+    spaces = [(vars(model.get_submodule(one.path)), one.name) for one in done.unsure]
+    before = [Entry("", space, name, space.get(name, MISSING)) for space, name in spaces]
+    kept = [(one.place, one.place.now()) for one in done.settled]
+    again: Trace | None = None
     try:
         for one in done.settled:
             one.put()
-        again = _trace_with(model, done.recipe)
+        for space, name in spaces:
+            space[name] = Unread()
+        with contextlib.suppress(CaptureError):
+            again = _trace_with(model, done.recipe)
     finally:
-        for one in done.settled:
-            one.place.put(one.place.value)
-    if again.settled or again.graph.hash != done.graph.hash:
+        for place, value in (*kept, *((entry, entry.value) for entry in before)):
+            place.put(value)
+    if again is None or again.settled or again.graph.hash != done.graph.hash:
+        text = done.settled[0].place.text if done.settled else done.unsure[0].text
         raise CaptureError(
-            f"forward of {done.recipe.name} sets {done.settled[0].place.text} at its first call "
-            "and then does something else: call the model once on a batch, then plan"
+            f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "
+            "something else for it. If it is made once, call the model once on a batch, then plan. "
+            "If each step reads what the last one left, pass it to forward and return it"
         )
 
 
@@ -234,7 +247,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     _refuse_no_backward(model, descriptors)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_repeated_casts(descriptors.graph_module.graph)
-    require_constant(recipe.name, writes.carried, results, end)
+    unsure = tuple(doubtful(writes.carried, results, end))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
     joint = build_joint(
         descriptors.graph_module,
@@ -244,7 +257,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         **recipe.facts(),
     )
     carried, settled = tuple(writes.carried), tuple(writes.settled)
-    return Trace(joint, recipe, descriptors, state, carried, settled)
+    return Trace(joint, recipe, descriptors, state, carried, settled, unsure)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

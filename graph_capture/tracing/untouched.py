@@ -34,7 +34,7 @@ class Written:
 
     @property
     def place(self) -> Entry:
-        """Where it is, with what was there."""
+        """Where it is."""
         return Entry(self.text, vars(self.module), self.name, self.before)
 
     @property
@@ -61,7 +61,7 @@ class ModuleAttributes:
     def written(self) -> list[Written]:
         """Plain attributes that are not as they were; not those of torch, such as hooks."""
         return [
-            Written(path, module, name, attributes.get(name, (MISSING, None))[0])
+            Written(path, module, name, _before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
             if name not in _OF_TORCH and not _is_torchs_own(module, name)
@@ -79,6 +79,13 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 def _is_torchs_own(module: nn.Module, name: str) -> bool:
     """Whether it is what a module of torch keeps for itself, as an LSTM its flat weights."""
     return name.startswith("_") and type(module).__module__.startswith("torch.")
+
+
+def _before(module: nn.Module, name: str, attributes: Attributes) -> Any:
+    """What the instance held, or else its class."""
+    if name in attributes:
+        return attributes[name][0]
+    return getattr(type(module), name, MISSING)
 
 
 @contextlib.contextmanager

@@ -85,8 +85,25 @@ def test_what_forward_would_read_again_from_its_batch_is_refused() -> None:
             self.last = x
             return self.linear(before)
 
-    with pytest.raises(CaptureError, match=r"reads attribute last and sets it from its batch"):
+    with pytest.raises(CaptureError, match=r"sets last at its first call"):
         remat.capture(Remembering(), (batch(),))
+
+
+def test_what_forward_sets_and_reads_in_one_call_is_carried() -> None:
+    class Noting(Base):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.linear(x)
+            return self.last.square().mean()
+
+    model, x = Noting(), batch()
+    fast = planned(model, x)
+    fast(x)
+    ours = model.last
+    model(x)
+    assert isinstance(ours, Tensor)
+    assert torch.equal(ours, model.last)
 
 
 def test_a_cached_function_keeps_no_tensor_of_the_trace() -> None:

@@ -101,7 +101,8 @@ def test_results_are_valid_and_claim_no_more_than_cut(
         assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
         assert result.lower_bound_us <= optimum * (1 + 1e-9) <= result.time_us * (1 + 2e-9)
     known = Cut(gap=0.0).solve(graph, budget_bytes)
-    assert result.lower_bound_us <= known.lower_bound_us * (1 + 1e-9)
+    if known.schedule is not None:  # a result without one claims no bound on the time
+        assert result.lower_bound_us <= known.lower_bound_us * (1 + 1e-9)
     assert known.schedule is None or 0 < result.time_us <= known.time_us or graph.time_us == 0
 
 
