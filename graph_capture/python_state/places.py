@@ -6,7 +6,7 @@ import enum
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CellType
 from typing import Any
 
@@ -53,10 +53,6 @@ class Entry:
         else:
             self.space[self.key] = value
 
-    def renewed(self) -> Entry:
-        """The same place with the value that it has now."""
-        return replace(self, value=self.now())
-
     def term(self, name: Callable[[Any], str]) -> str:
         """An expression that is true while the very object is there."""
         if self.value is MISSING:
@@ -86,10 +82,6 @@ class Cell:
         else:
             self.cell.cell_contents = value
 
-    def renewed(self) -> Cell:
-        """The same place with the value that it has now."""
-        return replace(self, value=self.now())
-
     def term(self, name: Callable[[Any], str]) -> str:
         """An expression that is true while the very object is there."""
         return f"{name(self.cell)}.cell_contents is {name(self.value)}"
@@ -115,10 +107,6 @@ class Slot:
         else:
             setattr(self.owner, self.key, value)
 
-    def renewed(self) -> Slot:
-        """The same place with the value that it has now."""
-        return replace(self, value=self.now())
-
     def term(self, name: Callable[[Any], str]) -> str:
         """An expression that is true while the very object is there."""
         return f"{name(self.owner)}.{self.key} is {name(self.value)}"
@@ -139,10 +127,6 @@ class Contents:
     def put(self, value: Any) -> None:
         """Fill it with `value`, in place, unless it holds just that."""
         refill(self.owner, value)
-
-    def renewed(self) -> Contents:
-        """The same place with the value that it has now."""
-        return replace(self, value=self.now())
 
     def term(self, name: Callable[[Any], str]) -> str:
         """An expression that is true while it holds the very same items."""

@@ -300,7 +300,6 @@ def _functions(value: Any) -> Iterator[FunctionType]:
     elif isinstance(value, (staticmethod, classmethod)):
         yield from _functions(value.__func__)
     elif isinstance(value, property):
-        for part in (value.fget,):
-            yield from _functions(part)
+        yield from _functions(value.fget)
     elif isinstance(value, (functools.cached_property, functools.partialmethod)):
         yield from _functions(value.func)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -117,7 +117,7 @@ class PythonState:
                 space[names[id(value)]] = value
             return names[id(value)]
 
-        terms = [place.renewed().term(name) for place in self.places]
+        terms = [replace(place, value=place.now()).term(name) for place in self.places]
         terms += [f"len({name(space_)}) == {len(space_)}" for _, space_, _ in self.watched]
         # In parts, since the compiler's stack is not made for an expression of 10,000 terms.
         parts = [terms[i : i + 200] for i in range(0, len(terms), 200)]
