@@ -13,6 +13,7 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.tracing.carried import Carried, Settled
+from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.boxed import compile_boxed
 from remat.rewriter.graphs.emit import emit
@@ -24,8 +25,8 @@ from remat.schedules.schedule import Schedule
 class CompiledStep:
     """A callable step, the two GraphModules that it carries out, and facts about its gradients.
 
-    `carried` and `settled` are what each step sets on modules and elsewhere. `by_inductor` says
-    whether it runs Inductor's code or our own.
+    `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
+    results repeat a tensor. `by_inductor` says whether it runs Inductor's code or our own.
     """
 
     call: Callable[..., Any]
@@ -34,7 +35,13 @@ class CompiledStep:
     gradients: GradientFacts
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
+    repeats: Repeats | None = None
     by_inductor: bool = False
+
+    def results(self, *inputs: Any) -> Any:
+        """What a run of the step returns: the module's results, with `carried` as a pair."""
+        results = self.call(*inputs)
+        return self.repeats.tree(results) if self.repeats else results
 
 
 def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False) -> CompiledStep:
@@ -58,7 +65,10 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         recipe = trace.recipe
-        joint = build_joint(gm, num_fwd_outputs, recipe.name, recipe.resident, **recipe.facts())
+        several = trace.repeats.gradients() if trace.repeats else None
+        joint = build_joint(
+            gm, num_fwd_outputs, recipe.name, recipe.resident, several, **recipe.facts()
+        )
         schedule.check_made_for(joint.graph)
         emitted.extend(emit(joint, schedule))
         compilers.extend(make_compilers(joint, *emitted))
@@ -78,9 +88,8 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             fw_compiler=lambda gm, example_inputs: compilers[0](gm, example_inputs),
             bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
         )
-    return CompiledStep(
-        call, emitted[0], emitted[1], facts, trace.carried, trace.settled, by_inductor
-    )
+    written = trace.carried, trace.settled, trace.repeats
+    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor)
 
 
 def _boxed(*_: Any) -> tuple[Any, Any]:

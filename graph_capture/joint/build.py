@@ -9,6 +9,7 @@ Three kinds of op are ours, not torch's, so that the judge of schedules needs no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,7 @@ class _Builder:
 
     gm: fx.GraphModule
     num_forward_outputs: int
+    several_gradients: Mapping[int, int]
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     forward: list[Op] = field(default_factory=list[Op])
     backward: list[Op] = field(default_factory=list[Op])
@@ -131,7 +133,7 @@ class _Builder:
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))
 
     def _add_tangents(self) -> tuple[str, ...]:
-        names = self.values.add_tangents(self.nodes)
+        names = self.values.add_tangents(self.nodes, self.several_gradients)
         pin = "its results arrive from autograd"
         self.backward.append(Op("tangents", TANGENTS, "backward", (), names, pinned=pin))
         return names
@@ -238,11 +240,20 @@ def _with_constants(resident: Resident, constants_bytes: int) -> Resident:
 
 
 def build_joint(
-    gm: fx.GraphModule, num_forward_outputs: int, name: str, resident: Resident, **facts: Any
+    gm: fx.GraphModule,
+    num_forward_outputs: int,
+    name: str,
+    resident: Resident,
+    several_gradients: Mapping[int, int] | None = None,
+    **facts: Any,
 ) -> Joint:
     """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
 
     The nodes of `gm` that run other ops than eager are changed first.
+
+    Parameters
+    ----------
+    several_gradients : as `Repeats.gradients` gives it.
 
     Raises
     ------
@@ -251,4 +262,5 @@ def build_joint(
     make_dropout_exact(gm)
     run_by_kernels_of_eager(gm)
     lay_out_gradients(gm, num_forward_outputs)
-    return _Builder(gm, num_forward_outputs).build(name, resident, **facts)
+    builder = _Builder(gm, num_forward_outputs, several_gradients or {})
+    return builder.build(name, resident, **facts)

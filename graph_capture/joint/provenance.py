@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
+CASTS_KEY = "remat_casts"
+"""Which region of autocast an op is in, if casts of weights are kept there."""
 
 _ACCESSORS = ("__get__", "__set__")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -43,6 +45,7 @@ class Provenance(TorchFunctionMode):
         self.stack: list[str] = [""]
         self.failure: BaseException | None = None
         self.failed_in = ""
+        self.regions = 0
 
     def __torch_function__(
         self,
@@ -59,6 +62,8 @@ class Provenance(TorchFunctionMode):
             SOURCE_KEY: source_of(sys._getframe(1)),
             FUNCTION_KEY: getattr(func, "__name__", ""),
         }
+        if torch.is_autocast_cache_enabled():
+            place[CASTS_KEY] = str(self.regions)
         with fx_traceback.annotate(place):
             return func(*args, **(kwargs or {}))
 
@@ -69,9 +74,17 @@ class Provenance(TorchFunctionMode):
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
+        forget = torch.clear_autocast_cache
+
+        def next_region() -> None:
+            self.regions += 1
+            forget()
+
+        torch.clear_autocast_cache = next_region
         try:
             yield self
         finally:
+            torch.clear_autocast_cache = forget
             for handle in handles:
                 handle.remove()
 

@@ -13,7 +13,6 @@ from torch import fx
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import mutates, target_name, tensors_of
-from remat.graph_capture.joint.provenance import FUNCTION_KEY, path_in_model
 
 FUSED_LSTM = "aten.mkldnn_rnn_layer"
 CUDNN_RNN = "aten._cudnn_rnn"
@@ -50,39 +49,6 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
             f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
             "be replayed. Use its out-of-place form"
         )
-
-
-_EXPLICIT_CASTS = ("to", "type", "half", "bfloat16", "float", "double", "type_as")
-
-
-def refuse_repeated_casts(graph: fx.Graph) -> None:
-    """Refuse a weight that autocast casts at several uses.
-
-    Eager casts it once until autocast ends, and sums its gradients in the lower precision. A trace
-    casts it at each use and sums in the higher one, with other last bits.
-
-    Raises
-    ------
-    CaptureError : names the weight and a way out.
-    """
-    if not torch.is_autocast_cache_enabled():
-        return
-    for weight in graph.find_nodes(op="placeholder"):
-        casts = [node for node in weight.users if _is_cast_by_autocast(node)]
-        if len(casts) > 1 and type(weight.meta.get("desc")).__name__ == "ParamAOTInput":
-            name = path_in_model(str(weight.meta["desc"].target))
-            raise CaptureError(
-                f"parameter {name} is used {len(casts)} times under autocast. Eager casts it once "
-                "and adds its gradients in the lower precision, which a trace does not. Train "
-                "under torch.autocast(..., cache_enabled=False), where eager casts it at each use "
-                "too, and capture under it"
-            )
-
-
-def _is_cast_by_autocast(node: fx.Node) -> bool:
-    custom = node.meta.get("custom") or {}
-    is_explicit = custom.get(FUNCTION_KEY) in _EXPLICIT_CASTS
-    return node.target is torch.ops.aten._to_copy.default and not is_explicit
 
 
 def _where(module: str, source: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,8 +87,12 @@ class Values:
             self.base_of[node.name] = node
         self.of_node[node] = self.of_storage[key]
 
-    def add_tangents(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """Add the gradients that autograd hands to backward; their names."""
+    def add_tangents(self, nodes: Iterable[fx.Node], several: Mapping[int, int]) -> tuple[str, ...]:
+        """Add the gradients that autograd hands to backward; their names.
+
+        A tensor that is returned several times gets several gradients, and autograd's engine holds
+        them beside the sum that it hands on. `several` says how many, by the index of the result.
+        """
         names: list[str] = []
         for node in nodes:
             if is_tangent(node):
@@ -96,7 +100,14 @@ class Values:
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)
+                names += self._add_summands(node, several.get(_result_of(node), 0))
         return tuple(names)
+
+    def _add_summands(self, tangent: fx.Node, number: int) -> list[str]:
+        names = [f"{tangent.name}.{i}" for i in range(number)]
+        for name in names:
+            self.by_name[name] = msgspec.structs.replace(self.by_name[tangent.name], name=name)
+        return names
 
     def add_outputs(self, node: fx.Node, phase: Phase) -> tuple[str, ...]:
         """Add the storages that a node creates; their names."""
@@ -140,6 +151,11 @@ class Values:
         for part in str(node.target).split("."):
             found = getattr(found, part)
         return found
+
+
+def _result_of(tangent: fx.Node) -> int:
+    """The index of the result whose gradient it is; -1 for what is none of the module's own."""
+    return getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", -1)
 
 
 def _check_constant(tensor: Tensor) -> None:

@@ -18,6 +18,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, Place
 from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
 
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
@@ -201,7 +202,9 @@ class Unread:
         raise CaptureError(f"what an earlier step left is read ({name})")
 
 
-def doubtful(carried: Iterable[Carried], results: int, end: fx.Node) -> list[Carried]:
+def doubtful(
+    carried: Iterable[Carried], results: int, end: fx.Node, repeats: Repeats | None
+) -> list[Carried]:
     """Attributes that forward may read from an earlier step, and sets from its batch.
 
     What depends on neither batch, parameters nor random numbers, as a mask that is made at the
@@ -210,14 +213,15 @@ def doubtful(carried: Iterable[Carried], results: int, end: fx.Node) -> list[Car
     Parameters
     ----------
     results : how many of the joint graph's are forward's, of which the carried tensors are last.
-    end : its output node.
+    end : its output node. repeats : where the results repeat a tensor.
     """
     number = sum(one.tensors for one in carried)
     if not number:
         return []
     described = _forward_results(end, results)
     plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
-    nodes = [node for _, node in sorted(plain, key=lambda pair: pair[0])][-number:]
+    distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
+    nodes = (repeats.of_leaves(distinct) if repeats else distinct)[-number:]
     found: list[Carried] = []
     for one in carried:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.refuse import HOOKS
 from remat.graph_capture.tracing.carried import ForwardWrites
 from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
+from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.signature import unknown_leaf_message
 
 LossFunction = Callable[..., Any]
@@ -30,6 +32,10 @@ class StepModule(nn.Module):
     Parameters
     ----------
     writes : what forward sets on attributes. Where it does, the result is a pair: with the tensors.
+
+    Attributes
+    ----------
+    repeats : where the results of the last run repeat a tensor. They are the distinct ones then.
     """
 
     def __init__(
@@ -39,6 +45,8 @@ class StepModule(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self._writes = writes
+        self._casts_once = torch.is_autocast_cache_enabled()
+        self.repeats: Repeats | None = None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """Run the model, then the loss.
@@ -49,6 +57,10 @@ class StepModule(nn.Module):
         """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
+        with autocast_cache(enabled=self._casts_once):
+            return self._run(args, kwargs, target)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         stand, before = streams(), _state(self.model)
         with no_seed(type(self.model).__name__), without_own_hooks(self.model):
             output = self.model(*args, **kwargs)
@@ -72,7 +84,26 @@ class StepModule(nn.Module):
                 raise CaptureError(unknown_leaf_message(what, leaf))
         carried = self._writes.end()
         mark_forward()
-        return (result, carried) if self._writes.carried else result
+        returned = (result, carried) if self._writes.carried else result
+        distinct, self.repeats = distinct_results(returned, len(pytree.tree_leaves(result)))
+        return distinct
+
+
+@contextlib.contextmanager
+def autocast_cache(*, enabled: bool) -> Generator[None]:
+    """Tell forward what it is told in eager: whether autocast keeps what it has cast.
+
+    AOTAutograd traces without autocast's cache, but a region of autocast in forward has it, unless
+    it says otherwise. The cache is empty before and after: no tensor of a trace stays there.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
-from remat.graph_capture.joint.refuse_ops import refuse_repeated_casts
+from remat.graph_capture.joint.weight_casts import cast_weights_once
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
@@ -56,6 +56,7 @@ from remat.graph_capture.tracing.kernels import (
 )
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state, keep_recipe
 from remat.graph_capture.tracing.resident import resident_bytes
+from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import LossFunction, StepModule, with_loss
 from remat.graph_capture.tracing.ties import tied_as_one
@@ -79,6 +80,7 @@ class Trace:
     python_state : what forward and the loss read of Python's state, as it was.
     carried, settled : what forward sets on modules and elsewhere. Each step sets it too.
     unsure : of these, what forward may read from an earlier step.
+    repeats : where the results repeat a tensor.
     compiled : whether the record has been compiled.
     """
 
@@ -89,6 +91,7 @@ class Trace:
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
     unsure: tuple[Carried, ...] = ()
+    repeats: Repeats | None = None
     compiled: bool = False
 
     @property
@@ -246,18 +249,19 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
             raise refusal(error, model, provenance.module_of(error)) from error
     _refuse_no_backward(model, descriptors)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
-    refuse_repeated_casts(descriptors.graph_module.graph)
-    unsure = tuple(doubtful(writes.carried, results, end))
+    cast_weights_once(descriptors.graph_module)
+    unsure = tuple(doubtful(writes.carried, results, end, step.repeats))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
     joint = build_joint(
         descriptors.graph_module,
         results,
         recipe.name,
         recipe.resident,
+        step.repeats.gradients() if step.repeats else None,
         **recipe.facts(),
     )
     carried, settled = tuple(writes.carried), tuple(writes.settled)
-    return Trace(joint, recipe, descriptors, state, carried, settled, unsure)
+    return Trace(joint, recipe, descriptors, state, carried, settled, unsure, step.repeats)
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

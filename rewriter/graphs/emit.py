@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.batch_norm import AGAIN
@@ -15,6 +16,7 @@ from remat.graph_capture.joint.nodes import (
     draws_randomness,
     is_alias_of_input,
     is_getitem,
+    tensors_of,
 )
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter, as_module, emit_both
 from remat.rewriter.graphs.fewer_views import leave_out_views
@@ -104,9 +106,10 @@ class EagerEmitter(Emitter[Joint]):
         """Save the state only if the op that draws from it runs again."""
         drawing = op.name.removeprefix(RNG_STATE)
         if drawing in self.repeated:
-            device = str(drawn_on(self.joint.node_of_op[drawing]))
+            node = self.joint.node_of_op[drawing]
+            device = str(drawn_on(node))
             state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
-            state.meta["val"] = save_rng_state(device)
+            state.meta["val"] = _fake_state(node, device)
             self.states[op.outputs[0]] = state
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
@@ -172,6 +175,13 @@ class EagerEmitter(Emitter[Joint]):
             )
             copy.meta = dict(picked.meta)
             yield picked, copy
+
+
+def _fake_state(node: fx.Node, device: str) -> Tensor:
+    """A random state as AOTAutograd wants what a step saves to be described."""
+    drawn: Any = next(tensor for tensor in tensors_of(node) if tensor is not None)
+    with drawn.fake_mode:
+        return torch.empty(save_rng_state(device).shape, dtype=torch.uint8)
 
 
 def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:

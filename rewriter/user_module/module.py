@@ -78,7 +78,7 @@ class RematModule(SharedState, fx.GraphModule):
         state, leaves = guards.require(batch)
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
-        output = step.call(*used, *batch)
+        output = step.results(*used, *batch)
         if step.carried:
             output, tensors = output
             self._remat_set(step.carried, tensors)

@@ -1,0 +1,194 @@
+"""Weights that autocast casts for several uses: once, as in eager.
+
+Eager's autocast keeps the cast of a weight until its outermost region ends. So the uses share one
+cast, and their gradients are added up in the lower precision. A trace has no such cache: it casts
+at each use, and adds in the higher precision, with other last bits. Here the casts become one, and
+the sum moves before the cast of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.provenance import CASTS_KEY, FUNCTION_KEY, path_in_model
+
+_aten = torch.ops.aten
+_EXPLICIT_CASTS = ("to", "type", "half", "bfloat16", "float", "double", "type_as")
+_KEPT_BY_AUTOCAST = ("ParamAOTInput", "PlainAOTInput")
+
+
+def cast_weights_once(gm: fx.GraphModule) -> None:
+    """Let all uses of a weight in one region of autocast share a cast.
+
+    Raises
+    ------
+    CaptureError : the order in which eager adds up a gradient cannot be told; or it is that of an
+        input of the step, which eager casts once only if it is a leaf.
+    """
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for weight in gm.graph.find_nodes(op="placeholder"):
+        for casts in list(_repeated(weight)):
+            _share(gm.graph, weight, sorted(casts, key=order.__getitem__), order)
+    gm.recompile()
+
+
+def _repeated(weight: fx.Node) -> Iterator[list[fx.Node]]:
+    """Casts of one weight that eager makes once."""
+    value, kind = weight.meta.get("val"), type(weight.meta.get("desc")).__name__
+    if kind not in _KEPT_BY_AUTOCAST or getattr(value, "dtype", None) != torch.float32:
+        return
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in weight.users:
+        custom = node.meta.get("custom") or {}
+        region = custom.get(CASTS_KEY)
+        is_explicit = custom.get(FUNCTION_KEY) in _EXPLICIT_CASTS
+        if node.target is _aten._to_copy.default and region is not None and not is_explicit:
+            groups.setdefault((region, str(node.kwargs)), []).append(node)
+    yield from (casts for casts in groups.values() if len(casts) > 1)
+
+
+def _share(
+    graph: fx.Graph, weight: fx.Node, casts: list[fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Put the first of `casts` in the place of all, and one cast behind the sum of gradients.
+
+    Autocast keeps only casts of what is trained, so without a gradient all stay.
+    """
+    back = {cast: list(_cast_back(graph, cast)) for cast in casts}
+    ends = [end for found in back.values() for end in found]
+    if not ends:
+        return
+    if len(ends) > 1:
+        chain = _chain_of(ends)
+        if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
+            raise _refused(weight, casts)
+        if not _is_eagers_order(chain, ends, back[casts[0]], order):
+            raise _refused(weight, casts)
+        _add_before_the_cast(graph, chain, ends)
+    for cast in casts[1:]:
+        cast.replace_all_uses_with(casts[0])
+        graph.erase_node(cast)
+
+
+def _cast_back(graph: fx.Graph, cast: fx.Node) -> Iterator[fx.Node]:
+    """The backward of a cast: none, where no gradient reaches it."""
+    for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
+        is_of_cast = node.meta.get("seq_nr") == cast.meta.get("seq_nr")
+        is_alike = node.meta["val"].shape == cast.meta["val"].shape
+        if node.meta.get("autograd_backward") and is_of_cast and is_alike:
+            yield node
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A gradient as autograd adds it up: `terms` in order, and the addition that each joins.
+
+    The first two terms join the same one.
+    """
+
+    terms: tuple[fx.Node, ...]
+    joins: tuple[fx.Node, ...]
+
+
+def _chain_of(ends: list[fx.Node]) -> _Chain | None:
+    """The additions that `ends` are part of; None if they are not one chain."""
+    additions: dict[fx.Node, None] = {}
+    for end in ends:
+        node = end
+        while (addition := _only_addition(node)) is not None and addition not in additions:
+            additions[addition] = None
+            node = addition
+    first = [a for a in additions if not any(arg in additions for arg in a.args)]
+    if len(first) != 1 or first[0].args[0] is first[0].args[1]:
+        return None
+    terms, joins, total = list(first[0].all_input_nodes), [first[0]] * 2, first[0]
+    while (addition := _only_addition(total)) is not None:
+        before, term = addition.all_input_nodes
+        if before is not total:
+            return None
+        terms, joins, total = [*terms, term], [*joins, addition], addition
+    return _Chain(tuple(terms), tuple(joins)) if set(ends) <= set(terms) else None
+
+
+def _only_addition(node: fx.Node) -> fx.Node | None:
+    """The addition of two nodes that is the only one to read `node`."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not _aten.add.Tensor or users[0].kwargs:
+        return None
+    return users[0] if len(users[0].all_input_nodes) == len(users[0].args) == 2 else None
+
+
+def _is_eagers_order(
+    chain: _Chain, ends: list[fx.Node], of_first: list[fx.Node], order: dict[fx.Node, int]
+) -> bool:
+    """Whether eager adds the gradients of the one cast in this order, and casts their sum last.
+
+    Autograd runs what was made last first. The one cast was made before the first use, so that its
+    backward runs where that of the first of many casts runs: after all others, as a rule.
+    """
+    own = [order[_gradient(term)] for term in chain.terms if term in ends]
+    is_alone = len(ends) == len(chain.terms)
+    last = next(term for term in reversed(chain.terms) if term in ends)
+    return own == sorted(own) and (is_alone or last in of_first)
+
+
+def _gradient(end: fx.Node) -> fx.Node:
+    """What a cast is of."""
+    source = end.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _add_before_the_cast(graph: fx.Graph, chain: _Chain, ends: list[fx.Node]) -> None:
+    """Add up what `ends` cast, cast the sum in the place of the last one, and add the others."""
+    left, low, high = len(ends), None, None
+    for term, join in zip(chain.terms, chain.joins, strict=True):
+        with graph.inserting_before(join):
+            if term not in ends:
+                high = _added(graph, high, term, join)
+                continue
+            low, left = _added(graph, low, _gradient(term), join), left - 1
+            if not left:
+                high = _added(graph, high, _cast_like(graph, term, low), join)
+    total = chain.joins[-1]
+    assert high is not None
+    total.replace_all_uses_with(high)
+    for addition in reversed(dict.fromkeys(chain.joins)):
+        graph.erase_node(addition)
+    for end in ends:
+        graph.erase_node(end)
+
+
+def _added(graph: fx.Graph, total: fx.Node | None, term: fx.Node, like: fx.Node) -> fx.Node:
+    if total is None:
+        return term
+    node = graph.call_function(_aten.add.Tensor, (total, term))
+    node.meta = {**like.meta, "val": total.meta["val"] + term.meta["val"]}
+    return node
+
+
+def _cast_like(graph: fx.Graph, end: fx.Node, total: fx.Node) -> fx.Node:
+    node = graph.call_function(_aten._to_copy.default, (total,), dict(end.kwargs))
+    node.meta = {**end.meta, "val": total.meta["val"].to(end.meta["val"].dtype)}
+    return node
+
+
+def _refused(weight: fx.Node, casts: list[fx.Node]) -> CaptureError:
+    what = weight.meta["desc"]
+    if type(what).__name__ == "ParamAOTInput":
+        name = f"parameter {path_in_model(str(what.target))}"
+        reason = "adds up its gradients in an order that a trace does not show"
+    else:
+        name = f"{weight.name}, an input that requires grad,"
+        reason = "does so only where no other module has made it"
+    return CaptureError(
+        f"{name} is cast {len(casts)} times under autocast. Eager casts it once and {reason}. "
+        "Train under torch.autocast(..., cache_enabled=False), where eager casts it at each use "
+        "too, and capture under it"
+    )
