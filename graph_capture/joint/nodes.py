@@ -125,6 +125,12 @@ def _callable_name(target: Any) -> str:
     return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
 
 
+def made_by_autograd(node: fx.Node) -> bool:
+    """Whether autograd has run the op while a gradient was traced. torch 2.11 marks only phases."""
+    is_marked = bool(node.meta.get("autograd_backward"))
+    return is_marked or node.meta.get("partitioner_tag") == "is_backward"
+
+
 class Places:
     """Module path and source line of nodes; backward nodes take their forward node's."""
 
@@ -133,13 +139,13 @@ class Places:
         for node in graph.nodes:
             own = self._own(node)
             sequence = node.meta.get("seq_nr")
-            if own and sequence is not None and not node.meta.get("autograd_backward"):
+            if own and sequence is not None and not made_by_autograd(node):
                 self._by_sequence.setdefault(sequence, own)
 
     def of(self, node: fx.Node) -> tuple[str, str]:
         """``(module path, file:line)``, empty strings where unknown."""
         sequence = node.meta.get("seq_nr")
-        if node.meta.get("autograd_backward") and sequence in self._by_sequence:
+        if made_by_autograd(node) and sequence in self._by_sequence:
             return self._by_sequence[sequence]
         return self._own(node) or ("", "")
 

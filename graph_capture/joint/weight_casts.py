@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import made_by_autograd
 from remat.graph_capture.joint.provenance import CASTS_KEY, FUNCTION_KEY, path_in_model
 
 _aten = torch.ops.aten
@@ -81,7 +82,7 @@ def _cast_back(graph: fx.Graph, cast: fx.Node) -> Iterator[fx.Node]:
     for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
         is_of_cast = node.meta.get("seq_nr") == cast.meta.get("seq_nr")
         is_alike = node.meta["val"].shape == cast.meta["val"].shape
-        if node.meta.get("autograd_backward") and is_of_cast and is_alike:
+        if made_by_autograd(node) and is_of_cast and is_alike:
             yield node
 
 
