@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.device_table import check_device
 from remat.graph_capture.errors import BudgetError, DeviceError, GraphError, PlanError, ProfileError
+from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.factory import Loaded, load
@@ -159,7 +160,7 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     if holds_plan(Path(source)):
         return Captured(_graph_in(read_kept(Path(source)), source))
     try:
-        return Captured(TrainingGraph.from_json(Path(source).read_bytes()))
+        return Captured(TrainingGraph.from_json(read_contents(source)))
     except GraphError as error:
         raise GraphError(
             f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.export.pt2_archive import PT2ArchiveReader, PT2ArchiveWriter
+from torch.export.pt2_archive import PT2ArchiveWriter
 
-from remat.graph_capture.errors import PlanError
+from remat.graph_capture.errors import ArchiveError, PlanError
+from remat.graph_capture.files.archive import archived
+from remat.graph_capture.files.contents import read_contents, replaced, write_contents
 from remat.schedules.plan import AGAIN, Plan
 
 if TYPE_CHECKING:
@@ -32,16 +34,18 @@ def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = No
     Raises
     ------
     PlanError : a program is given for a file that is no archive.
+    FileError : the file cannot be written; an old one is as it was.
     """
     path = Path(path)
     if path.suffix != ARCHIVE:
         if program is not None:
             raise PlanError(f"{path} holds no program: name the file with {ARCHIVE} to keep both")
-        path.write_bytes(plan.to_json() + b"\n")
+        write_contents(path, plan.to_json() + b"\n")
     elif program is not None:
-        torch.export.save(program, path, extra_files={EXTRA_FILE: plan.to_json().decode()})
+        with replaced(path) as out:
+            torch.export.save(program, out, extra_files={EXTRA_FILE: plan.to_json().decode()})
     else:
-        with PT2ArchiveWriter(str(path)) as archive:
+        with replaced(path) as out, PT2ArchiveWriter(out) as archive:
             archive.write_bytes(_RECORD, plan.to_json())
 
 
@@ -51,26 +55,23 @@ def read_plan(path: str | Path) -> Plan:
     Raises
     ------
     PlanError : the file is no plan, is cut short, or the archive holds none.
-    OSError : the file cannot be read.
+    FileError : the file cannot be read.
     """
     path = Path(path)
-    data = path.read_bytes() if path.suffix != ARCHIVE else _from_archive(path)
+    data = read_contents(path) if path.suffix != ARCHIVE else _from_archive(path)
     return Plan.from_json(data, str(path))
 
 
 def _from_archive(path: Path) -> bytes:
-    with path.open("rb") as file:
-        try:
-            archive = PT2ArchiveReader(file)  # pyright: ignore[reportArgumentType]
-            names = archive.get_file_names()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise PlanError(
-                f"{path} is no {ARCHIVE} archive, or is cut short ({reason}). {AGAIN}"
-            ) from error
-        if _RECORD not in names:
-            raise PlanError(
-                f"{path} holds no plan: put it there with remat.save_plan(plan, path, program), or "
-                f"torch.export.save(program, path, extra_files={{{EXTRA_FILE!r}: ...}})"
-            )
-        return archive.read_bytes(_RECORD)
+    try:
+        found = archived(path, _RECORD)
+    except ArchiveError as error:
+        raise PlanError(
+            f"{path} is no {ARCHIVE} archive, or is cut short ({error}). {AGAIN}"
+        ) from error
+    if found is None:
+        raise PlanError(
+            f"{path} holds no plan: put it there with remat.save_plan(plan, path, program), or "
+            f"torch.export.save(program, path, extra_files={{{EXTRA_FILE!r}: ...}})"
+        )
+    return found
