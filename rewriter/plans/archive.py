@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch.export.pt2_archive import PT2ArchiveWriter
@@ -20,6 +21,34 @@ ARCHIVE = ".pt2"
 EXTRA_FILE = "remat_plan.json"
 """The plan's name among the `extra_files` of `torch.export.save`."""
 _RECORD = f"extra/{EXTRA_FILE}"
+
+
+class _Deferring(io.RawIOBase):
+    """A file that tells of a failure when it is asked, and not when it is written to.
+
+    torch's writer of archives writes their end when it is destroyed. An error there, from C++, ends
+    the process. And there is one if the disk is full, or the file was closed after the first error.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self._lost: OSError | ValueError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self._lost is None:
+            try:
+                self._file.write(data)
+            except (OSError, ValueError) as error:  # a closed file is a ValueError
+                self._lost = error
+        return len(data)
+
+    def raise_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
 
 
 def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = None) -> None:
@@ -43,10 +72,15 @@ def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = No
         write_contents(path, plan.to_json() + b"\n")
     elif program is not None:
         with replaced(path) as out:
-            torch.export.save(program, out, extra_files={EXTRA_FILE: plan.to_json().decode()})
+            deferring = _Deferring(out)
+            extra = {EXTRA_FILE: plan.to_json().decode()}
+            torch.export.save(program, deferring, extra_files=extra)
+            deferring.raise_lost()
     else:
-        with replaced(path) as out, PT2ArchiveWriter(out) as archive:
+        packed = io.BytesIO()
+        with PT2ArchiveWriter(packed) as archive:
             archive.write_bytes(_RECORD, plan.to_json())
+        write_contents(path, packed.getvalue())
 
 
 def read_plan(path: str | Path) -> Plan:
