@@ -46,6 +46,10 @@ class _Deferring(io.RawIOBase):
                 self._lost = error
         return len(data)
 
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Do nothing: torch rewinds a file once all is written, and a pipe has no way back."""
+        return offset
+
     def raise_lost(self) -> None:
         if self._lost is not None:
             raise self._lost
