@@ -142,6 +142,8 @@ class Schedule(msgspec.Struct, frozen=True):
             raise ScheduleError(f"{name}: not a plan file of this release: {error}") from error
         except TextError as error:
             raise ScheduleError(f"{name}: not a JSON plan file: {error}") from error
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
         from remat.formats import bytes_text

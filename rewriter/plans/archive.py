@@ -36,9 +36,11 @@ class _Deferring(io.RawIOBase):
         self._lost: OSError | ValueError | None = None
 
     def writable(self) -> bool:
+        """Yes."""
         return True
 
     def write(self, data: Any) -> int:
+        """Write, or do nothing once a write has failed."""
         if self._lost is None:
             try:
                 self._file.write(data)
@@ -46,11 +48,16 @@ class _Deferring(io.RawIOBase):
                 self._lost = error
         return len(data)
 
+    def seekable(self) -> bool:
+        """Yes, since torch asks for it, for the one call of `seek` below."""
+        return True
+
     def seek(self, offset: int, whence: int = 0) -> int:
         """Do nothing: torch rewinds a file once all is written, and a pipe has no way back."""
         return offset
 
     def raise_lost(self) -> None:
+        """Raise what a write raised, if one did."""
         if self._lost is not None:
             raise self._lost
 

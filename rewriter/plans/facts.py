@@ -154,7 +154,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 def dtype_of(text: str) -> torch.dtype:
     """The dtype of a name such as ``bfloat16``."""
-    found = getattr(torch, text, None)
+    found = vars(torch).get(text)
     if not isinstance(found, torch.dtype):
         raise PlanError(f"the plan file names a dtype {text!r}, which this torch does not have")
     return found
