@@ -43,5 +43,6 @@ def main() -> None:
     """Entry point of the `remat` command."""
     # torch's profiler, which measures the peaks, otherwise logs each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # A session does so too; this is for the help, which has none.
     use_simple_letters()
     app()

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remat.cli.terminal import in_one_line, is_simple, json_text, steady_console
+from remat.cli.terminal import in_one_line, is_simple, json_text, steady_console, use_simple_letters
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
@@ -98,6 +98,7 @@ class Session:
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self.as_json, self.debug = as_json, debug
+        use_simple_letters()
         self.out = steady_console()
         self.err = steady_console(stderr=True)
         self.stopwatch = ShownStopwatch(self.err)
