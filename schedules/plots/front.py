@@ -88,7 +88,8 @@ def draw_front(
         found.sort()
         ax.plot(
             [x / scale for x, _ in found], [y for _, y in found],
-            marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.2, color=colours[name], label=literal(name),
+            marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.2, color=colours[name],
+            label=literal(name),
         )  # fmt: skip
     budgets, bounds = _bounds(curves.values())
     ax.plot([b / scale for b in budgets], bounds, color=ROLES["bound"], ls=":", label="bound")
