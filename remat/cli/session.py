@@ -80,6 +80,8 @@ def _quiet_output() -> Generator[None]:
 def _is_stdout_lost() -> bool:
     """Whether standard output takes nothing more, as on a full disk; it then leads nowhere."""
     try:
+        # What could not be written may be gone from its buffer, so there may be nothing to flush.
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError:
         # Else Python tries it again at its end, and complains of it in its own words.

@@ -48,10 +48,10 @@ ON_PLANS = {
     "help": ("run", "--help"),
 }
 ON_MODELS = {
-    "run": ("run", "MODEL", "--budget", "90%", "-o", "OUT.json"),
+    "run": ("run", "MODEL", "--budget", "100%", "-o", "OUT.json"),
     "capture": ("capture", "MODEL", "-o", "OUT.json"),
     "profile": ("profile", "MODEL"),
-    "fit": ("fit", "MODEL", "--budget", "1MiB", "--sizes", "2,4"),
+    "fit": ("fit", "MODEL", "--budget", "1MiB", "--sizes", "2,64"),
     "refused": ("run", "MODEL", "--budget", "größe"),
 }
 
@@ -90,7 +90,7 @@ def test_models_are_planned_in_ascii(words: tuple[str, ...], tmp_path: Path) -> 
     code, out, err = said(words, tmp_path, LETTERS)
     assert code == (2 if "größe" in words else 0), err
     assert (out + err).isascii()
-    assert "gr??e" in out + err
+    assert "gr??e" in (out + err).lower()
 
 
 @pytest.mark.parametrize("words", ON_PLANS.values(), ids=ON_PLANS)
@@ -141,7 +141,7 @@ def test_messages_are_one_line_of_words_that_end() -> None:
     assert in_one_line("a\nb\r\x1b[2J\u202ec") == "a b \\x1b[2J\\u202ec"
     assert in_one_line("größe \u2013 1") == "größe \u2013 1"
     path = "/" + "x" * (MOST_WORD - 2)
-    assert in_one_line(f"{path}: gone") == f"{path}: gone"
+    assert in_one_line(f"{path} gone") == f"{path} gone"
     assert in_one_line(f"is {'9' * 4000} bytes") == f"is {'9' * (MOST_WORD // 2)}... bytes"
 
 
