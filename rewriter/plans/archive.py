@@ -83,7 +83,7 @@ def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = No
         write_contents(path, plan.to_json() + b"\n")
     elif program is not None:
         with replaced(path) as out:
-            deferring = _Deferring(out)
+            deferring: Any = _Deferring(out)  # torch declares less than it takes
             extra = {EXTRA_FILE: plan.to_json().decode()}
             torch.export.save(program, deferring, extra_files=extra)
             deferring.raise_lost()
