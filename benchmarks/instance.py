@@ -31,7 +31,7 @@ from benchmarks.instance_format import (
     op_name,
     read_instance,
 )
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import GraphError, RematError
 from remat.graph_capture.files.contents import write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
@@ -228,6 +228,8 @@ def main() -> int:
         found, sequence = solved(instance, asked.budget, asked.solver, **options)
         if asked.out and sequence:
             write_contents(asked.out, json.dumps(sequence).encode() + b"\n")
+    except GraphError as error:
+        parser.error(f"{asked.instance}: {error}")
     except (InstanceError, RematError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(found))

@@ -87,8 +87,6 @@ def checked(instance: Instance) -> Instance:
         raise InstanceError(f"node ids are numbers or texts, not both: {ids[0]!r} and {unlike!r}")
     if instance.constant_bytes < 0:
         raise InstanceError(f"constant_bytes is negative: {instance.constant_bytes}")
-    if instance.constant_bytes >= MOST_BYTES:
-        raise InstanceError(f"constant_bytes is {MOST_BYTES} or more: are they bytes?")
     for node in instance.nodes:
         _check_node(node)
     known = set(ids)

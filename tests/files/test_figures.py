@@ -26,7 +26,7 @@ PLACES: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "work": ("profile", ("ops", "aten.mm.default(2x2)", "work", "flops")),
     "step": ("profile", ("steps", "ab", "step_us")),
     "cost of a node": ("instance", ("nodes", 1, "cost")),
-    "constants": ("instance", ("constant_bytes",)),
+    "bytes of a node": ("instance", ("nodes", 1, "bytes")),
 }
 
 
