@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import msgspec
 
 from benchmarks.instance_format import graph_of, read_instance
 from benchmarks.layered import layered_graph
+from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver.store_all import StoreAll
@@ -102,12 +102,10 @@ def cache_folder() -> Path:
 def _network(name: str) -> TrainingGraph:
     path = cache_folder() / f"{name}-{_sources()[:16]}.json"
     if path.exists():
-        return TrainingGraph.from_json(path.read_bytes())
+        return TrainingGraph.from_json(read_contents(path))
     made = captured(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
-        out.write(made.to_json())
-    Path(out.name).replace(path)
+    write_contents(path, made.to_json())
     return made
 
 

@@ -31,7 +31,8 @@ from benchmarks.instance_format import (
     op_name,
     read_instance,
 )
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import GraphError, RematError
+from remat.graph_capture.files.contents import write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.solver import Progress, Result, make_solver, solver_class
@@ -226,7 +227,9 @@ def main() -> int:
         options = {**options_for(asked.solver, asked, instance), "time_limit_s": asked.time_limit}
         found, sequence = solved(instance, asked.budget, asked.solver, **options)
         if asked.out and sequence:
-            asked.out.write_text(json.dumps(sequence) + "\n")
+            write_contents(asked.out, json.dumps(sequence).encode() + b"\n")
+    except GraphError as error:
+        parser.error(f"{asked.instance}: {error}")
     except (InstanceError, RematError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(found))

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from remat.graph_capture.errors import FileError, ShapeError, TextError
+from remat.graph_capture.files.contents import read_contents
+from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
 
@@ -61,14 +64,12 @@ def read_instance(path: Path) -> Instance:
     InstanceError : missing, not JSON, or not an instance.
     """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InstanceError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        return checked(msgspec.json.decode(data, type=Instance))
-    except msgspec.ValidationError as error:
+        return checked(decoded(read_contents(path), Instance))
+    except FileError as error:
+        raise InstanceError(f"cannot read {error}") from error
+    except ShapeError as error:
         raise InstanceError(f"{path} is no instance file: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except TextError as error:
         raise InstanceError(f"{path} is not JSON: {error}") from error
     except InstanceError as error:
         raise InstanceError(f"{path}: {error}") from error

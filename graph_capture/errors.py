@@ -55,8 +55,20 @@ class SignatureError(RewriteError):
     """A rewritten module is called with another batch than it was planned for."""
 
 
-class FileError(RematError):
-    """A file cannot be written where it is asked for."""
+class FileError(RematError, OSError):
+    """A file cannot be read, or cannot be written where it is asked for."""
+
+
+class TextError(RematError):
+    """A text is not JSON, or is nested too deeply."""
+
+
+class ShapeError(TextError):
+    """A text is JSON, but not of the fields that are wanted."""
+
+
+class ArchiveError(RematError):
+    """An archive is not what `torch.export` writes, or not what it says."""
 
 
 class GlobError(RematError):

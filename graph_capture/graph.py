@@ -15,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from remat.graph_capture.errors import GraphError
+from remat.graph_capture.errors import GraphError, ShapeError, TextError
+from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph_rules import check_graph
 
 SCHEMA_VERSION = 1
@@ -212,10 +213,10 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         GraphError : the text is no graph, or of another schema version.
         """
         try:
-            return msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
+            return decoded(data, cls)
+        except ShapeError as error:
             raise GraphError(f"not a graph file of this release: {error}") from error
-        except msgspec.DecodeError as error:
+        except TextError as error:
             raise GraphError(f"not a JSON graph file: {error}") from error
 
     def _repr_html_(self) -> str:

@@ -19,6 +19,13 @@ MOST_BYTES = 1 << 62
 """Sums below it stay exact in 64-bit integers, and so does twice a sum."""
 MOST_US = 1e100
 """Sums and squares of what is below it are finite."""
+MOST_FIGURE = 10**300
+"""What is below it can be shown, since floats reach further. Budgets may be that large."""
+
+
+def are_figures(*numbers: float) -> bool:
+    """Whether all numbers are defined, from 0 on, and small enough to be shown."""
+    return all(0 <= number < MOST_FIGURE for number in numbers)
 
 
 def check_graph(graph: TrainingGraph) -> None:

@@ -7,16 +7,25 @@ A plan holds facts: no tensor, no weight and no code. So reading one runs no cod
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Literal
 
 import msgspec
 
-from remat.graph_capture.errors import GraphError, PlanError, ScheduleError
+from remat.graph_capture.errors import (
+    GraphError,
+    PlanError,
+    ScheduleError,
+    ShapeError,
+    TextError,
+)
+from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.graph_rules import are_figures
 from remat.schedules.schedule import Schedule
 
 SCHEMA_VERSION = 1
 KIND = "remat plan"
+IDENTITY = ("kind", "schema_version")
 
 AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
 
@@ -86,6 +95,10 @@ class Prediction(msgspec.Struct, frozen=True):
     gap: float
     prices: str
 
+    def __post_init__(self) -> None:
+        if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
+            raise PlanError("its prediction has a figure that cannot be")
+
 
 class Versions(msgspec.Struct, frozen=True):
     """Versions of torch and remat that made the plan."""
@@ -149,8 +162,8 @@ class Plan(msgspec.Struct, frozen=True):
         """
         _check_header(data, name)
         try:
-            return msgspec.json.decode(data, type=cls)
-        except (msgspec.ValidationError, GraphError, ScheduleError) as error:
+            return decoded(data, cls)
+        except (TextError, GraphError, ScheduleError, PlanError) as error:
             raise PlanError(f"{name} is no plan of this release ({error}). {AGAIN}") from error
 
     def __repr__(self) -> str:
@@ -165,21 +178,42 @@ class Plan(msgspec.Struct, frozen=True):
 def is_plan(data: bytes) -> bool:
     """Whether the text says that it is a plan, of any version."""
     try:
-        header: Any = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _header(data).get("kind") == KIND
+    except TextError:
         return False
-    return isinstance(header, dict) and cast("dict[str, Any]", header).get("kind") == KIND
+
+
+def holds_steps(data: bytes) -> bool:
+    """Whether the text has the field that schedules have and graphs have not."""
+    try:
+        return "steps" in _header(data)
+    except TextError:
+        return False
+
+
+def _header(data: bytes | str) -> dict[str, object]:
+    """The fields that say what a file is; of ``steps`` only whether it is there.
+
+    Raises
+    ------
+    TextError : the text is no JSON object.
+    """
+    # Other fields are not looked into, so a large file is not decoded twice.
+    fields = decoded(data, dict[str, msgspec.Raw])
+    said = {name: decoded(bytes(fields[name]), object) for name in IDENTITY if name in fields}
+    return said | ({"steps": None} if "steps" in fields else {})
 
 
 def _check_header(data: bytes | str, name: str) -> None:
     """Raise `PlanError` for what is no plan of this schema version."""
     try:
-        found: Any = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        header = _header(data)
+    except ShapeError:
+        header = dict[str, object]()
+    except TextError as error:
         raise PlanError(
             f"{name} is no plan, or is cut short: it is not JSON ({error}). {AGAIN}"
         ) from error
-    header = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     if "steps" in header and "kind" not in header:
         raise PlanError(
             f"{name} is a schedule alone, which does not know its batch: rewrite with the batch, "

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
+from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph_rules import are_figures
 
 SCHEMA_VERSION = 1
 
@@ -70,6 +72,8 @@ class Schedule(msgspec.Struct, frozen=True):
                 f"plan file has schema version {self.schema_version}, "
                 f"this release reads {SCHEMA_VERSION}: solve again"
             )
+        if not are_figures(self.budget_bytes):
+            raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
 
     @classmethod
     def for_graph(
@@ -125,7 +129,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, data: bytes | str) -> Schedule:
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Schedule:
         """Read a schedule written by `to_json`.
 
         Raises
@@ -133,11 +137,13 @@ class Schedule(msgspec.Struct, frozen=True):
         ScheduleError : the text is no plan, or of another schema version.
         """
         try:
-            return msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
-            raise ScheduleError(f"not a plan file of this release: {error}") from error
-        except msgspec.DecodeError as error:
-            raise ScheduleError(f"not a JSON plan file: {error}") from error
+            return decoded(data, cls)
+        except ShapeError as error:
+            raise ScheduleError(f"{name}: not a plan file of this release: {error}") from error
+        except TextError as error:
+            raise ScheduleError(f"{name}: not a JSON plan file: {error}") from error
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
         from remat.formats import bytes_text

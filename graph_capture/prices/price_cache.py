@@ -6,7 +6,6 @@ Two tables stand in it: the price of each distinct op, and the times of each who
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -14,6 +13,10 @@ import msgspec
 import torch
 
 from remat.graph_capture.devices.cpu_meter import cpu_title
+from remat.graph_capture.errors import TextError
+from remat.graph_capture.files.contents import read_contents, write_contents
+from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
 
 SCHEMA_VERSION = 6
 """Of the file. One of another version is not read, and is written anew."""
@@ -50,6 +53,17 @@ class WholeStep(msgspec.Struct, frozen=True):
     keeping_us: float = 0.0
     again_us: float = 0.0
     priced_us: float = 0.0
+
+
+def is_price(price: Price) -> bool:
+    """Whether an op can take that; a file that was edited may say anything."""
+    sizes = price.workspace_bytes, price.kept_bytes
+    return 0 <= price.cost_us <= MOST_US and all(0 <= size < MOST_BYTES for size in sizes)
+
+
+def are_times(step: WholeStep) -> bool:
+    """Whether a step can take these."""
+    return all(0 <= time_us <= MOST_US for time_us in msgspec.structs.astuple(step))
 
 
 class _File(msgspec.Struct):
@@ -92,18 +106,20 @@ class PriceCache:
     def _read(self) -> _File:
         nothing = _File(SCHEMA_VERSION, self.title)
         try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            return nothing
-        except OSError as error:
-            warnings.warn(f"price cache {self.path} cannot be read: {error}", stacklevel=3)
-            return nothing
-        try:
-            file = msgspec.json.decode(data, type=_File)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if not self.path.exists():
+                return nothing
+            file = decoded(read_contents(self.path), _File)
+        except (OSError, TextError) as error:
             warnings.warn(f"price cache {self.path} is ignored: {error}", stacklevel=3)
             return nothing
-        return file if file.schema_version == SCHEMA_VERSION else nothing
+        if file.schema_version != SCHEMA_VERSION:
+            return nothing
+        if not all(map(is_price, file.prices.values())) or not all(
+            map(are_times, file.steps.values())
+        ):
+            warnings.warn(f"price cache {self.path} is ignored: a price cannot be", stacklevel=3)
+            return nothing
+        return file
 
     def save(self) -> None:
         """Write the file atomically; a folder that cannot be written is warned about."""
@@ -117,9 +133,6 @@ class PriceCache:
         )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".prices-")
-            with os.fdopen(handle, "wb") as out:
-                out.write(msgspec.json.encode(file))
-            os.replace(name, self.path)
+            write_contents(self.path, msgspec.json.encode(file))
         except OSError as error:
             warnings.warn(f"prices are not kept: {self.path.parent}: {error}", stacklevel=3)

@@ -20,10 +20,13 @@ from torch import fx
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.meter import Meter
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.errors import ProfileError, TextError
+from remat.graph_capture.files.contents import read_contents
+from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.graph_rules import are_figures
 from remat.graph_capture.joint.nodes import target_name
 from remat.graph_capture.prices.op_work import Work
-from remat.graph_capture.prices.price_cache import Price, WholeStep
+from remat.graph_capture.prices.price_cache import Price, WholeStep, are_times, is_price
 
 SCHEMA_VERSION = 1
 
@@ -67,8 +70,8 @@ class Profile(msgspec.Struct, frozen=True):
         """
         again = "measure it again with: remat profile MODEL -o FILE"
         try:
-            found = msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            found = decoded(data, cls)
+        except TextError as error:
             raise ProfileError(
                 f"{name} is no profile of this release ({error}): {again}"
             ) from error
@@ -80,15 +83,13 @@ class Profile(msgspec.Struct, frozen=True):
         wrong = [key for key, one in found.ops.items() if not _is_sound(one)]
         if wrong:
             raise ProfileError(f"{name} has a price that cannot be, of {wrong[0]}: {again}")
-        times_us = [t for step in found.steps.values() for t in msgspec.structs.astuple(step)]
-        if not all(0 <= time_us < float("inf") for time_us in times_us):
+        if not all(are_times(step) for step in found.steps.values()):
             raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
         return found
 
 
 def _is_sound(one: ProfiledOp) -> bool:
-    sizes = one.workspace_bytes, one.kept_bytes, one.work.flops, one.work.moved_bytes
-    return 0 <= one.cost_us < float("inf") and min(sizes) >= 0
+    return is_price(one) and are_figures(one.work.flops, one.work.moved_bytes)
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
@@ -96,11 +97,11 @@ def as_profile(profile: Profile | str | Path | None) -> Profile | None:
 
     Raises
     ------
-    ProfileError : it is no profile. OSError : it cannot be read.
+    ProfileError : it is no profile. FileError : it cannot be read.
     """
     if profile is None or isinstance(profile, Profile):
         return profile
-    return Profile.from_json(Path(profile).read_bytes(), str(profile))
+    return Profile.from_json(read_contents(profile), str(profile))
 
 
 def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> Mapping[str, Price]:

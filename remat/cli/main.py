@@ -19,6 +19,7 @@ from remat.cli.profile import profile_verb
 from remat.cli.report import export_verb, report_verb
 from remat.cli.run import check_verb, run_verb
 from remat.cli.sweep import sweep_verb
+from remat.cli.terminal import use_simple_letters
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -42,4 +43,6 @@ def main() -> None:
     """Entry point of the `remat` command."""
     # torch's profiler, which measures the peaks, otherwise logs each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # A session does so too; this is for the help, which has none.
+    use_simple_letters()
     app()

@@ -40,7 +40,7 @@ def keep_plan(session: Session, path: Path, plan: Plan | None) -> None:
     """Write a plan and say so; nothing where nothing fits."""
     if plan is not None:
         write_plan(plan, path)
-        session.err.print(f"plan written to {path}", markup=False, soft_wrap=True)
+        session.err.print(f"plan written to {path}", soft_wrap=True)
 
 
 def priced(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+from rich.text import Text
 
 from remat.cli import options
 from remat.cli.outcome import keep_result, priced, said_price, show_price
@@ -82,15 +83,14 @@ def rewrite_verb(
     if session.as_json:
         session.emit({"code": text})
     elif output is None:
-        session.out.print(text, markup=False, soft_wrap=True)
+        session.out.print(text, soft_wrap=True)
 
 
 def _show_graph(session: Session, graph: TrainingGraph) -> None:
     backward = len(graph.ops) - graph.n_forward
-    session.out.print(
-        f"[bold]{graph.name}[/], {graph.n_forward} forward and {backward} backward ops, "
-        f"{time_text(graph.time_us)}, {graph.prices} on {graph.device}\n"
-    )
+    ops = f", {graph.n_forward} forward and {backward} backward ops"
+    prices = f", {time_text(graph.time_us)}, {graph.prices} on {graph.device}\n"
+    session.out.print(Text.assemble((graph.name, "bold"), ops, prices))
     table = plain_table("resident", "bytes")
     resident = msgspec.to_builtins(graph.resident)
     if not graph.resident.libraries_bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from remat.cli import options
 from remat.cli.session import Session
 from remat.cli.verb import verb
@@ -52,10 +54,9 @@ def _summary(measured: Profile) -> dict[str, object]:
 
 
 def _show_profile(session: Session, measured: Profile, top: int) -> None:
-    session.out.print(
-        f"[bold]{len(measured.ops)} distinct ops[/] on {measured.title}, torch {measured.torch}\n",
-        soft_wrap=True,
-    )
+    where = f" on {measured.title}, torch {measured.torch}\n"
+    counted = (f"{len(measured.ops)} distinct ops", "bold")
+    session.out.print(Text.assemble(counted, where), soft_wrap=True)
     table = plain_table("op", "time", "workspace", "flops", "moved")
     dearest = sorted(measured.ops.items(), key=lambda item: -item[1].cost_us)
     for key, one in dearest[:top]:

@@ -15,6 +15,7 @@ from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import DeviceError, FileError
+from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.job.kept_plans import PLAN_FILES
 from remat.job.opened import Opened, load_shown
 from remat.job.pipeline import trace_loaded
@@ -67,7 +68,7 @@ def report_verb(
 
     if measure:
         require_model(source, request)
-    known = fronts_in(front.read_bytes()) if front else None
+    known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
     solved = opened.solved
     step = _measured(session, source, solved, request) if measure else None
@@ -160,5 +161,5 @@ def _measured(session: Session, source: str, result: Result, request: Request) -
 
 
 def _write(session: Session, path: Path, data: bytes, what: str) -> None:
-    path.write_bytes(data)
-    session.err.print(f"{what} written to {path}", markup=False, soft_wrap=True)
+    write_contents(path, data)
+    session.err.print(f"{what} written to {path}", soft_wrap=True)

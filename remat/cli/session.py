@@ -14,7 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remat.graph_capture.errors import FileError, RematError
+from remat.cli.terminal import in_one_line, is_simple, json_text, steady_console, use_simple_letters
+from remat.graph_capture.errors import RematError
+from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
 
 REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
@@ -36,13 +38,15 @@ class ShownStopwatch(Stopwatch):
                 with self._live(text) as progress:
                     yield progress
             else:
-                self.console.print(f"{text} ...", style="dim", markup=False, soft_wrap=True)
+                self.console.print(f"{text} ...", style="dim", soft_wrap=True)
                 with super().show(text) as progress:
                     yield progress
 
     @contextlib.contextmanager
     def _live(self, text: str) -> Generator[Shown]:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20)
+        spinner = SpinnerColumn("line" if is_simple(self.console) else "dots")
+        # A description holds names, which are no markup.
+        columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20)
         with Progress(
             *columns, TimeElapsedColumn(), console=self.console, transient=True
         ) as progress:
@@ -73,6 +77,20 @@ def _quiet_output() -> Generator[None]:
         os.close(kept)
 
 
+def _is_stdout_lost() -> bool:
+    """Whether standard output takes nothing more, as on a full disk; it then leads nowhere."""
+    try:
+        # What could not be written may be gone from its buffer, so there may be nothing to flush.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        # Else Python tries it again at its end, and complains of it in its own words.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), STDOUT)
+        return True
+    return False
+
+
 class Session:
     """Consoles, `--json` and `--debug` of one command.
 
@@ -82,13 +100,14 @@ class Session:
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self.as_json, self.debug = as_json, debug
-        self.out = Console(highlight=False)
-        self.err = Console(stderr=True, highlight=False)
+        use_simple_letters()
+        self.out = steady_console()
+        self.err = steady_console(stderr=True)
         self.stopwatch = ShownStopwatch(self.err)
 
     def emit(self, said: dict[str, Any]) -> None:
         """Print the one JSON object."""
-        sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
+        sys.stdout.write(json_text(msgspec.json.encode(said), sys.stdout.encoding) + "\n")
 
     def fail(self, code: int, kind: str, message: str) -> None:
         """Say in one line what went wrong, and end with `code`."""
@@ -106,42 +125,37 @@ class Session:
 
     def complain(self, message: str) -> None:
         """One red line on standard error."""
-        self.err.print(message, style="red", markup=False, soft_wrap=True)
+        self.err.print(in_one_line(message), style="red", soft_wrap=True)
 
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2."""
         try:
             yield
+            sys.stdout.flush()
         except RematError as error:
             if self.debug:
                 raise
             self.fail(REFUSED, type(error).__name__, str(error))
         except OSError as error:
-            if self.debug or error.filename is None:
+            if self.debug or (error.filename is None and not _is_stdout_lost()):
                 raise
-            self.fail(REFUSED, type(error).__name__, f"{error.filename}: {error.strerror}")
+            place = error.filename or "standard output"
+            self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 
     def require_folder(self, path: Path | None) -> None:
         """Refuse a file that cannot be written, before work is done for it.
 
         Raises
         ------
-        FileError : its folder is not there, or is not writable; or it is a folder itself.
+        FileError : its folder is not there or not writable, it is write-protected, or a folder.
         """
-        if path is None:
-            return
-        folder = path.parent
-        if not folder.is_dir():
-            raise FileError(f"{folder}: No such folder, so {path.name} cannot be written there")
-        if path.is_dir():
-            raise FileError(f"{path} is a folder: name a file in it")
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise FileError(f"{path} cannot be written: {folder} is not writable for you")
+        if path is not None:
+            check_writable(path)
 
     def save(self, path: Path | None, data: bytes, what: str) -> None:
         """Write a file and say so, unless there is no path."""
         if path is None:
             return
-        path.write_bytes(data + b"\n")
-        self.err.print(f"{what} written to {path}", markup=False)
+        write_contents(path, data + b"\n")
+        self.err.print(f"{what} written to {path}", soft_wrap=True)

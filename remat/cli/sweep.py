@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from remat.budgets import parse_budget
 from remat.cli import options
@@ -105,9 +106,8 @@ def _kept(fronts: Mapping[str, Front]) -> bytes:
 
 
 def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Front]) -> None:
-    session.out.print(
-        f"[bold]{graph.name}[/], step {time_text(graph.time_us)} with nothing recomputed\n"
-    )
+    step = f", step {time_text(graph.time_us)} with nothing recomputed\n"
+    session.out.print(Text.assemble((graph.name, "bold"), step))
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     for name, front in fronts.items():
         _add_rows(table, name, front)

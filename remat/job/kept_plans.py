@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
-from remat.schedules.plan import Plan, is_plan
+from remat.schedules.plan import Plan, holds_steps, is_plan
 from remat.schedules.schedule import Schedule
 from remat.solved import graph_behind, predicted
 from remat.solver.result import Result
@@ -43,19 +44,20 @@ def read_kept(path: Path) -> Plan | Schedule:
 
     Raises
     ------
-    PlanError, ScheduleError : the file is neither.
+    PlanError, ScheduleError : the file is neither. FileError : it cannot be read.
     """
     if path.suffix == ".pt2":
         from remat.rewriter.plans.archive import read_plan
 
         return read_plan(path)
-    data = path.read_bytes()
-    return Plan.from_json(data, str(path)) if is_plan(data) else Schedule.from_json(data)
+    data = read_contents(path)
+    name = str(path)
+    return Plan.from_json(data, name) if is_plan(data) else Schedule.from_json(data, name)
 
 
 def holds_plan(path: Path) -> bool:
     """Whether the file holds a plan or a schedule, and not a graph."""
-    return path.suffix == ".pt2" or is_plan(data := path.read_bytes()) or b'"steps":' in data
+    return path.suffix == ".pt2" or is_plan(data := read_contents(path)) or holds_steps(data)
 
 
 def schedule_in(kept: Plan | Schedule) -> Schedule:

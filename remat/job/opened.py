@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.device_table import check_device
-from remat.graph_capture.errors import BudgetError, DeviceError, GraphError, PlanError, ProfileError
+from remat.graph_capture.errors import (
+    BudgetError,
+    DeviceError,
+    GraphError,
+    PlanError,
+    ProfileError,
+    ScheduleError,
+)
+from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.factory import Loaded, load
@@ -129,7 +137,10 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
             f"{name} is a schedule alone, without sizes and prices: name its graph or model too "
             f"(GRAPH --plan {name})"
         )
-    peak_bytes = simulate(graph, schedule).peak_bytes
+    try:
+        peak_bytes = simulate(graph, schedule).peak_bytes
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from error
     budget_bytes = schedule.budget_bytes or peak_bytes
     if peak_bytes > budget_bytes:
         raise PlanError(
@@ -159,7 +170,7 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     if holds_plan(Path(source)):
         return Captured(_graph_in(read_kept(Path(source)), source))
     try:
-        return Captured(TrainingGraph.from_json(Path(source).read_bytes()))
+        return Captured(TrainingGraph.from_json(read_contents(source)))
     except GraphError as error:
         raise GraphError(
             f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "

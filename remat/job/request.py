@@ -112,7 +112,7 @@ class Request:
         Raises
         ------
         BudgetError, DeviceError, SolverError, ProfileError : a field cannot be read, or names
-            what is not there. OSError : the profile's file cannot be read.
+            what is not there. FileError : the profile's file cannot be read.
         """
         if self.budget != NO_BUDGET:
             parse_budget(self.budget)
@@ -127,7 +127,7 @@ class Request:
 
         Raises
         ------
-        ProfileError : the file holds none. OSError : it cannot be read.
+        ProfileError : the file holds none. FileError : it cannot be read.
         """
         if self.profile is None:
             return None

@@ -29,10 +29,9 @@ def show_run(console: Console, report: Report) -> None:
     """One screen: the three schedules, the bound, what holds the peak, what is equal."""
     graph, result = report.graph, report.result
     backward = len(graph.ops) - graph.n_forward
-    console.print(
-        f"[bold]{graph.name}[/], {graph.n_forward} forward and {backward} backward ops, "
-        f"budget {bytes_text(result.budget_bytes)}\n"
-    )
+    ops = f", {graph.n_forward} forward and {backward} backward ops"
+    budget = f", budget {bytes_text(result.budget_bytes)}\n"
+    console.print(Text.assemble((graph.name, "bold"), ops, budget))
     console.print(schedules_table(report.rows))
     console.print()
     console.print(_verdict(report))
@@ -123,15 +122,14 @@ def _held(graph: TrainingGraph, simulation: Simulation) -> str:
     return ", ".join(parts)
 
 
-def equal_text(check: Check) -> str:
+def equal_text(check: Check) -> Text:
     """Which of outputs, gradients, buffers and RNG are bit-identical to eager's."""
-    gradients = f"{check.gradients} of {check.gradients_total} gradients bit-identical"
-    others = [
-        f"{name} {'equal' if getattr(check, f'{name}_equal') else '[red]differ[/red]'}"
-        for name in CHECKED
-        if name != "gradients"
-    ]
-    return ", ".join([gradients, *others])
+    said = Text(f"{check.gradients} of {check.gradients_total} gradients bit-identical")
+    for name in CHECKED:
+        if name != "gradients":
+            is_equal = getattr(check, f"{name}_equal")
+            said.append(f", {name} ").append(*(("equal",) if is_equal else ("differ", "red")))
+    return said
 
 
 def show_check(console: Console, check: Check, budget_bytes: int) -> None:
@@ -147,7 +145,7 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
         percent_text(check.overhead),
     )
     console.print(table)
-    console.print(f"\nequal  {equal_text(check)}")
+    console.print(Text("\nequal  ").append(equal_text(check)))
     if check.plan_reserved_bytes is not None:
         console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
     for advice in advice_of(check, budget_bytes):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 import remat.solver as solvers
 from remat.budgets import unmodified
 from remat.graph_capture.derived.eager import as_eager
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import ScheduleError, TextError
+from remat.graph_capture.files.contents import write_contents
+from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.tables import prices_text
 from remat.schedules.report.data import page_data
@@ -44,16 +44,16 @@ def report(
     Raises
     ------
     ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
-    OSError : the file cannot be written.
+    FileError : the file cannot be written; an old one is as it was.
     """
     facts = page_facts(graph, result, fronts, measured)
     page = render(facts, page_data(facts))
     if path is not None:
-        Path(path).write_text(page, encoding="utf-8")
+        write_contents(path, page.encode())
     return page
 
 
-def fronts_in(data: bytes) -> dict[str, Front]:
+def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
     """The fronts in a file that `remat sweep -o` kept, of one solver or of several.
 
     Raises
@@ -61,10 +61,13 @@ def fronts_in(data: bytes) -> dict[str, Front]:
     SolverError : the text is neither.
     """
     try:
-        return msgspec.json.decode(data, type=dict[str, Front])
-    except msgspec.DecodeError:
-        front = Front.from_json(data)
+        fronts = decoded(data, dict[str, Front])
+    except (TextError, ScheduleError):
+        front = Front.from_json(data, name)
         return {front.solver: front}
+    for front in fronts.values():
+        front.check_figures(name)
+    return fronts
 
 
 def page_facts(

@@ -25,7 +25,9 @@ HOLDERS = 8
 def rendered(screen: RenderableType, width: int = 100) -> str:
     """A screen as plain text of that many columns."""
     text = StringIO()
-    Console(file=text, width=width, highlight=False, color_system=None).print(screen)
+    # Names of a file are neither markup nor emoji.
+    plain = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
+    plain.print(screen)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 

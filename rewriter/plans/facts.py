@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-from collections.abc import Generator
+import re
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -26,9 +27,22 @@ from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.live_state import named_state
+from remat.rewriter.plans.batch_tree import tree_from
 from remat.schedules.plan import Autocast, BatchSignature, Plan, PythonLeaf, StateFact, TensorLeaf
 
 _LITERALS = (bool, int, str, type(None))
+_TEXT = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\"""")
+_VALUES: dict[str, Callable[[str], Any]] = {
+    "float": float, "int": int, "bool": {"True": True, "False": False}.__getitem__,
+    "NoneType": {"None": None}.__getitem__,
+}  # fmt: skip
+"""How the `repr` of an argument that is no tensor and no text is read."""
+_UNREADABLE = (
+    ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError, OverflowError,
+    AssertionError,
+)  # fmt: skip
+"""What torch and Python raise for a tree or a leaf that is none."""
+MOST_SHOWN = 40
 
 
 def state_of(model: nn.Module) -> tuple[StateFact, ...]:
@@ -104,10 +118,10 @@ def signature_from(batch: BatchSignature) -> Signature:
     PlanError : the file holds a tree or a leaf that cannot be read.
     """
     try:
-        spec = pytree.treespec_loads(batch.tree)
+        spec = tree_from(batch.tree)
         with FakeTensorMode():
             return Signature(pytree.tree_unflatten([_leaf(leaf) for leaf in batch.leaves], spec))
-    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
 
 
@@ -126,7 +140,12 @@ def _leaf(leaf: TensorLeaf | PythonLeaf) -> Any:
             leaf.shape, leaf.strides, dtype=dtype_of(leaf.dtype), device=leaf.device,
             requires_grad=leaf.requires_grad,
         )  # fmt: skip
-    return float(leaf.text) if leaf.kind == "float" else ast.literal_eval(leaf.text)
+    if leaf.kind == "str":
+        # One literal and nothing else: Python's parser has limits of its own for what is nested.
+        if not _TEXT.fullmatch(leaf.text):
+            raise ValueError(f"{leaf.text[:MOST_SHOWN]} is no text")
+        return ast.literal_eval(leaf.text)
+    return _VALUES[leaf.kind](leaf.text)
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
@@ -135,7 +154,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 def dtype_of(text: str) -> torch.dtype:
     """The dtype of a name such as ``bfloat16``."""
-    found = getattr(torch, text, None)
+    found = vars(torch).get(text)
     if not isinstance(found, torch.dtype):
         raise PlanError(f"the plan file names a dtype {text!r}, which this torch does not have")
     return found

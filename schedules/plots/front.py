@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from remat.schedules.plots.literal import literal
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of
@@ -87,7 +88,8 @@ def draw_front(
         found.sort()
         ax.plot(
             [x / scale for x, _ in found], [y for _, y in found],
-            marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.2, color=colours[name], label=name,
+            marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.2, color=colours[name],
+            label=literal(name),
         )  # fmt: skip
     budgets, bounds = _bounds(curves.values())
     ax.plot([b / scale for b in budgets], bounds, color=ROLES["bound"], ls=":", label="bound")
@@ -99,7 +101,7 @@ def draw_front(
             [plan.peak_bytes / scale], [_percent(plan.time_us, base)],
             marker="*", ms=13, ls="", color=ROLES["plan"], label="this plan", zorder=5,
         )  # fmt: skip
-    ax.set(xlabel=f"peak ({unit})", ylabel="overhead (%)", title=base.name if base else "")
+    ax.set(xlabel=f"peak ({unit})", ylabel="overhead (%)", title=literal(base.name) if base else "")
     ax.set_ylim(bottom=0)
     ax.legend(fontsize="small", frameon=False)
     return ax

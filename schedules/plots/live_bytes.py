@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plots.literal import literal
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.live_bands import OTHERS, RESIDENT, WORKSPACE, By, live_bands
@@ -53,7 +54,7 @@ def draw_live_bytes(
     ax.stackplot(
         line.edges,
         [np.append(bands[name], bands[name][-1:]) / scale for name in names],
-        labels=names,
+        labels=[literal(name) for name in names],
         colors=[colours[name] for name in names],
         alpha=ALPHA,
         step="post",
@@ -74,7 +75,7 @@ def draw_live_bytes(
     limit = schedule.budget_bytes if budget_bytes is None else budget_bytes
     if limit:
         ax.axhline(limit / scale, color=ROLES["budget"], ls="--", lw=1.2, label="budget")
-    ax.set(xlabel=line.axis_title, ylabel=f"live bytes ({unit})", title=graph.name)
+    ax.set(xlabel=line.axis_title, ylabel=f"live bytes ({unit})", title=literal(graph.name))
     ax.set_xlim(0, max(line.edges[-1], baseline.edges[-1] if baseline else 0))
     ax.set_ylim(0)
     ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)

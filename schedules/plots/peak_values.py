@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plots.literal import literal
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
@@ -26,7 +27,7 @@ def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top:
     module = {op.name: op.module for op in graph.ops}
     scale, unit = scale_of(max((value.size_bytes for value in values), default=0))
     places = [module.get(value.producer, "") for value in values]
-    names = [f"{v.name}  {p}".strip() for v, p in zip(values, places, strict=True)]
+    names = [literal(f"{v.name}  {p}".strip()) for v, p in zip(values, places, strict=True)]
     ax.barh(
         range(len(values)),
         [value.size_bytes / scale for value in values],
@@ -38,7 +39,7 @@ def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top:
     ax.invert_yaxis()
     rest = len(simulation.held_at_peak) - len(values)
     more = f", {rest} smaller left out" if rest else ""
-    ax.set(xlabel=f"size ({unit})", title=f"{graph.name}: values at the peak{more}")
+    ax.set(xlabel=f"size ({unit})", title=f"{literal(graph.name)}: values at the peak{more}")
     ax.set_xlim(left=0)
     if values:
         ax.legend(fontsize="small", frameon=False)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plots.literal import literal
 from remat.schedules.views.palette import ROLES
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
         span = [min(ends), max(ends)]
         ax.plot(span, span, color=ROLES["unmodified"], lw=1, label="equal")
         ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="predicted (µs)", ylabel="measured (µs)", title=predicted.name)
+    ax.set(xlabel="predicted (µs)", ylabel="measured (µs)", title=literal(predicted.name))
     ax.legend(fontsize="small", frameon=False)
     return ax
 

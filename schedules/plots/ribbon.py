@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plots.literal import literal
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.palette import ROLES
 from remat.schedules.views.ribbon import Span, ribbon
@@ -36,10 +37,11 @@ def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
     for name in ("forward", "backward", "recompute"):
         _draw(ax, getattr(picture, name), ROLES[name], 1.0, 0.6, name)
     every = -(-len(picture.titles) // MOST_LABELS)
-    ax.set_yticks(range(0, len(picture.titles), every), picture.titles[::every], fontsize="small")
-    ax.set(xlabel="runs of ops", xlim=(0, len(line)), ylim=(len(picture.titles) - 0.5, -0.5))
+    titles = [literal(title) for title in picture.titles]
+    ax.set_yticks(range(0, len(titles), every), titles[::every], fontsize="small")
+    ax.set(xlabel="runs of ops", xlim=(0, len(line)), ylim=(len(titles) - 0.5, -0.5))
     ax.axvline(line.forward_runs, color=ROLES["unmodified"], lw=0.8, ls=":")
-    ax.set_title(graph.name)
+    ax.set_title(literal(graph.name))
     ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return ax
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import ScheduleError, SolverError, TextError
+from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.graph_rules import are_figures
 from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.result import Result
 
@@ -86,17 +88,32 @@ class Front(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, data: bytes | str) -> Front:
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Front:
         """Read a front written by `to_json`.
 
         Raises
         ------
-        SolverError : the text is no front.
+        SolverError : the text is no front, or has a figure that cannot be.
         """
         try:
-            return msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
-            raise SolverError(f"not a front file of this release: {error}") from error
+            front = decoded(data, cls)
+        except (TextError, ScheduleError) as error:
+            raise SolverError(f"{name}: not a front file of this release: {error}") from error
+        front.check_figures(name)
+        return front
+
+    def check_figures(self, name: str = "the front") -> None:
+        """Raise `SolverError` where a figure cannot be, as in a file that was edited."""
+        sizes = self.base_us, self.least_needed_bytes, self.unmodified_bytes
+        if not are_figures(*sizes):
+            raise SolverError(f"{name} has a figure that cannot be, of the step without a plan")
+        for budget_bytes, result in self.points:
+            figures = (
+                budget_bytes, result.peak_bytes, result.time_us, result.lower_bound_us,
+                result.wall_s, result.least_feasible_bytes, result.least_bound_bytes,
+            )  # fmt: skip
+            if not are_figures(*figures):
+                raise SolverError(f"{name} has a figure that cannot be, at one of its budgets")
 
     def _repr_html_(self) -> str:
         from remat.html_figures import table_html

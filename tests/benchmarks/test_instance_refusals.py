@@ -101,6 +101,7 @@ def test_bytes_that_are_too_many_in_all_are_refused(tmp_path: Path, refusal: Ref
     path = written(tmp_path, {**DIAMOND, "constant_bytes": 1 << 62})
     line = refusal(path, "--budget", 10, "--constants", "resident")
     assert "4611686018427387917 bytes in all, beyond what can be computed with" in line
+    assert str(path) in line
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import gc
 import json
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
+from remat.graph_capture.errors import FileError, PlanError, RewriteError, ScheduleError
 from remat.rewriter.plans.archive import EXTRA_FILE, read_plan, save_plan
 from remat.rewriter.plans.loading import load, plan_of
 from remat.schedules.plan import KIND, Plan
@@ -308,6 +311,33 @@ def test_archives_that_hold_no_plan(small: tuple[Exported, Tensor, Plan], tmp_pa
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(PlanError, match=r"is no \.pt2 archive, or is cut short"):
         read_plan(path)
+
+
+@pytest.mark.parametrize("with_program", [False, True])
+def test_an_archive_that_a_full_disk_cuts_short(
+    small: tuple[Exported, Tensor, Plan], tmp_path: Path, with_program: bool
+) -> None:
+    """Its writer ends its file when it is destroyed, where an error would end the process."""
+    model, x, plan = small
+    program = torch.export.export(model, (x,)) if with_program else None
+    path, full = tmp_path / "model.pt2", tmp_path / "full.pt2"
+    full.symlink_to("/dev/full")
+    with pytest.raises(FileError, match=r"full\.pt2 cannot be written: No space left on device"):
+        save_plan(plan, full, program)
+    save_plan(plan, path, program)
+    old = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, hard))
+    try:
+        with pytest.raises(FileError, match=r"model\.pt2 cannot be written: File too large"):
+            save_plan(plan, path, program)
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, heard)
+    assert path.read_bytes() == old
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["full.pt2", "model.pt2"]
 
 
 class Marked(nn.Module):

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from remat.formats import bytes_text
 from remat.questions.report import report
+from remat.questions.sweep import sweep
 from remat.schedules.views.timeline import timeline
 from remat.solver import solve
+from tests.files.hostile import SCRIPT, plan_with_names
 from tests.schedules.conftest import Planned
 from tests.solver.random_graphs import chain
 
@@ -169,4 +172,29 @@ def test_the_page_follows_the_colour_scheme(browser: Any, file: Path) -> None:
     light = tab.evaluate(ink)
     tab.emulate_media(color_scheme="dark")
     assert tab.evaluate(ink) != light
+    tab.close()
+
+
+def test_names_run_nothing_in_the_page(browser: Any, tmp_path: Path) -> None:
+    made = plan_with_names(SCRIPT)
+    assert made.graph is not None
+    result = solve(made.graph, 1 << 40, "store_all")
+    front = msgspec.structs.replace(sweep(made.graph, ["90%"], "chen_sqrt"), solver=SCRIPT)
+    path = tmp_path / "report.html"
+    report(made.graph, result, path, fronts={SCRIPT: front})
+    tab = browser.new_page(viewport={"width": 1200, "height": 850})
+    page, said = Opened(tab), list[str]()
+    tab.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    tab.goto(path.as_uri())
+    for name in ("memory", "ribbon"):
+        tab.locator(f"#{name}").focus()
+        for _ in range(3):
+            tab.keyboard.press("ArrowRight")
+    box = page.box("front")
+    for i in range(20):
+        tab.mouse.move(box["x"] + box["width"] * i / 20, box["y"] + box["height"] / 2)
+    assert "alert(1)" in tab.locator("#memory-said").inner_text()
+    assert "alert(1)" in tab.locator("#memory").inner_text()
+    assert tab.locator("img").count() == 0
+    assert said == page.wrong == []
     tab.close()

@@ -1,0 +1,166 @@
+"""What files hold: read whole within a limit, and written so that the old file survives a failure.
+
+All files of remat go through here: graphs, plans, profiles, fronts, reports and exports. What the
+system refuses, such as a full disk, becomes one `FileError` with the name and the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Generator
+from pathlib import Path
+from typing import BinaryIO
+
+from remat.graph_capture.errors import FileError
+
+MOST_FILE_BYTES = 1 << 30
+"""Of a file that is read whole. A graph of 100,000 ops takes a twentieth of it."""
+CHUNK_BYTES = 1 << 20
+
+
+def read_contents(path: str | Path) -> bytes:
+    """All bytes of a file, or of a pipe.
+
+    Raises
+    ------
+    FileError : it is missing, no file, not readable, or larger than `MOST_FILE_BYTES`.
+    """
+    _require_name(path)
+    parts, size_bytes = list[bytes](), 0
+    try:
+        with open(path, "rb") as file:
+            # In parts, since a device such as /dev/zero has no end and says no size.
+            while part := file.read(CHUNK_BYTES):
+                parts.append(part)
+                size_bytes += len(part)
+                if size_bytes > MOST_FILE_BYTES:
+                    raise FileError(
+                        f"{path} is larger than {MOST_FILE_BYTES} bytes, which no file of remat "
+                        "is: name another"
+                    )
+    except OSError as error:
+        raise _told(error, f"{path}") from error
+    return b"".join(parts)
+
+
+def write_contents(path: str | Path, data: bytes) -> None:
+    """Write a file as `replaced` does.
+
+    Raises
+    ------
+    FileError : it cannot be written; the old file is as it was.
+    """
+    with replaced(path) as out:
+        out.write(data)
+
+
+@contextlib.contextmanager
+def replaced(path: str | Path) -> Generator[BinaryIO]:
+    """A new file, which takes the place of `path` if the block ends without an error.
+
+    It is written beside the old one, and has its mode and owner. Symbolic links are followed. Pipes
+    and devices, ``/dev/stdout`` among them, are written to as they are. Of several hard links, only
+    the one that is named gets the new file.
+
+    Raises
+    ------
+    FileError : it cannot be written; the old file is as it was.
+    """
+    _require_name(path)
+    try:
+        if _is_stream(path):
+            with open(path, "wb") as out:
+                yield out
+        else:
+            with _beside(Path(os.path.realpath(path))) as out:
+                yield out
+    except OSError as error:
+        raise _told(error, f"{path} cannot be written") from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before work is done for it.
+
+    Raises
+    ------
+    FileError : its folder is not there or not writable, it is write-protected, or is a folder.
+    """
+    _require_name(path)
+    try:
+        if path.is_dir():
+            raise FileError(f"{path} is a folder: name a file in it")
+        if not path.parent.is_dir():
+            raise FileError(
+                f"{path.parent}: No such folder, so {path.name} cannot be written there"
+            )
+        if _is_stream(path):
+            return
+        target = Path(os.path.realpath(path))
+        is_protected = target.exists() and not os.access(target, os.W_OK)
+    except OSError as error:
+        raise _told(error, f"{path} cannot be written") from error
+    if not os.access(target.parent, os.W_OK):
+        raise FileError(f"{path} cannot be written: {target.parent} is not writable for you")
+    if is_protected:
+        raise FileError(f"{path} cannot be written: it is write-protected")
+
+
+def _is_stream(path: str | Path) -> bool:
+    """Whether it is a pipe or a device, or stands for an open file."""
+    folder = os.path.realpath(os.path.dirname(path))
+    # /dev/stdout leads to whatever standard output is. That may be a file; its name is no new one.
+    if folder == "/dev" or folder.startswith("/proc/"):
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(mode)
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Generator[BinaryIO]:
+    old = target.stat() if target.exists() else None
+    if old and not os.access(target, os.W_OK):
+        # Its folder would allow to replace it. But who protected it meant that nobody writes it.
+        raise PermissionError("it is write-protected")
+    # Not named after the target, whose name may be as long as the file system allows.
+    fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            if old:
+                _take_over(out.fileno(), old)
+            yield out
+            out.flush()
+            # Some file systems notice a full disk only here.
+            os.fsync(out.fileno())
+        os.replace(fresh, target)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _take_over(handle: int, old: os.stat_result) -> None:
+    """Mode and owner of the file that is replaced."""
+    now = os.fstat(handle)
+    if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
+        # Only root may give a file away. The file of another, in a folder of both, becomes ours.
+        with contextlib.suppress(PermissionError):
+            os.fchown(handle, old.st_uid, old.st_gid)
+    os.fchmod(handle, stat.S_IMODE(old.st_mode))
+
+
+def _told(error: OSError, what: str) -> FileError:
+    """The error in one line; a `FileError` as it is."""
+    return (
+        error if isinstance(error, FileError) else FileError(f"{what}: {error.strerror or error}")
+    )
+
+
+def _require_name(path: str | Path) -> None:
+    """Raise `FileError` for a name that no system takes, which Python says by a `ValueError`."""
+    if "\0" in os.fspath(path):
+        raise FileError(f"{os.fspath(path)!r} is no name of a file: it has a NUL")
