@@ -1,0 +1,99 @@
+"""Ops in which other ranks take part: functional collectives, and what waits for them.
+
+Each rank must run the same ones as the others, as often and in the same order, or all wait for
+ever. So a plan runs them once, in the captured order, whatever it makes of the rest; then ranks may
+follow plans of their own. What one rank does by itself, such as pricing, runs stand-ins for them.
+
+A trace has a result twice: as the collective returns it, and as it is once somebody has waited for
+it. Both are one storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.joint.nodes import argument, tensors_of
+
+PINNED = "other ranks take part in it"
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+_WAIT = "wait_tensor"
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device."""
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for the result of a collective, and returns it."""
+    return _namespace(node) in _NAMESPACES and _name(node) == _WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether other ranks must run the op of the node too."""
+    return _namespace(node) in _NAMESPACES and _name(node) != _WAIT
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """The nodes that wait for what `node` returns, a collective or one of its results."""
+    return [user for user in node.users if is_wait(user)]
+
+
+def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
+    """The collectives of a graph, in their order."""
+    return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
+    """The distinct groups of some collectives, by name or as they are, in their order."""
+    named = (argument(node, "group_name") for node in nodes)
+    return tuple(dict.fromkeys(group for group in named if group is not None))
+
+
+def on_this_rank(node: fx.Node) -> Callable[..., Any]:
+    """What runs the op of `node` without other ranks: a collective's results are made up."""
+    target = node.target
+    assert callable(target)
+    if not is_collective(node):
+        return target
+    layouts = _layouts(node)
+    return lambda *_args, **_kwargs: _made_up(layouts)
+
+
+def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` itself, its collectives replaced by stand-ins that take their results' memory."""
+    for node in collectives_in(gm):
+        layouts = _layouts(node)
+        node.target, node.args, node.kwargs = _made_up, (layouts,), {}
+    gm.recompile()
+    return gm
+
+
+def _namespace(node: fx.Node) -> str:
+    is_call = node.op == "call_function"
+    return str(getattr(node.target, "namespace", "")) if is_call else ""
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
+
+
+def _layouts(node: fx.Node) -> Any:
+    """The layout of each result, in a list where the op returns several."""
+    found = [None if t is None else _layout(t) for t in tensors_of(node)]
+    return found if isinstance(node.meta.get("val"), (tuple, list)) else found[0]
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
+
+
+def _made_up(layouts: Any) -> Any:
+    """Zeros of the given layouts."""
+    return [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
+
+
+def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
