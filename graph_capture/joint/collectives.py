@@ -21,6 +21,7 @@ from remat.graph_capture.joint.nodes import argument, tensors_of
 PINNED = "other ranks take part in it"
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 _WAIT = "wait_tensor"
+_THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides, dtype and device."""
@@ -58,15 +59,15 @@ def on_this_rank(node: fx.Node) -> Callable[..., Any]:
     assert callable(target)
     if not is_collective(node):
         return target
-    layouts = _layouts(node)
-    return lambda *_args, **_kwargs: _made_up(layouts)
+    made = _layouts(node), _copied_bytes(node)
+    return lambda *_args, **_kwargs: _made_up(*made)
 
 
 def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` itself, its collectives replaced by stand-ins that take their results' memory."""
+    """`gm` itself, its collectives replaced by stand-ins that take the same memory."""
     for node in collectives_in(gm):
-        layouts = _layouts(node)
-        node.target, node.args, node.kwargs = _made_up, (layouts,), {}
+        made = _layouts(node), _copied_bytes(node)
+        node.target, node.args, node.kwargs = _made_up, made, {}
     gm.recompile()
     return gm
 
@@ -90,9 +91,24 @@ def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
 
 
-def _made_up(layouts: Any) -> Any:
-    """Zeros of the given layouts."""
-    return [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
+def _copied_bytes(node: fx.Node) -> int:
+    """What gloo copies meanwhile, on a CPU: it gathers, scatters and coalesces in one buffer."""
+    made = [t for t in tensors_of(node) if t is not None]
+    if any(t.device.type != "cpu" for t in made):
+        return 0
+    read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
+    name = _name(node)
+    whole = read if name.startswith("reduce_scatter") else made
+    is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
+    return sum(t.numel() * t.element_size() for t in whole) if is_copied else 0
+
+
+def _made_up(layouts: Any, copied_bytes: int) -> Any:
+    """Zeros of the given layouts; meanwhile a buffer is there too."""
+    made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
+    buffer = torch.empty(copied_bytes, dtype=torch.uint8)
+    del buffer
+    return made
 
 
 def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
