@@ -22,6 +22,8 @@ from torch._inductor.compile_fx import compile_fx
 from remat.budgets import auto_bytes
 from remat.compile.one_shape import of_one_shape
 from remat.compile.options import CompileOptions, read_options
+from remat.compile.pieces import handing_out
+from remat.compile.piecewise import planned_pieces
 from remat.compile.report import CompiledPlan, remember
 from remat.compile.search import Candidate, PlanSearch
 from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget, watched
@@ -51,13 +53,23 @@ def backend(
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
     shared = shared_budget(options)
-    plan = functools.partial(_planned, asked, shared)
+    cut = handing_out()
+    pieces = None if cut is None else planned_pieces(cut, asked, shared, _frame())
+    plan = functools.partial(_planned, asked, shared) if pieces is None else pieces.plan
     inputs = of_one_shape(gm, example_inputs)
     outputs = gm.graph.find_nodes(op="output")[0].args
     partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
     with planned(partitioner) as patches:
         call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
-    return watched(call, shared, _frame()) if _frame() in shared.noted else call
+    if _frame() not in shared.noted:
+        return call
+    if pieces is None:
+        return watched(call, shared, _frame())
+    run = watched(
+        call, shared, _frame(), is_first=pieces.is_first, is_last=pieces.is_last
+    )  # fmt: skip
+    pieces.at += 1
+    return run
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]

@@ -136,13 +136,25 @@ class SharedBudget:
         return left + parameters + own.dynamic_bytes + peak_bytes
 
 
-def watched(call: Callable[..., Any], shared: SharedBudget, frame: Frame) -> Callable[..., Any]:
-    """`call`, a compiled training graph, that counts as open from each run until its backward."""
+def watched(
+    call: Callable[..., Any],
+    shared: SharedBudget,
+    frame: Frame,
+    *,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Callable[..., Any]:
+    """`call`, a compiled training graph, that counts as open from each run until its backward.
+
+    Of a graph in pieces, the first asks for room, and the last has the results.
+    """
 
     def run(*args: Any) -> Any:
-        shared.require_room(frame)
+        if is_first:
+            shared.require_room(frame)
         output = call(*args)
-        shared.forwards.watch(frame, output)
+        if is_last:
+            shared.forwards.watch(frame, output)
         return output
 
     return run
