@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverloadPacket
 
-from remat.graph_capture.joint.nodes import argument, tensors_of
+from remat.graph_capture.joint.nodes import tensors_of
 
 PINNED = "other ranks take part in it"
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
@@ -49,8 +50,17 @@ def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
 
 def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
     """The distinct groups of some collectives, by name or as they are, in their order."""
-    named = (argument(node, "group_name") for node in nodes)
+    named = (_group_of(node) for node in nodes)
     return tuple(dict.fromkeys(group for group in named if group is not None))
+
+
+def _group_of(node: fx.Node) -> Any:
+    parameters = _overload(node)._schema.arguments
+    names = [parameter.name for parameter in parameters]
+    if "group_name" not in names:
+        return None
+    at = names.index("group_name")
+    return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
 
 
 def on_this_rank(node: fx.Node) -> Callable[..., Any]:
@@ -73,12 +83,17 @@ def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _namespace(node: fx.Node) -> str:
-    is_call = node.op == "call_function"
-    return str(getattr(node.target, "namespace", "")) if is_call else ""
+    return str(getattr(_overload(node), "namespace", "")) if node.op == "call_function" else ""
 
 
 def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
+    return str(getattr(_overload(node), "_opname", ""))
+
+
+def _overload(node: fx.Node) -> Any:
+    """The op itself: dynamo's graphs call the packet of its overloads."""
+    target = node.target
+    return getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
 
 
 def _layouts(node: fx.Node) -> Any:

@@ -29,6 +29,7 @@ from remat.compile.search import Candidate, PlanSearch
 from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget, watched
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
+from remat.ranks.compiling import compiled_alike
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.solver.clock import Clock
 
@@ -49,7 +50,18 @@ def backend(
     SolverError : an unknown option or solver.
     DeviceError : the model is not on a CPU.
     CaptureError : symbolic shapes were asked for, or a shape depends on data.
+    AgreementError : another rank has failed to compile the same graph.
     """
+    with compiled_alike(gm, example_inputs):
+        return _compiled(gm, example_inputs, options, mode)
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+) -> Any:
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
     shared = shared_budget(options)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.guards.open_forwards import OpenForwards
@@ -150,6 +152,9 @@ def watched(
     """
 
     def run(*args: Any) -> Any:
+        if any(isinstance(value, FakeTensor) for value in args):
+            # DDP's pieces run once on fake tensors, for the shapes that the next piece gets.
+            return call(*args)
         if is_first:
             shared.require_room(frame)
         output = call(*args)

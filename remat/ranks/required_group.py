@@ -40,11 +40,12 @@ def ranks_of(groups: tuple[Any, ...]) -> list[int]:
     found = {
         rank
         for group in groups
-        for rank in dist.get_process_group_ranks(_resolved(group))
+        for rank in dist.get_process_group_ranks(resolved(group))
     }  # fmt: skip
     return sorted(found)
 
 
-def _resolved(group: Any) -> dist.ProcessGroup:
+def resolved(group: Any) -> dist.ProcessGroup:
+    """A group as it is, or by its name."""
     named: Any = dist.distributed_c10d
     return named._resolve_process_group(group) if isinstance(group, str) else group

@@ -85,11 +85,7 @@ class Together(AbstractContextManager["Together", None]):
         if self._board is None:
             return
         try:
-            if error is None:
-                self._exchanged("end", "")
-            elif error is not self._theirs:
-                self._tell(self._board, error)
-            self._board.leave()
+            self._end(self._board, error)
         except _store_errors() as lost:
             if error is None or isinstance(error, _store_errors()):
                 raise _gone(self._what) from lost
@@ -125,6 +121,16 @@ class Together(AbstractContextManager["Together", None]):
                 raise AgreementError(_silent_text(self._what, board.ranks[rank], watch.has_come))
             time.sleep(PAUSE_S)
         return text
+
+    def _end(self, board: Board, error: BaseException | None) -> None:
+        """Leave when all have come to the end, or know of the error."""
+        try:
+            if error is None:
+                self._exchanged("end", "")
+            elif error is not self._theirs:
+                self._tell(board, error)
+        finally:
+            board.leave()
 
     def _tell(self, board: Board, error: BaseException) -> None:
         """Tell the others. If one of them has failed before, this rank has it from there."""
