@@ -30,12 +30,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for the result of a collective, and returns it."""
-    return _namespace(node) in _NAMESPACES and _name(node) == _WAIT
+    return _namespace(node) in _NAMESPACES and _op_name(node) == _WAIT
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether other ranks must run the op of the node too."""
-    return _namespace(node) in _NAMESPACES and _name(node) != _WAIT
+    return _namespace(node) in _NAMESPACES and _op_name(node) != _WAIT
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
@@ -86,7 +86,7 @@ def _namespace(node: fx.Node) -> str:
     return str(getattr(_overload(node), "namespace", "")) if node.op == "call_function" else ""
 
 
-def _name(node: fx.Node) -> str:
+def _op_name(node: fx.Node) -> str:
     return str(getattr(_overload(node), "_opname", ""))
 
 
@@ -112,7 +112,7 @@ def _copied_bytes(node: fx.Node) -> int:
     if any(t.device.type != "cpu" for t in made):
         return 0
     read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
-    name = _name(node)
+    name = _op_name(node)
     whole = read if name.startswith("reduce_scatter") else made
     is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
     return sum(t.numel() * t.element_size() for t in whole) if is_copied else 0

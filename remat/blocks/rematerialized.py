@@ -106,12 +106,16 @@ def rematerialize_blocks(
         made = _rewritten(model, traced, plan)
         is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
         if ranks.all_say("check", is_checked(traced.whole.graph, check)):
-            _check(model, made, batch, plan.result.budget_bytes if is_bound else None)
+            _require_equal_blocks(
+                model, made, batch, plan.result.budget_bytes if is_bound else None
+            )
     _plans[made] = plan
     return made
 
 
-def _check(model: nn.Module, made: nn.Module, batch: Batch, limit_bytes: int | None) -> None:
+def _require_equal_blocks(
+    model: nn.Module, made: nn.Module, batch: Batch, limit_bytes: int | None
+) -> None:
     try:
         require_equal(model, made, batch, limit_bytes)
     except SignatureError as error:

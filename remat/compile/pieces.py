@@ -26,6 +26,7 @@ from torch._dynamo.utils import to_fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from remat.graph_capture.joint.nodes import is_getitem
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.partition import FusedStep
 
@@ -58,12 +59,14 @@ class Whole:
     Attributes
     ----------
     pieces : in the order of forward. static_bytes : of all parameters and buffers.
-    dynamic_bytes : of all other inputs.
+    dynamic_bytes : of all other inputs. holds_twice : DDP holds gradients beside its buckets, as
+        it does without `gradient_as_bucket_view`.
     """
 
     pieces: tuple[Piece, ...]
     static_bytes: int
     dynamic_bytes: int
+    holds_twice: bool
 
 
 def handing_out() -> SubmodCompiler | None:
@@ -118,7 +121,9 @@ class _Walk(fx.Interpreter):
             made = module(*args, **kwargs)
         handed_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
         self._seen.append(_Seen(n, step, handed_bytes))
-        return made
+        # The first piece has been changed to return a tuple already, for its compiler alone.
+        is_wrapped = isinstance(made, tuple) and not all(map(is_getitem, n.users))
+        return made[0] if is_wrapped else made
 
     def whole(self) -> Whole:
         """What was seen, as pieces."""
@@ -127,7 +132,9 @@ class _Walk(fx.Interpreter):
             Piece(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
             for k, seen in enumerate(self._seen)
         ]
-        return Whole(tuple(pieces), self._static_bytes, self._dynamic_bytes)
+        return Whole(
+            tuple(pieces), self._static_bytes, self._dynamic_bytes, not beside.moves_to_buckets
+        )
 
     def _input(self, value: Any) -> Any:
         """An input of the model as a fake tensor, its bytes counted."""
@@ -158,8 +165,9 @@ class Beside:
             node: sorted({place[user] for user in node.users if user in place}) for node in trained
         }
         ddp = DistributedDataParallel._get_active_ddp_module()
-        moves = ddp is not None and ddp.gradient_as_bucket_view
-        self._moved = {node for node in trained if moves and _is_exchanged(values[node])}
+        self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
+        exchanged = {node for node in trained if _is_exchanged(values[node])}
+        self._moved = exchanged if self.moves_to_buckets else set[fx.Node]()
 
     def while_running(self, k: int) -> int:
         """Bytes that pieces behind the k-th have left, as its backward runs."""

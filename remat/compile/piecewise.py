@@ -128,8 +128,7 @@ class PlannedPieces:
             f"{bytes_text(self._held_bytes)} of it are parameters, buffers, inputs and what "
             "earlier graphs hold, and the gradients of later pieces count while an earlier one "
             f'runs. Give options={{"budget": "{-(-least_bytes // 2**20)}MiB"}}, a smaller batch, '
-            '"budget": "min", a larger "replays" to look further, or DistributedDataParallel(..., '
-            "gradient_as_bucket_view=True), by which gradients are held once"
+            f'"budget": "min", or a larger "replays" to look further{_held_once(self._whole)}'
         )
 
     def _replay(self, chosen: Sequence[Option]) -> Replay:
@@ -158,6 +157,14 @@ class PlannedPieces:
                 schedule=found.schedule if found else None,
             )
         )
+
+
+def _held_once(whole: Whole) -> str:
+    """The advice to hold gradients once, where it would help."""
+    advice = "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as "
+    return (
+        f"{advice}they come, into its buckets, which the budget does not count" * whole.holds_twice
+    )
 
 
 @dataclass(frozen=True)

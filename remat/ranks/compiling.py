@@ -38,7 +38,7 @@ def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[None]
     AgreementError : another rank has failed to compile the graph; names it and its error.
     """
     with contextlib.ExitStack() as stack:
-        boards = [Board(group, f"compile/{_key(gm, inputs)}") for group in _groups(gm)]
+        boards = [Board(group, f"compile/{_graph_key(gm, inputs)}") for group in _groups(gm)]
         for board in boards:
             stack.callback(board.close)
         try:
@@ -62,7 +62,7 @@ def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
     return [group for group in dict.fromkeys(found) if group.size() > 1]
 
 
-def _key(gm: fx.GraphModule, inputs: Iterable[Any]) -> str:
+def _graph_key(gm: fx.GraphModule, inputs: Iterable[Any]) -> str:
     """The same on ranks that compile the same graph for the same shapes."""
     shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in inputs]
     return hashlib.sha256(f"{gm.code}{shapes}{torch.is_grad_enabled()}".encode()).hexdigest()[:16]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from remat.compile.piece_choice import Option, fastest, least_room, peak_of, with_neighbours
 from remat.compile.pieces import Piece
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.build import TANGENTS
 from remat.solver.store_all import StoreAll
-from tests.solver.random_graphs import MIB, chain
 
 options = st.builds(
     lambda left, over, us: Option(None, left + over, left, float(us)),
@@ -50,17 +51,46 @@ def piece(**sizes: int) -> Piece:
     return Piece(step, **{"outputs_bytes": 0, "beside_bytes": 0, "after_bytes": 0, **sizes})
 
 
-def test_neighbours_are_live_through_backward_and_limit_what_is_saved() -> None:
-    graph = chain(6)
-    plain = StoreAll().solve(graph, 1 << 40)
-    beside = with_neighbours(graph, piece(beside_bytes=MIB), 0, 0)
-    assert beside.hash == graph.hash
-    in_backward = StoreAll().solve(beside, 1 << 40)
-    assert plain.peak_bytes < in_backward.peak_bytes <= plain.peak_bytes + MIB
-    limited = with_neighbours(graph, piece(), 10**9, 0)
-    assert StoreAll().solve(limited, 1 << 40).peak_bytes > 10**9, "everything is saved"
-    free = with_neighbours(graph, piece(), plain.peak_bytes, plain.peak_bytes)
-    assert StoreAll().solve(free, 1 << 40).peak_bytes == plain.peak_bytes
+def two_layers() -> TrainingGraph:
+    """Forward makes `a` and the result `b`; backward opens, then reads `a`."""
+    values = (
+        Value("x", 0, "", "input", "uint8", ()),
+        Value("a", 100, "make_a", "activation", "uint8", (100,)),
+        Value("b", 10, "make_b", "output", "uint8", (10,)),
+        Value("t", 10, "tangents", "tangent", "uint8", (10,)),
+        Value("g", 5, "make_g", "gradient", "uint8", (5,)),
+    )
+    ops = (
+        Op("make_a", "a", "forward", ("x",), ("a",), cost_us=1.0),
+        Op("make_b", "b", "forward", ("a",), ("b",), cost_us=1.0),
+        Op("tangents", TANGENTS, "backward", (), ("t",), pinned="they arrive"),
+        Op("make_g", "g", "backward", ("a", "t"), ("g",), cost_us=1.0),
+    )
+    return TrainingGraph(
+        name="two", ops=ops, values=values, forward_outputs=("b",), outputs=("b", "g", "t"),
+        resident=Resident(),
+    )  # fmt: skip
+
+
+def kept(graph: TrainingGraph) -> int:
+    """The peak with everything kept."""
+    return StoreAll().solve(graph, 1 << 40).peak_bytes
+
+
+def test_gradients_beside_a_piece_are_live_through_its_backward() -> None:
+    graph = two_layers()
+    assert kept(graph) == 125
+    beside = with_neighbours(graph, piece(beside_bytes=1000), 0, 0)
+    assert beside.hash == graph.hash, "a plan of one is a plan of the other"
+    assert kept(beside) == 1125
+
+
+def test_what_is_saved_keeps_to_its_limit() -> None:
+    graph = two_layers()
+    of_b = piece(outputs_bytes=10)
+    assert kept(with_neighbours(graph, of_b, 500, 100)) == 500, "a just fits"
+    assert kept(with_neighbours(graph, of_b, 500, 99)) == 501
+    assert kept(with_neighbours(graph, of_b, 125, 125)) == 125, "nothing is to spare"
 
 
 @pytest.mark.parametrize("room_bytes", [0, 9])
