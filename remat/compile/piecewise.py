@@ -161,9 +161,11 @@ class PlannedPieces:
 
 def _held_once(whole: Whole) -> str:
     """The advice to hold gradients once, where it would help."""
-    advice = "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as "
+    if not whole.holds_twice:
+        return ""
     return (
-        f"{advice}they come, into its buckets, which the budget does not count" * whole.holds_twice
+        "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as they "
+        "come, into its buckets, which the budget does not count"
     )
 
 

@@ -29,7 +29,6 @@ from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.prices import pricing
 from remat.graph_capture.tracing.resident import storage_bytes
 
-FOLDER = Path(sys.argv[1])
 Found = dict[str, Any]
 TIMEOUT_S = 60
 
@@ -240,15 +239,15 @@ CASES: dict[str, Callable[[], Found]] = {
 }
 
 
-def main(names: list[str]) -> None:
+def main(folder: Path, names: list[str]) -> None:
     # Ranks measure by themselves: what one has in its cache, the other may lack.
-    os.environ["REMAT_CACHE"] = str(FOLDER / f"prices-{os.environ['RANK']}")
+    os.environ["REMAT_CACHE"] = str(folder / f"prices-{os.environ['RANK']}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     found = {name: CASES[name]() for name in names or CASES}
-    (FOLDER / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -32,8 +32,8 @@ def torchrun(n_ranks: int, *words: str) -> str:
     return done.stdout
 
 
-def ranks(folder: Path, n_ranks: int, *cases: str) -> Found:
-    torchrun(n_ranks, str(WORKER), str(folder), *cases)
+def ranks(folder: Path, n_ranks: int, *cases: str, worker: Path = WORKER) -> Found:
+    torchrun(n_ranks, str(worker), str(folder), *cases)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n_ranks)]
 
 
