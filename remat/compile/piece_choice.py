@@ -27,8 +27,8 @@ from remat.rewriter.inductor.partition import draws_once
 
 TRIES = 3
 """Most targets of one piece and share: the code of the first may take some per cent more."""
-SHARES = (1.0, 0.0, 0.5, 0.75, 0.25)
-"""In this order, as long as it helps."""
+SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
+"""In this order, as long as it helps: what fits at all comes first."""
 MOST_STATES = 400
 """States of the table that are kept a piece, of those that leave least for their time."""
 
@@ -154,7 +154,9 @@ class PieceSearch:
 
     def within(self, room_bytes: int) -> tuple[Option, ...] | None:
         """The fastest choice found that fits into the room; None if none does."""
-        best: tuple[Option, ...] | None = None
+        best = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+        if best and _extra_us(best) <= CHEAP * self._time_us and not any(self._barred):
+            return best
         for share in SHARES:
             self._plan(share, room_bytes)
             found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)

@@ -128,7 +128,8 @@ class PlannedPieces:
             f"{bytes_text(self._held_bytes)} of it are parameters, buffers, inputs and what "
             "earlier graphs hold, and the gradients of later pieces count while an earlier one "
             f'runs. Give options={{"budget": "{-(-least_bytes // 2**20)}MiB"}}, a smaller batch, '
-            f'"budget": "min", or a larger "replays" to look further{_held_once(self._whole)}'
+            '"budget": "min", a larger "replays" to look further, or torch._dynamo.config.'
+            f"optimize_ddp = False, by which nothing is cut{_held_once(self._whole)}"
         )
 
     def _replay(self, chosen: Sequence[Option]) -> Replay:

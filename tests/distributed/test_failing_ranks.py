@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.failing_worker import TIMEOUT_S
-from tests.distributed.test_ranks import ROOT, Found, ranks
+from tests.distributed.failing_worker import CASES, TIMEOUT_S
+from tests.distributed.launch import Found, ranks
 
-WORKER = ROOT / "tests/distributed/failing_worker.py"
+SLOW = ("gather", "coalesced", "by_inductor", "compiled")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All cases on two ranks, in one launch."""
-    return ranks(tmp_path_factory.mktemp("failing"), 2, worker=WORKER)
+    """The quick cases on two ranks, in one launch."""
+    quick = [case for case in CASES if case not in SLOW]
+    return ranks("failing_worker.py", tmp_path_factory.mktemp("failing"), 2, *quick)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return ranks("failing_worker.py", tmp_path_factory.mktemp("slow"), 2, *SLOW)
 
 
 def in_time(found: dict[str, Any]) -> bool:
@@ -60,15 +66,24 @@ def test_no_rank_runs_a_check_that_another_leaves_out(two: Found) -> None:
         assert found["one_does_not_check"]["same"]
 
 
-@pytest.mark.parametrize("case", ["all_reduce", "gather", "coalesced"])
-def test_collectives_train_to_eagers_bits(two: Found, case: str) -> None:
-    """With prices of no rank, of both, and of one alone."""
-    for found in two:
+def require_eagers_bits(all_found: Found, case: str) -> None:
+    for found in all_found:
         assert found[case]["same"]
         assert found[case]["n"] == 6
         assert found[case]["recomputed"] > 0
         assert found[case]["twice"] == [], "a collective runs once"
         assert found[case]["peak_bytes"] <= found[case]["budget_bytes"]
+
+
+def test_collectives_train_to_eagers_bits(two: Found) -> None:
+    """With prices of no rank, of both, and of one alone."""
+    require_eagers_bits(two, "all_reduce")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gather", "coalesced"])
+def test_other_collectives_train_to_eagers_bits(slow: Found, case: str) -> None:
+    require_eagers_bits(slow, case)
 
 
 def test_collectives_need_a_group(two: Found) -> None:
@@ -81,9 +96,10 @@ def test_collectives_need_a_group(two: Found) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["by_inductor", "compiled"])
-def test_collectives_in_compiled_code(two: Found, case: str) -> None:
-    assert all(found[case]["error"] < 1e-5 for found in two)
+def test_collectives_in_compiled_code(slow: Found, case: str) -> None:
+    assert all(found[case]["error"] < 1e-5 for found in slow)
 
 
 @pytest.mark.parametrize("case", ["collective_not_compiled", "ddp_not_compiled"])
