@@ -29,6 +29,8 @@ TRIES = 3
 """Most targets of one piece and share: the code of the first may take some per cent more."""
 SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
 """In this order, as long as it helps: what fits at all comes first."""
+BETWEEN = 2
+"""Index of the first share that is no end."""
 MOST_STATES = 400
 """States of the table that are kept a piece, of those that leave least for their time."""
 
@@ -157,12 +159,15 @@ class PieceSearch:
         best = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
         if best and _extra_us(best) <= CHEAP * self._time_us and not any(self._barred):
             return best
-        for share in SHARES:
+        for turn, share in enumerate(SHARES):
             self._plan(share, room_bytes)
             found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
             gain_us = _extra_us(best) - _extra_us(found) if best and found else None
             best = found or best
-            if best and (_extra_us(best) <= CHEAP * self._time_us or _is_small(gain_us, best)):
+            if best and _extra_us(best) <= CHEAP * self._time_us:
+                break
+            # The two ends alone say little of what lies between.
+            if turn >= BETWEEN and best and _is_small(gain_us, best):
                 break
         return best
 

@@ -218,7 +218,8 @@ def _copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
     """
     graph = copy_of(gm)
     graph.meta = gm.meta
-    graph._param_name_to_source = getattr(gm, "_param_name_to_source", None)
+    sources: Any = getattr(gm, "_param_name_to_source", None)
+    graph._param_name_to_source = sources
     olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, graph))
     for old, new in zip(olds, news, strict=True):
         if hasattr(old, "_dynamo_source"):

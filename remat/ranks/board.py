@@ -56,8 +56,8 @@ class Board:
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         calls = _calls.setdefault(group, defaultdict(itertools.count))
-        store = group.get_group_store()
-        self._store = dist.PrefixStore(f"remat/{what}/{next(calls[what])}", store)
+        store: Any = group.get_group_store()
+        self._store: Any = dist.PrefixStore(f"remat/{what}/{next(calls[what])}", store)
         self.timeout_s = store.timeout.total_seconds()
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)

@@ -57,8 +57,8 @@ def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     ddp = DistributedDataParallel._get_active_ddp_module()
-    of_ddp = [] if ddp is None else [ddp.process_group]
-    found = [*of_ddp, *map(resolved, groups_of(collectives_in(gm)))]
+    of_ddp: list[Any] = [] if ddp is None else [ddp.process_group]
+    found: list[Any] = [*of_ddp, *map(resolved, groups_of(collectives_in(gm)))]
     return [group for group in dict.fromkeys(found) if group.size() > 1]
 
 
