@@ -29,6 +29,8 @@ TRIES = 3
 """Most targets of one piece and share: the code of the first may take some per cent more."""
 SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
 """In this order, as long as it helps: what fits at all comes first."""
+LOWER = 0.99
+"""A lower room is tried as long as each is lower than the last by more than this factor."""
 BETWEEN = 2
 """Index of the first share that is no end."""
 MOST_STATES = 400
@@ -173,8 +175,14 @@ class PieceSearch:
 
     def least(self) -> tuple[Option, ...]:
         """The choice of the lowest peak found."""
-        for share in (0.0, 0.5):
-            self._plan(share, 0)
+        room_bytes = peak_of(self.stock, self.asked.calls - 1)
+        for _ in range(self.asked.replays):
+            # In less room than there is, plans of single pieces would save more to peak lower.
+            self._plan(0.0, room_bytes)
+            least_bytes = self.least_room_bytes()
+            if least_bytes > LOWER * room_bytes:
+                break
+            room_bytes = least_bytes
         room_bytes = self.least_room_bytes()
         found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
         assert found is not None

@@ -115,10 +115,22 @@ class PlannedPieces:
         elif budget.kind == "auto":
             budget_bytes = auto_bytes() + self._held_bytes
         found = self._search.within(budget_bytes - self._held_bytes)
-        if found is None:
+        return budget_bytes, found or self._lowest_within(budget_bytes, asked)
+
+    def _lowest_within(self, budget_bytes: int, asked: CompileOptions) -> tuple[Option, ...]:
+        """The choice of the lowest peak, looked for anew.
+
+        Raises
+        ------
+        BudgetError : it does not fit either.
+        """
+        self._search = PieceSearch(self._whole, asked)
+        least = self._search.least()
+        least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
+        if least_bytes > budget_bytes:
             self._budget_bytes = budget_bytes
-            raise BudgetError(self._too_small(self._held_bytes + self._search.least_room_bytes()))
-        return budget_bytes, found
+            raise BudgetError(self._too_small(least_bytes))
+        return least
 
     def _too_small(self, least_bytes: int) -> str:
         return (
