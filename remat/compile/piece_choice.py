@@ -183,6 +183,7 @@ class PieceSearch:
             if least_bytes > LOWER * room_bytes:
                 break
             room_bytes = least_bytes
+        self._plan(0.0, 0)
         room_bytes = self.least_room_bytes()
         found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
         assert found is not None

@@ -117,6 +117,8 @@ class _Walk(fx.Interpreter):
             return getattr(self, n.op)(n.target, args, kwargs)
         module = self.fetch_attr(str(n.target))
         step = self._traced(module, args)
+        if step is not None:
+            step.holds_outputs = _is_returned(n)
         with self._mode:
             made = module(*args, **kwargs)
         handed_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
@@ -200,6 +202,12 @@ def _has_gradient(value: Any) -> bool:
 def _is_exchanged(value: Any) -> bool:
     """Whether DDP exchanges the gradient of a tensor."""
     return isinstance(value, torch.nn.Parameter) and not getattr(value, "_ddp_ignored", False)
+
+
+def _is_returned(call: fx.Node) -> bool:
+    """Whether the model returns a result of a piece. Others are held by what has saved them."""
+    results = [call, *filter(is_getitem, call.users)]
+    return any(user.op == "output" for result in results for user in result.users)
 
 
 def _place(node: fx.Node, place: dict[fx.Node, int]) -> int | None:

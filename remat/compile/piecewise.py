@@ -92,6 +92,7 @@ class PlannedPieces:
         option, piece = self._chosen_options[self.at], self._whole.pieces[self.at]
         schedule = option.candidate.schedule if option.candidate else None
         step.calls = 1
+        step.holds_outputs = piece.step is None or piece.step.holds_outputs
         pair = step.emit(schedule) if schedule else step.stock()
         replay = step.replay(pair)
         self._chosen_options[self.at] = option_of(piece, Candidate(pair, replay, schedule))
