@@ -71,7 +71,7 @@ def test_the_planned_peak_is_the_measured_one(budget: str, view: bool) -> None:
 
 
 def test_less_than_the_parameters_is_refused_with_what_fits() -> None:
-    model, step, x = wrapped("2MiB", view=False)
+    _, step, x = wrapped("2MiB", view=False)
     with pytest.raises(BackendCompilerFailed, match="pieces into which DDP's buckets") as refused:
         step(x)
     assert "gradient_as_bucket_view=True" in str(refused.value)

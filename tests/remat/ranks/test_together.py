@@ -57,7 +57,7 @@ def outcomes(act: Act, size: int = 3, timeout_s: float = 30) -> list[Any]:
         try:
             with Together(group, "this test") as ranks:
                 return act(ranks, rank)
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the outcome
             return error
 
     with ThreadPoolExecutor(size) as pool:
