@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from remat.agreement import agreed
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.infeasible import infeasible_text
+from remat.ranks.together import Together
 from remat.solved import Solved, facts_of
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
@@ -94,7 +94,8 @@ def rematerialize(
     ----------
     sharding : how you will wrap the result as a whole, by DDP or `fully_shard`; the budget then
         is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
-    group : ranks that are to follow the same plan: the first makes it. All of them must call.
+    group : ranks that are to follow the same plan: the first makes it. All of them must call. A
+        model with collectives needs it.
     check : run a step of both modules and compare them, as `remat.check` does, before
         returning. None does so if the unmodified step fits into free memory, and warns if it
         does not. With a sharding the peak is not compared with the budget, as the wrapper's
@@ -107,60 +108,67 @@ def rematerialize(
     ------
     BudgetError : no schedule fits; the message names the least budget that is known to fit.
     RewriteError : the check found a difference, or a measured peak above the budget.
-    AgreementError : ranks of the group have different models or batches.
+    AgreementError : ranks of the group have different models or batches, one of them has failed,
+        or the model has collectives with ranks outside of the group.
     RematError : the model cannot be captured, or an option is unknown.
     """
+    from remat.compile.code_plans import compiled_module, with_fitting_code
     from remat.graph_capture.derived.one_rank import on_one_rank
+    from remat.graph_capture.joint.collectives import collectives_in
     from remat.graph_capture.prices.pricing import price
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.trace import trace
+    from remat.ranks.required_group import require_group
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding
 
-    known = as_profile(profile)
-    _require_compatible(sharding, group, compile)
-    traced = trace(
-        model, args, kwargs, loss_fn=loss_fn, target=target,
-        optimizer=optimizer, accumulate=accumulate, sharding=sharding,
-    )  # fmt: skip
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
+    batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    with Together(group, "remat.rematerialize") as ranks:
+        known = as_profile(profile)
+        _require_compatible(sharding, compile)
+        traced = trace(
+            model, args, kwargs, loss_fn=loss_fn, target=target,
+            optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+        )  # fmt: skip
+        require_group(traced.joint.module, group)
 
-    def at(target: str | SupportsIndex) -> Solved:
-        graph = on_one_rank(price(traced, profile=known), sharding)
-        return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
+        def at(target: str | SupportsIndex) -> Solved:
+            graph = on_one_rank(price(traced, profile=known), sharding)
+            return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
 
-    def make() -> Solved:
-        found = at(budget)
-        if found.result.schedule is None:
-            raise BudgetError(infeasible_text(found.result))
-        return found
+        def make() -> Solved:
+            found = at(budget)
+            if found.result.schedule is None:
+                raise BudgetError(infeasible_text(found.result))
+            return with_fitting_code(traced, at, found, budget) if compile else found
 
-    found = agreed(make, Solved, traced.graph.hash, group)
-    result = found.result
-    if compile:
-        from remat.compile.code_plans import compiled_within
-
-        module, is_bound = compiled_within(model, traced, at, found, budget)
-    else:
-        assert result.schedule is not None
-        schedule = before_sharding(result.schedule, traced.graph)
-        module = rewrite(model, schedule, trace=traced, **facts_of(found))
-        is_bound = sharding.kind == "none"
-    if is_checked(traced.graph, check):
-        batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-        require_equal(model, module, batch, result.budget_bytes if is_bound else None)
+        ranks.require_same_step(traced.graph.hash)
+        found = ranks.from_first(make, Solved)
+        result = found.result
+        if compile:
+            module, is_bound = compiled_module(model, traced, found, budget)
+        else:
+            assert result.schedule is not None
+            schedule = before_sharding(result.schedule, traced.graph)
+            module = rewrite(model, schedule, trace=traced, **facts_of(found))
+            is_bound = sharding.kind == "none"
+        # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
+        is_bound = is_bound and not collectives_in(traced.joint.module)
+        if ranks.all_say("check", is_checked(traced.graph, check)):
+            require_equal(model, module, batch, result.budget_bytes if is_bound else None)
     return module
 
 
-def _require_compatible(sharding: Sharding, group: ProcessGroup | None, is_compiled: bool) -> None:
+def _require_compatible(sharding: Sharding, is_compiled: bool) -> None:
     """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
     if sharding.blocks:
         raise RewriteError(
             f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
             "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
         )
-    if is_compiled and (sharding.kind != "none" or group is not None):
+    if is_compiled and sharding.kind != "none":
         raise RewriteError(
-            "compile=True takes neither a sharding nor a group: Inductor's code is looked at for "
-            "one rank, without what a wrapper holds. Leave out compile=True, or train on one rank"
+            "compile=True takes no sharding: Inductor's code is looked at without what a wrapper "
+            "holds. Leave out compile=True, or train on one rank"
         )

@@ -25,6 +25,7 @@ from remat.graph_capture.joint.batch_norm import (
     makes_statistics,
     run_by_kernels_of_eager,
 )
+from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
 from remat.graph_capture.joint.gradient_layout import lay_out_gradients
 from remat.graph_capture.joint.nodes import (
@@ -142,7 +143,7 @@ class _Builder:
         """Add the op of a call, or, if it runs nothing, the value that it stands for."""
         refuse_op(node, self.places.of)
         keys = {storage_key(t) for t in tensors_of(node) if t is not None}
-        if is_getitem(node) or is_alias_of_input(node):
+        if is_getitem(node) or is_alias_of_input(node) or is_wait(node):
             self._add_name(node)
         elif keys and keys <= self.values.of_storage.keys():
             # A view: it creates no storage. The rewriter replays it where it is needed.
@@ -157,14 +158,18 @@ class _Builder:
         tensors = [t for t in tensors_of(node) if t is not None]
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        known = values.of(source) if is_alias_of_input(node) else ""
+        repeats = is_alias_of_input(node) or is_wait(node)
+        known = values.of(source) if repeats else ""
         if not known and tensors:
             known = values.of_storage[storage_key(tensors[0])]
-        if is_alias_of_input(node):
+        if repeats:
             values.of_storage[storage_key(tensors[0])] = known
         values.of_node[node] = known
         if is_getitem(node) and source.name in self.node_of_op:
             values.base_of.setdefault(known, node)
+        if is_wait(node) and known:
+            # Only what was waited for may be saved: until then its storage is being written.
+            values.base_of[known] = node
 
     def _add_op(self, node: fx.Node) -> None:
         module, source = self.places.of(node)

@@ -17,6 +17,7 @@ from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.meter import Meter, Run
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
@@ -101,8 +102,7 @@ def _estimated(node: fx.Node, error: RuntimeError) -> Price:
 
 def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:
     args, kwargs = sample_arguments(node, joint.module)
-    target = node.target
-    assert callable(target)
+    target = on_this_rank(node)
 
     def run() -> Any:
         return target(*args, **kwargs)

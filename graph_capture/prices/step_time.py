@@ -32,6 +32,7 @@ from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.collectives import without_other_ranks
 from remat.graph_capture.joint.nodes import copy_of
 from remat.graph_capture.prices.booking import costs_of
 from remat.graph_capture.prices.keeping_time import forwards, less_for_kept
@@ -173,7 +174,8 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         return None
     inputs = [_step_input(node) for node in placeholders]
     twice = recomputing(joint)
-    made = copy_of(joint.module), twice.module, *forwards(joint)
+    whole = copy_of(joint.module), twice.module, *forwards(joint)
+    made = [without_other_ranks(module) for module in whole]
     runs = [partial(module, *inputs) for module in made]
     try:
         for run in runs:

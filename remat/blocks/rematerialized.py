@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import nn
 
-from remat.agreement import agreed
 from remat.blocks.planning import BlockPlanner, BlocksPlan
 from remat.blocks.tracing import TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
@@ -21,12 +20,15 @@ from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.joint.collectives import collectives_in
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.tracing.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text
+from remat.ranks.required_group import require_group
+from remat.ranks.together import Together
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.block_shells import with_replaced
@@ -71,7 +73,8 @@ def rematerialize_blocks(
         is only used to plan backward.
     budget : as of `remat.solve`; per cents are of the unmodified step's peak on one rank.
     sharding : how the result is to be sharded afterwards; the budget then is that of one rank.
-    group : ranks that are to follow the same plan: the first makes it. All of them must call.
+    group : ranks that are to follow the same plan: the first makes it. All of them must call. A
+        model with collectives needs it.
     time_limit_s : for the blocks' options, in seconds.
     check : as of `remat.rematerialize`; with a sharding only equality is checked, before it.
 
@@ -80,35 +83,47 @@ def rematerialize_blocks(
     CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
         the same computation by itself as inside the model.
     BudgetError : nothing fits; the message names the least budget that is known to.
-    AgreementError : ranks have different models or batches.
+    AgreementError : ranks have different models or batches, one of them has failed, or the model
+        has collectives with ranks outside of the group.
     RewriteError : the check found a difference, or a measured peak above the budget.
     """
-    _refuse(model)
-    known = as_profile(profile)
-    traced = trace_blocks(
-        model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
-        optimizer=optimizer, accumulate=accumulate, sharding=sharding,
-    )  # fmt: skip
+    batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    with Together(group, "remat.rematerialize_blocks") as ranks:
+        _refuse(model)
+        known = as_profile(profile)
+        traced = trace_blocks(
+            model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
+            optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+        )  # fmt: skip
+        require_group(traced.whole.joint.module, group)
 
-    def make() -> BlocksPlan:
-        planner = BlockPlanner(traced, price(traced.whole, profile=known), sharding, time_limit_s)
-        return _plan_within(planner, budget)
+        def make() -> BlocksPlan:
+            priced = price(traced.whole, profile=known)
+            return _plan_within(BlockPlanner(traced, priced, sharding, time_limit_s), budget)
 
-    plan = agreed(make, BlocksPlan, traced.hash, group)
-    made = _rewritten(model, traced, plan)
-    if is_checked(traced.whole.graph, check):
-        batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-        limit_bytes = plan.result.budget_bytes if sharding.kind == "none" else None
-        try:
-            require_equal(model, made, batch, limit_bytes)
-        except SignatureError as error:
-            raise CaptureError(
-                f"a block is called otherwise in eager than when it is traced: {error}. Code that "
-                "looks at whether it is traced does so; pass what it would make, such as an "
-                "attention mask of four dimensions, as an argument of the model"
-            ) from error
+        ranks.require_same_step(traced.hash)
+        plan = ranks.from_first(make, BlocksPlan)
+        made = _rewritten(model, traced, plan)
+        is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
+        if ranks.all_say("check", is_checked(traced.whole.graph, check)):
+            _require_equal_blocks(
+                model, made, batch, plan.result.budget_bytes if is_bound else None
+            )
     _plans[made] = plan
     return made
+
+
+def _require_equal_blocks(
+    model: nn.Module, made: nn.Module, batch: Batch, limit_bytes: int | None
+) -> None:
+    try:
+        require_equal(model, made, batch, limit_bytes)
+    except SignatureError as error:
+        raise CaptureError(
+            f"a block is called otherwise in eager than when it is traced: {error}. Code that "
+            "looks at whether it is traced does so; pass what it would make, such as an "
+            "attention mask of four dimensions, as an argument of the model"
+        ) from error
 
 
 def block_plan(model: nn.Module) -> BlocksPlan:

@@ -22,11 +22,14 @@ from torch._inductor.compile_fx import compile_fx
 from remat.budgets import auto_bytes
 from remat.compile.one_shape import of_one_shape
 from remat.compile.options import CompileOptions, read_options
+from remat.compile.pieces import handing_out
+from remat.compile.piecewise import planned_pieces
 from remat.compile.report import CompiledPlan, remember
 from remat.compile.search import Candidate, PlanSearch
 from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget, watched
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
+from remat.ranks.compiling import compiled_alike
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.solver.clock import Clock
 
@@ -47,17 +50,38 @@ def backend(
     SolverError : an unknown option or solver.
     DeviceError : the model is not on a CPU.
     CaptureError : symbolic shapes were asked for, or a shape depends on data.
+    AgreementError : another rank has failed to compile the same graph.
     """
+    with compiled_alike(gm, example_inputs):
+        return _compiled(gm, example_inputs, options, mode)
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+) -> Any:
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
     shared = shared_budget(options)
-    plan = functools.partial(_planned, asked, shared)
+    cut = handing_out()
+    pieces = None if cut is None else planned_pieces(cut, asked, shared, _frame())
+    plan = functools.partial(_planned, asked, shared) if pieces is None else pieces.plan
     inputs = of_one_shape(gm, example_inputs)
     outputs = gm.graph.find_nodes(op="output")[0].args
     partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
     with planned(partitioner) as patches:
         call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
-    return watched(call, shared, _frame()) if _frame() in shared.noted else call
+    if _frame() not in shared.noted:
+        return call
+    if pieces is None:
+        return watched(call, shared, _frame())
+    run = watched(
+        call, shared, _frame(), is_first=pieces.is_first, is_last=pieces.is_last
+    )  # fmt: skip
+    pieces.at += 1
+    return run
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]

@@ -47,17 +47,12 @@ class _PlanWithCode:
         return self.solved.result.time_us
 
 
-def compiled_within(
-    model: nn.Module,
-    traced: Trace,
-    solve: Callable[[int], Solved],
-    first: Solved,
-    budget: str | SupportsIndex,
-) -> tuple[RematModule, bool]:
-    """The model by Inductor's code, and whether that is bound by the budget.
+def with_fitting_code(
+    traced: Trace, solve: Callable[[int], Solved], first: Solved, budget: str | SupportsIndex
+) -> Solved:
+    """What was solved for `budget`, or for less, so that Inductor's code keeps to it.
 
-    Where the budget is the least peak, the plan of the least peak is compiled, and a warning says
-    by how much its code is above that.
+    Where the budget is the least peak, that is `first`.
 
     Parameters
     ----------
@@ -67,13 +62,25 @@ def compiled_within(
     ------
     BudgetError : the code of no plan that was tried keeps to the budget.
     """
-    is_bound = parse_budget(budget).kind != "min"
-    found = plan_for_code(traced, solve, first) if is_bound else first
+    return first if _is_least(budget) else plan_for_code(traced, solve, first)
+
+
+def compiled_module(
+    model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex
+) -> tuple[RematModule, bool]:
+    """The model by Inductor's code for what `with_fitting_code` found; whether `budget` binds it.
+
+    Where the budget is the least peak, a warning says by how much the code is above that.
+    """
     schedule, facts = found.result.schedule, facts_of(found)
     assert schedule is not None
-    if is_bound:
-        return module_for(model, schedule, traced, **facts, by_inductor=True), True
-    return rewrite(model, schedule, trace=traced, **facts, compile=True), False
+    if _is_least(budget):
+        return rewrite(model, schedule, trace=traced, **facts, compile=True), False
+    return module_for(model, schedule, traced, **facts, by_inductor=True), True
+
+
+def _is_least(budget: str | SupportsIndex) -> bool:
+    return parse_budget(budget).kind == "min"
 
 
 def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) -> Solved:

@@ -17,6 +17,7 @@ from remat.budgets import UNBOUNDED_BYTES
 from remat.compile.options import CompileOptions
 from remat.compile.target_search import fastest_within
 from remat.formats import bytes_text
+from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep, Pair, draws_once
 from remat.rewriter.inductor.replay import Replay
@@ -112,10 +113,14 @@ class PlanSearch:
                 self.solved(int(factor * first.schedule_peak_bytes))
         return min(self.tried.values(), key=lambda c: (c.code_peak_bytes, c.time_us))
 
-    def solved(self, target_bytes: int) -> Candidate | None:
-        """A schedule for a target, with its code; the least schedule known where none fits."""
+    def solved(self, target_bytes: int, graph: TrainingGraph | None = None) -> Candidate | None:
+        """A schedule for a target, with its code; the least schedule known where none fits.
+
+        `graph` is the step's, with what else is live beside it.
+        """
+        graph = graph or self.step.graph
         result = solvers.solve(
-            self.step.graph, max(0, target_bytes), self.options.solver,
+            graph, max(0, target_bytes), self.options.solver,
             time_limit_s=self.options.time_limit_s,
             keep=self.options.keep, recompute=self.options.recompute,
         )  # fmt: skip
@@ -123,7 +128,7 @@ class PlanSearch:
         if schedule is None or schedule.graph_hash != self.step.graph.hash:
             return None
         if schedule.steps not in self.tried:
-            self.tried[schedule.steps] = self._candidate(schedule, result)
+            self.tried[schedule.steps] = self._candidate(graph, schedule, result)
         found = self.tried[schedule.steps]
         _LOG.debug(
             "target %d: %s, %d in the graph, %d replayed, overhead %.4f",
@@ -132,8 +137,8 @@ class PlanSearch:
         )  # fmt: skip
         return found
 
-    def _candidate(self, schedule: Schedule, result: Result) -> Candidate:
-        judged = simulate(self.step.graph, schedule)
+    def _candidate(self, graph: TrainingGraph, schedule: Schedule, result: Result) -> Candidate:
+        judged = simulate(graph, schedule)
         pair = self.step.emit(schedule)
         return Candidate(
             pair, self._replayed(pair, judged.peak_bytes), schedule, result,

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.guards.open_forwards import OpenForwards
-from remat.rewriter.inductor.partition import FusedStep
 from remat.rewriter.inductor.replay import Replay
 
 Frame = tuple[int, int]
@@ -36,6 +37,24 @@ class _Noted:
     stock_saved_bytes: int
     stock_peak_bytes: int
     budget_bytes: int
+
+
+class Measured(Protocol):
+    """A graph whose bytes are noted: one step, or the pieces of one."""
+
+    @property
+    def static_bytes(self) -> int:
+        """Of parameters and buffers."""
+        ...
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Of all other inputs."""
+        ...
+
+    def left_by_others_bytes(self, found: Replay) -> int:
+        """What the other calls have left by the time the last one runs."""
+        ...
 
 
 @dataclass
@@ -64,7 +83,7 @@ class SharedBudget:
         return max([alone_bytes - held + left, *peaks])
 
     def note(
-        self, frame: Frame, step: FusedStep, chosen: Replay, stock: Replay, budget_bytes: int
+        self, frame: Frame, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int
     ) -> None:
         """Keep what a compiled graph takes, and what it was planned for.
 
@@ -136,13 +155,28 @@ class SharedBudget:
         return left + parameters + own.dynamic_bytes + peak_bytes
 
 
-def watched(call: Callable[..., Any], shared: SharedBudget, frame: Frame) -> Callable[..., Any]:
-    """`call`, a compiled training graph, that counts as open from each run until its backward."""
+def watched(
+    call: Callable[..., Any],
+    shared: SharedBudget,
+    frame: Frame,
+    *,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Callable[..., Any]:
+    """`call`, a compiled training graph, that counts as open from each run until its backward.
+
+    Of a graph in pieces, the first asks for room, and the last has the results.
+    """
 
     def run(*args: Any) -> Any:
-        shared.require_room(frame)
+        if any(isinstance(value, FakeTensor) for value in args):
+            # DDP's pieces run once on fake tensors, for the shapes that the next piece gets.
+            return call(*args)
+        if is_first:
+            shared.require_room(frame)
         output = call(*args)
-        shared.forwards.watch(frame, output)
+        if is_last:
+            shared.forwards.watch(frame, output)
         return output
 
     return run

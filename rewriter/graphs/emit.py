@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
+from remat.graph_capture.joint.collectives import is_wait, waits_for
 from remat.graph_capture.joint.nodes import (
     drawn_on,
     draws_randomness,
@@ -123,10 +124,17 @@ class EagerEmitter(Emitter[Joint]):
             self.tuples[node] = copy
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
+                self._wait(picked)
             if not again:
                 self._pick_updates(node, op)
         else:
             self.put(node, copy)
+            self._wait(node)
+
+    def _wait(self, made: fx.Node) -> None:
+        """Wait for a collective at once: its result is what was waited for, wherever it is read."""
+        for wait in waits_for(made):
+            self.put(wait, self._copy(wait, wait.name))
 
     def _draw_again(self, op: Op, node: fx.Node) -> fx.Node:
         name = f"{RNG_STATE}{op.name}"
@@ -165,8 +173,9 @@ class EagerEmitter(Emitter[Joint]):
     def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
-            picked = self.joint.base_of_value.get(name)
-            if picked is None or not is_getitem(picked):
+            base = self.joint.base_of_value.get(name)
+            picked = base.args[0] if base is not None and is_wait(base) else base
+            if not isinstance(picked, fx.Node) or not is_getitem(picked):
                 continue
             if name in self.left_live or picked in self.copies:
                 continue

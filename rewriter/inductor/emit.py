@@ -8,6 +8,7 @@ from torch._inductor import test_operators
 
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.joint.collectives import waits_for
 from remat.graph_capture.joint.nodes import is_getitem
 from remat.rewriter.graphs.emitter import Demand, Emitter, as_module, emit_both
 from remat.rewriter.inductor.graph import FusedJoint
@@ -96,6 +97,7 @@ class FusedEmitter(Emitter[FusedJoint]):
             self._pick(node, copy)
         else:
             self.put(node, copy, self._stored(node, copy) if self.at in self.lasting else None)
+            self._wait(node)
 
     def _pick(self, node: fx.Node, copy: fx.Node) -> None:
         """Emit those results of a tuple that are not live already."""
@@ -104,6 +106,12 @@ class FusedEmitter(Emitter[FusedJoint]):
                 picked = self.graph.call_function(part.target, (copy, part.args[1]))  # pyright: ignore
                 picked.meta = dict(part.meta)
                 self.put(part, picked)
+                self._wait(part)
+
+    def _wait(self, made: fx.Node) -> None:
+        """Wait for a collective at once, as the emitter of eager's ops does."""
+        for wait in waits_for(made):
+            self.put(wait, self._copy(wait, in_kernel=False))
 
     def _copy(self, node: fx.Node, in_kernel: bool) -> fx.Node:
         return self.copy_of(node, node.name, lambda read: self.resolve(read, in_kernel))

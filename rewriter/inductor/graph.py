@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.joint.collectives import PINNED, is_collective, is_wait
 from remat.graph_capture.joint.nodes import (
     draws_randomness,
     is_getitem,
@@ -82,7 +83,7 @@ class _Builder:
         effects = [
             n for n in self.nodes
             if n.op == "call_function" and n not in late
-            and (draws_randomness(n) or mutates(n) or n.target == SEEDS)
+            and (draws_randomness(n) or mutates(n) or n.target == SEEDS or is_collective(n))
         ]  # fmt: skip
         found: set[fx.Node] = set()
         stack = [*self.forward_results, *effects]
@@ -179,6 +180,8 @@ class _Builder:
     def _add(self, node: fx.Node) -> None:
         if is_getitem(node):
             self._add_part(node)
+        elif is_wait(node):
+            self._add_wait(node)
         elif is_view(node) or (is_inlined(node) and not self.stored.is_stored(node)):
             self.values_read[node] = self._read(node)
         else:
@@ -191,6 +194,13 @@ class _Builder:
         self.values_read[node] = (
             (node.name,) if node.name in self.values else self.values_read[source]
         )
+
+    def _add_wait(self, node: fx.Node) -> None:
+        """What was waited for stands for the result of a collective, and is what may be saved."""
+        names = self._read(node)
+        self.values_read[node] = names
+        if len(names) == 1 and self.values[names[0]].producer:
+            self.base[names[0]] = node
 
     def _add_op(self, node: fx.Node) -> None:
         phase: Phase = "forward" if node in self.in_forward else "backward"
@@ -226,6 +236,8 @@ class _Builder:
         reads = {self.base.get(name) for name in self._read(node)}
         if mutates(node):
             return "it has effects"
+        if is_collective(node):
+            return PINNED
         if reads & self.overwritten and phase == "forward":
             return "it reads an input that the step overwrites"
         if reads & self.overwritten:

@@ -63,9 +63,11 @@ class FusedStep:
     n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
     calls : how many forwards run before the first backward. All but one leave what they have
         saved, and their inputs, beside what is replayed.
+    holds_outputs : whether forward's results are held while backward runs.
     """
 
     calls = 1
+    holds_outputs = True
 
     def __init__(
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
@@ -120,8 +122,9 @@ class FusedStep:
         """
         with calls_in_order(pair.holds_order):
             found = replay(
-                pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible
-            )
+                pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible,
+                holds_outputs=self.holds_outputs,
+            )  # fmt: skip
         extra_bytes = self.left_by_others_bytes(found)
         return dataclasses.replace(
             found,

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.prices.booking import booked
@@ -111,8 +112,7 @@ class CallPrices:
 
     def _runner(self, node: fx.Node) -> Callable[[], Any]:
         args, kwargs = sample_arguments(node, self.constants)
-        target = node.target
-        assert callable(target)
+        target = on_this_rank(node)
         return lambda: target(*args, **kwargs)
 
 

@@ -46,6 +46,8 @@ def replay(
     n_outputs: int,
     workspaces: Workspaces,
     visible: Sequence[int],
+    *,
+    holds_outputs: bool = True,
 ) -> Replay:
     """Lower both graphs and replay what they allocate.
 
@@ -54,6 +56,7 @@ def replay(
     n_outputs : how many of forward's outputs are its own; the rest is saved.
     workspaces : gives, for some calls, the bytes that each takes beyond its results while it runs.
     visible : as in `lower`.
+    holds_outputs : whether the caller holds forward's outputs while backward runs.
 
     Raises
     ------
@@ -70,7 +73,12 @@ def replay(
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
     saved_bytes = run.bytes_of(kept) - run.bytes_of(outputs)
     then = _backward_run(
-        run, backward, workspaces, outputs, saved, lowered.output_strides[n_outputs:]
+        run,
+        backward,
+        workspaces,
+        outputs if holds_outputs else [],
+        saved,
+        lowered.output_strides[n_outputs:],
     )
     return Replay(forward_peak, then.peak_bytes, saved_bytes)
 

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests/distributed/worker.py"
-TIMEOUT_S = 1800
-
-Found = list[dict[str, dict[str, Any]]]
-"""What each rank found, by case."""
-
-
-def torchrun(n_ranks: int, *words: str) -> str:
-    """Standard output of a script that ran on `n_ranks` ranks, one thread each."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launch, "--nproc-per-node", str(n_ranks), *words],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_S,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-def ranks(folder: Path, n_ranks: int, *cases: str) -> Found:
-    torchrun(n_ranks, str(WORKER), str(folder), *cases)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n_ranks)]
+from tests.distributed.launch import Found, ranks, torchrun
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All cases on two ranks, in one launch, since starting takes longest."""
-    return ranks(tmp_path_factory.mktemp("two"), 2)
+    return ranks("worker.py", tmp_path_factory.mktemp("two"), 2)
 
 
 TRAINED = ("ddp", "ddp_blocks", "fsdp2", "fsdp2_blocks", "fsdp2_blocks_min")
@@ -85,7 +58,7 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(two: Found, case: str)
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
-    for found in ranks(tmp_path, 4, "fsdp2_blocks"):
+    for found in ranks("worker.py", tmp_path, 4, "fsdp2_blocks"):
         assert found["fsdp2_blocks"]["same"]
         predicted_bytes = found["fsdp2_blocks"]["predicted_bytes"]
         assert found["fsdp2_blocks"]["measured_bytes"] == pytest.approx(predicted_bytes, rel=0.02)

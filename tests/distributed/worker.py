@@ -21,10 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-import remat.one_call
-from remat.agreement import agreed
 from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
+from remat.ranks.together import Together
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
@@ -79,11 +78,13 @@ def whole(kind: Any, wrap: Callable[[nn.Module], nn.Module]) -> Found:
     eager = wrap(copy.deepcopy(model))
     results: list[Any] = []
 
-    def kept(*given: Any) -> Any:
-        results.append(agreed(*given))
+    from_first = Together.from_first
+
+    def kept(self: Together, *given: Any) -> Any:
+        results.append(from_first(self, *given))
         return results[-1]
 
-    with mock.patch.object(remat.one_call, "agreed", kept):
+    with mock.patch.object(Together, "from_first", kept):
         fast = remat.rematerialize(
             model, args, budget="75%", solver="cut", check=False,
             sharding=sharding(kind), group=dist.group.WORLD,

@@ -1,0 +1,130 @@
+"""Ops in which other ranks take part: functional collectives, and what waits for them.
+
+Each rank must run the same ones as the others, as often and in the same order, or all wait for
+ever. So a plan runs them once, in the captured order, whatever it makes of the rest; then ranks may
+follow plans of their own. What one rank does by itself, such as pricing, runs stand-ins for them.
+
+A trace has a result twice: as the collective returns it, and as it is once somebody has waited for
+it. Both are one storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverloadPacket
+
+from remat.graph_capture.joint.nodes import tensors_of
+
+PINNED = "other ranks take part in it"
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+_WAIT = "wait_tensor"
+_THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device."""
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for the result of a collective, and returns it."""
+    return _namespace(node) in _NAMESPACES and _op_name(node) == _WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether other ranks must run the op of the node too."""
+    return _namespace(node) in _NAMESPACES and _op_name(node) != _WAIT
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """The nodes that wait for what `node` returns, a collective or one of its results."""
+    return [user for user in node.users if is_wait(user)]
+
+
+def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
+    """The collectives of a graph, in their order."""
+    return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
+    """The distinct groups of some collectives, by name or as they are, in their order."""
+    named = (_group_of(node) for node in nodes)
+    return tuple(dict.fromkeys(group for group in named if group is not None))
+
+
+def _group_of(node: fx.Node) -> Any:
+    parameters = _overload(node)._schema.arguments
+    names = [parameter.name for parameter in parameters]
+    if "group_name" not in names:
+        return None
+    at = names.index("group_name")
+    return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
+
+
+def on_this_rank(node: fx.Node) -> Callable[..., Any]:
+    """What runs the op of `node` without other ranks: a collective's results are made up."""
+    target = node.target
+    assert callable(target)
+    if not is_collective(node):
+        return target
+    made = _layouts(node), _copied_bytes(node)
+    return lambda *_args, **_kwargs: _made_up(*made)
+
+
+def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` itself, its collectives replaced by stand-ins that take the same memory."""
+    for node in collectives_in(gm):
+        made = _layouts(node), _copied_bytes(node)
+        node.target, node.args, node.kwargs = _made_up, made, {}
+    gm.recompile()
+    return gm
+
+
+def _namespace(node: fx.Node) -> str:
+    return str(getattr(_overload(node), "namespace", "")) if node.op == "call_function" else ""
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(getattr(_overload(node), "_opname", ""))
+
+
+def _overload(node: fx.Node) -> Any:
+    """The op itself: dynamo's graphs call the packet of its overloads."""
+    target = node.target
+    return getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
+
+
+def _layouts(node: fx.Node) -> Any:
+    """The layout of each result, in a list where the op returns several."""
+    found = [None if t is None else _layout(t) for t in tensors_of(node)]
+    return found if isinstance(node.meta.get("val"), (tuple, list)) else found[0]
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """What gloo copies meanwhile, on a CPU: it gathers, scatters and coalesces in one buffer."""
+    made = [t for t in tensors_of(node) if t is not None]
+    if any(t.device.type != "cpu" for t in made):
+        return 0
+    read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
+    name = _op_name(node)
+    whole = read if name.startswith("reduce_scatter") else made
+    is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
+    return sum(t.numel() * t.element_size() for t in whole) if is_copied else 0
+
+
+def _made_up(layouts: Any, copied_bytes: int) -> Any:
+    """Zeros of the given layouts; meanwhile a buffer is there too."""
+    made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
+    buffer = torch.empty(copied_bytes, dtype=torch.uint8)
+    del buffer
+    return made
+
+
+def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()

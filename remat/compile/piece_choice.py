@@ -1,0 +1,324 @@
+"""One budget for all pieces of a step: which plan each takes.
+
+Pieces run forward one after the other, and backward in reverse. So while a piece runs, what those
+before it have saved is live. `fastest` chooses among the plans that are known for each piece: by a
+table over what the pieces so far leave, with the highest peak so far and the time. It is exact for
+these plans.
+
+Plans are made for shares: in each round, every piece may save a share of what it saves as torch
+compiles it, and gets the room that the shares of the others leave. A larger share is faster, and
+may not fit, so the share is halved and doubled between. Then `fastest` mixes the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from remat.compile.options import CompileOptions
+from remat.compile.pieces import Piece, Whole
+from remat.compile.search import CHEAP, Candidate, PlanSearch
+from remat.compile.target_search import fastest_within
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.build import TANGENTS
+from remat.rewriter.inductor.partition import draws_once
+
+TRIES = 3
+"""Most targets of one piece and share: the code of the first may take some per cent more."""
+SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
+"""In this order, as long as it helps: what fits at all comes first."""
+LOWER = 0.99
+"""A lower room is tried as long as each is lower than the last by more than this factor."""
+BETWEEN = 2
+"""Index of the first share that is no end."""
+MOST_STATES = 400
+"""States of the table that are kept a piece, of those that leave least for their time."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan of one piece, in bytes beside the inputs of the model.
+
+    Attributes
+    ----------
+    candidate : None for a piece without gradients. peak_bytes : while the piece runs, forward or
+        backward, with the gradients beside it. left_bytes : what it leaves from its forward to
+        its backward.
+    """
+
+    candidate: Candidate | None
+    peak_bytes: int
+    left_bytes: int
+    extra_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class _State:
+    """Plans of the pieces so far."""
+
+    left_bytes: int
+    peak_bytes: int
+    extra_us: float
+    options: tuple[Option, ...]
+
+
+def fastest(
+    options: Sequence[Sequence[Option]], room_bytes: int, other_calls: int = 0
+) -> tuple[Option, ...] | None:
+    """An option for each piece, so that all fit into the room in the least time; None if none do.
+
+    Parameters
+    ----------
+    other_calls : how many further forwards leave as much before the first backward.
+    """
+    states = [_State(0, 0, 0.0, ())]
+    for of_piece in options:
+        states = _pruned(
+            state
+            for before in states
+            for option in of_piece
+            for state in (_with(before, option),)
+            if state.peak_bytes + other_calls * state.left_bytes <= room_bytes
+        )
+    return min(states, key=lambda state: state.extra_us).options if states else None
+
+
+def peak_of(chosen: Sequence[Option], other_calls: int = 0) -> int:
+    """The peak of a step with these options, beside the inputs."""
+    state = _State(0, 0, 0.0, ())
+    for option in chosen:
+        state = _with(state, option)
+    return state.peak_bytes + other_calls * state.left_bytes
+
+
+def least_room(options: Sequence[Sequence[Option]], other_calls: int = 0) -> int:
+    """The least room into which the options fit."""
+    low, high = 0, peak_of([of_piece[0] for of_piece in options], other_calls)
+    while low < high:
+        middle = (low + high) // 2
+        if fastest(options, middle, other_calls) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return high
+
+
+def _with(before: _State, option: Option) -> _State:
+    return _State(
+        before.left_bytes + option.left_bytes,
+        max(before.peak_bytes, before.left_bytes + option.peak_bytes),
+        before.extra_us + option.extra_us,
+        (*before.options, option),
+    )
+
+
+def _pruned(states: Iterable[_State]) -> list[_State]:
+    """Those states that no other beats in all of what is left, peak and time."""
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda s: (s.extra_us, s.left_bytes, s.peak_bytes)):
+        if not any(
+            one.left_bytes <= state.left_bytes and one.peak_bytes <= state.peak_bytes
+            for one in kept
+        ):
+            kept.append(state)
+    if len(kept) <= MOST_STATES:
+        return kept
+    # The ends stay: the fastest, and the one that leaves least.
+    kept.sort(key=lambda s: s.left_bytes)
+    step = (len(kept) - 1) / (MOST_STATES - 1)
+    return [kept[round(i * step)] for i in range(MOST_STATES)]
+
+
+class PieceSearch:
+    """Plans of all pieces, and the choice among them.
+
+    Attributes
+    ----------
+    options : of each piece, those known so far; the first is what torch itself makes of it.
+    """
+
+    def __init__(self, whole: Whole, asked: CompileOptions) -> None:
+        self.whole, self.asked = whole, asked
+        self.searches = [
+            None if piece.step is None else PlanSearch(piece.step, asked) for piece in whole.pieces
+        ]
+        self.stock = [
+            option_of(piece, search and search.stock())
+            for piece, search in zip(whole.pieces, self.searches, strict=True)
+        ]
+        self.options = [[option] for option in self.stock]
+        self._barred = [self._is_barred(option) for option in self.stock]
+
+    @property
+    def stock_peak_bytes(self) -> int:
+        """The peak of all pieces as torch compiles them, beside the inputs."""
+        return peak_of(self.stock, self.asked.calls - 1)
+
+    def within(self, room_bytes: int) -> tuple[Option, ...] | None:
+        """The fastest choice found that fits into the room; None if none does."""
+        best = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+        if best and _extra_us(best) <= CHEAP * self._time_us and not any(self._barred):
+            return best
+        for turn, share in enumerate(SHARES):
+            self._plan(share, room_bytes)
+            found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+            gain_us = _extra_us(best) - _extra_us(found) if best and found else None
+            best = found or best
+            if best and _extra_us(best) <= CHEAP * self._time_us:
+                break
+            # The two ends alone say little of what lies between.
+            if turn >= BETWEEN and best and _is_small(gain_us, best):
+                break
+        return best
+
+    def least(self) -> tuple[Option, ...]:
+        """The choice of the lowest peak found."""
+        room_bytes = peak_of(self.stock, self.asked.calls - 1)
+        for _ in range(self.asked.replays):
+            # In less room than there is, plans of single pieces would save more to peak lower.
+            self._plan(0.0, room_bytes)
+            least_bytes = self.least_room_bytes()
+            if least_bytes > LOWER * room_bytes:
+                break
+            room_bytes = least_bytes
+        self._plan(0.0, 0)
+        room_bytes = self.least_room_bytes()
+        found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+        assert found is not None
+        return found
+
+    def least_room_bytes(self) -> int:
+        """The least room into which what was tried fits."""
+        return least_room(self._allowed(), self.asked.calls - 1)
+
+    @property
+    def tried(self) -> int:
+        """How many plans had their code replayed."""
+        return sum(map(self.replays_of, range(len(self.searches))))
+
+    def replays_of(self, k: int) -> int:
+        """How many plans of the k-th piece had their code replayed."""
+        search = self.searches[k]
+        return 0 if search is None else 1 + len(search.tried)
+
+    @property
+    def _time_us(self) -> float:
+        steps = [piece.step for piece in self.whole.pieces]
+        return sum(step.graph.time_us for step in steps if step is not None)
+
+    def _is_barred(self, option: Option) -> bool:
+        """Whether torch's own cut of a piece is not to be taken: it draws twice, or is pinned."""
+        is_pinned = bool(self.asked.keep or self.asked.recompute)
+        stock = option.candidate
+        return stock is not None and (is_pinned or not draws_once(stock.pair))
+
+    def _allowed(self) -> list[list[Option]]:
+        pairs = zip(self.options, self._barred, strict=True)
+        return [options[1:] if barred and options[1:] else options for options, barred in pairs]
+
+    def _plan(self, share: float, room_bytes: int) -> None:
+        """Add a plan for each piece that does not fit as it is, if all save `share`."""
+        before_bytes = 0
+        for k, (piece, stock) in enumerate(zip(self.whole.pieces, self.stock, strict=True)):
+            saved_bytes = stock.left_bytes - piece.outputs_bytes
+            limit_bytes = max(0, room_bytes - before_bytes)
+            fits = stock.peak_bytes <= limit_bytes and share == 1.0 and not self._barred[k]
+            if not fits:
+                self._add(k, limit_bytes, int(share * saved_bytes))
+            before_bytes += int(share * saved_bytes) + piece.outputs_bytes
+
+    def _add(self, k: int, limit_bytes: int, saved_bytes: int) -> None:
+        """Plan one piece for a peak, and for what it may save."""
+        search, piece = self.searches[k], self.whole.pieces[k]
+        if search is None or len(search.tried) >= self.asked.replays:
+            return
+
+        def generated(target_bytes: int) -> _InPlace | None:
+            graph = with_neighbours(search.step.graph, piece, target_bytes, saved_bytes)
+            found = search.solved(target_bytes, graph) or search.solved(0, graph)
+            return found and _InPlace(found, piece)
+
+        fastest_within(limit_bytes, generated, tries=TRIES, is_enough=lambda _: True)
+        known = {id(option.candidate) for option in self.options[k]}
+        new = [found for found in search.tried.values() if id(found) not in known]
+        self.options[k] += [option_of(piece, found) for found in new]
+
+
+@dataclass(frozen=True)
+class _InPlace:
+    """A candidate of one piece, with the gradients beside it."""
+
+    found: Candidate
+    piece: Piece
+
+    @property
+    def schedule_peak_bytes(self) -> int:
+        return self.found.schedule_peak_bytes
+
+    @property
+    def code_peak_bytes(self) -> int:
+        return option_of(self.piece, self.found).peak_bytes
+
+    @property
+    def time_us(self) -> float:
+        return self.found.time_us
+
+    @property
+    def is_least(self) -> bool:
+        return self.found.is_least
+
+
+def with_neighbours(
+    graph: TrainingGraph, piece: Piece, target_bytes: int, saved_bytes: int
+) -> TrainingGraph:
+    """`graph` of a piece with what is beside it in backward, and a limit on what it saves.
+
+    The gradients that others have left are added to the first tangent, which lives as long. Where
+    backward opens, a workspace takes the room that may not be saved.
+    """
+    opening = next(op for op in graph.ops if op.target == TANGENTS)
+    sizes = {value.name: value.size_bytes for value in graph.values}
+    arriving_bytes = sum(sizes[name] for name in opening.outputs)
+    spare_bytes = target_bytes - saved_bytes - piece.outputs_bytes - piece.beside_bytes
+    first = opening.outputs[0] if opening.outputs else ""
+    return msgspec.structs.replace(
+        graph,
+        ops=tuple(
+            msgspec.structs.replace(op, workspace_bytes=max(0, spare_bytes - arriving_bytes))
+            if op is opening
+            else op
+            for op in graph.ops
+        ),
+        values=tuple(
+            msgspec.structs.replace(value, size_bytes=value.size_bytes + piece.beside_bytes)
+            if value.name == first
+            else value
+            for value in graph.values
+        ),
+    )
+
+
+def option_of(piece: Piece, found: Candidate | None) -> Option:
+    """What a candidate takes in the place of a piece; None stands for one without gradients."""
+    if found is None:
+        return Option(None, piece.outputs_bytes, piece.outputs_bytes)
+    replay, step = found.replay, piece.step
+    assert step is not None
+    peak_bytes = max(
+        replay.forward_peak_bytes,
+        replay.backward_peak_bytes + piece.beside_bytes,
+        piece.after_bytes,
+    )
+    extra_us = found.time_us - step.graph.time_us if found.schedule else 0.0
+    return Option(found, peak_bytes, replay.saved_bytes + piece.outputs_bytes, extra_us)
+
+
+def _extra_us(chosen: tuple[Option, ...]) -> float:
+    return sum(option.extra_us for option in chosen)
+
+
+def _is_small(gain_us: float | None, best: tuple[Option, ...]) -> bool:
+    """Whether the last round has bettered the choice by too little to try another."""
+    return gain_us is not None and gain_us <= CHEAP * max(1.0, _extra_us(best))

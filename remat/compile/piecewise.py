@@ -1,0 +1,244 @@
+"""Plans for the pieces of a model under DDP: made for all with the first, then taken one by one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._dynamo.backends.distributed import SubmodCompiler
+from torch._inductor.compile_fx import compile_fx
+
+from remat.budgets import auto_bytes
+from remat.compile.one_shape import of_one_shape
+from remat.compile.options import CompileOptions
+from remat.compile.piece_choice import Option, PieceSearch, option_of, peak_of
+from remat.compile.pieces import Whole, whole_of
+from remat.compile.report import CompiledPlan, remember
+from remat.compile.search import Candidate
+from remat.compile.shared_budget import Frame, SharedBudget
+from remat.formats import bytes_text
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.joint.nodes import copy_of
+from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+from remat.rewriter.inductor.replay import Replay
+from remat.solver.clock import Clock
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedPieces] = weakref.WeakKeyDictionary()
+
+
+def planned_pieces(
+    compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
+) -> PlannedPieces:
+    """The plans for all pieces that `compiler` hands out; made when the first one comes.
+
+    Raises
+    ------
+    BudgetError : no choice of plans fits.
+    """
+    found = _known.get(compiler.module)
+    if found is None:
+        found = PlannedPieces(whole_of(compiler, traced_step), asked, shared, frame)
+        _known[compiler.module] = found
+    return found
+
+
+class PlannedPieces:
+    """A plan for each piece.
+
+    Attributes
+    ----------
+    at : how many pieces have been compiled.
+    """
+
+    def __init__(
+        self, whole: Whole, asked: CompileOptions, shared: SharedBudget, frame: Frame
+    ) -> None:
+        clock = Clock()
+        self.at = 0
+        self._whole, self._calls, self._frame = whole, asked.calls, frame
+        self._search = PieceSearch(whole, asked)
+        self._held_bytes = shared.held_bytes(frame, whole.static_bytes, whole.dynamic_bytes)
+        self._stock_bytes = self._held_bytes + self._search.stock_peak_bytes
+        self._budget_bytes, chosen = self._chosen(asked, shared)
+        self._chosen_options = list(chosen)
+        self._seconds = clock.elapsed_s
+        as_one = _AsOne(whole.static_bytes, whole.dynamic_bytes, asked.calls - 1)
+        shared.note(
+            frame, as_one, self._replay(chosen), self._replay(self._search.stock),
+            self._budget_bytes,
+        )  # fmt: skip
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the piece that is compiled now is the first."""
+        return self.at == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last."""
+        return self.at == len(self._whole.pieces) - 1
+
+    def plan(self, step: FusedStep) -> Pair:
+        """The two graphs of the piece that is compiled now, by the plan that was chosen for it.
+
+        Raises
+        ------
+        BudgetError : its code takes more than the code that it was chosen by.
+        """
+        option, piece = self._chosen_options[self.at], self._whole.pieces[self.at]
+        schedule = option.candidate.schedule if option.candidate else None
+        step.calls = 1
+        step.holds_outputs = piece.step is None or piece.step.holds_outputs
+        pair = step.emit(schedule) if schedule else step.stock()
+        replay = step.replay(pair)
+        self._chosen_options[self.at] = option_of(piece, Candidate(pair, replay, schedule))
+        peak_bytes = self._held_bytes + peak_of(self._chosen_options, self._calls - 1)
+        if peak_bytes > self._budget_bytes:
+            raise BudgetError(self._too_small(peak_bytes))
+        self._remember(option, replay, peak_bytes)
+        return pair
+
+    def _chosen(
+        self, asked: CompileOptions, shared: SharedBudget
+    ) -> tuple[int, tuple[Option, ...]]:
+        """The budget in bytes, and what was chosen under it."""
+        budget = asked.parsed
+        if budget.kind == "min":
+            least = self._search.least()
+            return self._held_bytes + peak_of(least, asked.calls - 1), least
+        budget_bytes = budget.size_bytes
+        if budget.kind == "share":
+            budget_bytes = int(budget.share * shared.base_bytes(self._frame, self._stock_bytes))
+        elif budget.kind == "auto":
+            budget_bytes = auto_bytes() + self._held_bytes
+        found = self._search.within(budget_bytes - self._held_bytes)
+        return budget_bytes, found or self._lowest_within(budget_bytes, asked)
+
+    def _lowest_within(self, budget_bytes: int, asked: CompileOptions) -> tuple[Option, ...]:
+        """The choice of the lowest peak, looked for anew.
+
+        Raises
+        ------
+        BudgetError : it does not fit either.
+        """
+        self._search = PieceSearch(self._whole, asked)
+        least = self._search.least()
+        least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
+        if least_bytes > budget_bytes:
+            self._budget_bytes = budget_bytes
+            raise BudgetError(self._too_small(least_bytes))
+        return least
+
+    def _too_small(self, least_bytes: int) -> str:
+        return (
+            f"budget {bytes_text(self._budget_bytes)} is below {bytes_text(least_bytes)}, the "
+            f"lowest peak of {self._search.tried} compiled plans for the {len(self._whole.pieces)} "
+            "pieces into which DDP's buckets cut the model; "
+            f"{bytes_text(self._held_bytes)} of it are parameters, buffers, inputs and what "
+            "earlier graphs hold, and the gradients of later pieces count while an earlier one "
+            f'runs. Give options={{"budget": "{-(-least_bytes // 2**20)}MiB"}}, a smaller batch, '
+            '"budget": "min", a larger "replays" to look further, or torch._dynamo.config.'
+            f"optimize_ddp = False, by which nothing is cut{_held_once(self._whole)}"
+        )
+
+    def _replay(self, chosen: Sequence[Option]) -> Replay:
+        """What the whole takes, in the words of a graph that is not cut."""
+        peak_bytes = peak_of(chosen, self._calls - 1)
+        return Replay(peak_bytes, peak_bytes, sum(option.left_bytes for option in chosen))
+
+    def _remember(self, option: Option, replay: Replay, peak_bytes: int) -> None:
+        found = option.candidate
+        counts = found.schedule.computations() if found and found.schedule else {}
+        self._seconds, seconds = 0.0, self._seconds
+        remember(
+            CompiledPlan(
+                frame=f"{self._frame[0]}/{self._frame[1]} piece {self.at + 1} of "
+                f"{len(self._whole.pieces)}",
+                budget_bytes=self._budget_bytes,
+                peak_bytes=peak_bytes,
+                baseline_peak_bytes=self._stock_bytes,
+                held_bytes=self._held_bytes,
+                saved_bytes=replay.saved_bytes,
+                overhead=found.overhead if found else 0.0,
+                gap=found.result.gap if found and found.result else 0.0,
+                recomputed=sum(count - 1 for count in counts.values()),
+                replays=self._search.replays_of(self.at),
+                seconds=seconds,
+                schedule=found.schedule if found else None,
+            )
+        )
+
+
+def _held_once(whole: Whole) -> str:
+    """The advice to hold gradients once, where it would help."""
+    if not whole.holds_twice:
+        return ""
+    return (
+        "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as they "
+        "come, into its buckets, which the budget does not count"
+    )
+
+
+@dataclass(frozen=True)
+class _AsOne:
+    """The bytes of all pieces, in the words of a graph that is not cut."""
+
+    static_bytes: int
+    dynamic_bytes: int
+    other_calls: int
+
+    def left_by_others_bytes(self, found: Replay) -> int:
+        """What other calls have left by the time the last one runs."""
+        return self.other_calls * (found.saved_bytes + self.dynamic_bytes)
+
+
+class _Traced(Exception):  # noqa: N818
+    """Raised to leave Inductor where its code would be made."""
+
+    def __init__(self, step: FusedStep | None) -> None:
+        super().__init__()
+        self.step = step
+
+
+def traced_step(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedStep | None:
+    """The step that Inductor would plan of a graph; nothing is compiled, and `gm` stays as it is.
+
+    None for a graph without gradients.
+    """
+    graph, n_visible = _copied(gm)
+    partitioner = Partitioner(_stop, n_visible)
+    try:
+        with planned(partitioner) as patches:
+            fixed = of_one_shape(graph, inputs)
+            compile_fx(graph, fixed, lambda *_args, **_kwargs: _stop(None), config_patches=patches)
+    except _Traced as traced:
+        return traced.step
+    raise AssertionError("Inductor has made code without asking for a compiler")
+
+
+def _stop(step: FusedStep | None) -> Any:
+    raise _Traced(step)
+
+
+def _copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+    """A copy of a piece that returns a tuple, as dynamo's graphs do, and how many results that has.
+
+    Dynamo's notes on graph and inputs go with it: by them, Inductor knows parameters.
+    """
+    graph = copy_of(gm)
+    graph.meta = gm.meta
+    sources: Any = getattr(gm, "_param_name_to_source", None)
+    graph._param_name_to_source = sources
+    olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, graph))
+    for old, new in zip(olds, news, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    end = graph.graph.output_node()
+    if not isinstance(end.args[0], (tuple, list)):
+        end.args = ((end.args[0],),)
+        graph.recompile()
+    return graph, len(pytree.tree_leaves(end.args[0]))

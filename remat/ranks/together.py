@@ -1,0 +1,191 @@
+"""Several ranks in one call: they agree at each point, and leave with the same outcome.
+
+What decides how many collectives a rank runs, or whether it goes on at all, is agreed here before
+the next collective. An error of any kind on one rank, a `KeyboardInterrupt` too, is raised on all.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from remat.graph_capture import errors
+from remat.graph_capture.errors import AgreementError, RematError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from remat.ranks.board import Board, Failure
+
+Plan = TypeVar("Plan")
+
+
+class Together(AbstractContextManager["Together", None]):
+    """The ranks of `group` in one call of the same function; without a group, this rank alone.
+
+    Each rank times ops by itself, so plans that ranks made by themselves would differ. Nothing is
+    exchanged without a group: ranks of a pipeline have different models and must not wait.
+
+    Every point that is agreed on has a name, and all ranks come to the same points in one order.
+
+    Parameters
+    ----------
+    what : the function that all call, as the user knows it.
+    """
+
+    def __init__(self, group: ProcessGroup | None, what: str) -> None:
+        self._group, self._what = group, what
+        self._board: Board | None = None
+        self._theirs: BaseException | None = None
+
+    def __enter__(self) -> Together:
+        if self._group is not None and self._group.size() > 1:
+            from remat.ranks.board import Board
+
+            self._board = Board(self._group, self._what)
+        return self
+
+    def require_same_step(self, graph_hash: str) -> None:
+        """Raise `AgreementError` on every rank where ranks have another step than the first."""
+        hashes = self._exchanged("step", graph_hash)
+        others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
+        if others:
+            raise AgreementError(
+                f"the step captured on rank {', '.join(others)} is not that of rank 0, so no plan "
+                "can serve both: build the same model, and pass a batch of the same shapes, on all "
+                "ranks"
+            )
+
+    def from_first(self, make: Callable[[], Plan], kind: type[Plan]) -> Plan:
+        """What `make` returns on the first rank, a msgspec struct of that kind."""
+        if self._board is None:
+            return make()
+        if self._board.rank == 0:
+            made = make()
+            self._board.post("plan", msgspec.json.encode(made).decode())
+            return made
+        return msgspec.json.decode(self._awaited("plan", 0), type=kind)
+
+    def all_say(self, name: str, said: bool) -> bool:
+        """Whether all ranks say so."""
+        return all(text == "yes" for text in self._exchanged(name, "yes" if said else "no"))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        place: TracebackType | None,
+    ) -> None:
+        if self._board is None:
+            return
+        try:
+            self._end(self._board, error)
+        except _store_errors() as lost:
+            if error is None or isinstance(error, _store_errors()):
+                raise _gone(self._what) from lost
+            error.add_note(f"The other ranks were not told, as their store is gone: {lost}")
+        finally:
+            self._board.close()
+
+    def _exchanged(self, name: str, mine: str) -> list[str]:
+        """The texts of all ranks, in order. The first rank gathers them for the others."""
+        board = self._board
+        if board is None:
+            return [mine]
+        if board.rank:
+            board.post(f"{name}/{board.rank}", mine)
+            return msgspec.json.decode(self._awaited(name, 0), type=list[str])
+        texts = [mine, *(self._awaited(f"{name}/{rank}", rank) for rank in board.others)]
+        board.post(name, msgspec.json.encode(texts).decode())
+        return texts
+
+    def _awaited(self, key: str, rank: int) -> str:
+        """What `rank` posts; the error that any rank has meanwhile is raised."""
+        from remat.ranks.board import PAUSE_S, SILENT_S, Watch
+
+        board = self._board
+        assert board is not None
+        watch = Watch(board, rank)
+        while (text := board.read(key)) is None:
+            if failure := board.failure():
+                self._theirs = error_of(failure, self._what)
+                raise self._theirs
+            silent_s = watch.silent_s()
+            if silent_s > (SILENT_S if watch.has_come else board.timeout_s):
+                raise AgreementError(_silent_text(self._what, board.ranks[rank], watch.has_come))
+            time.sleep(PAUSE_S)
+        return text
+
+    def _end(self, board: Board, error: BaseException | None) -> None:
+        """Leave when all have come to the end, or know of the error."""
+        try:
+            if error is None:
+                self._exchanged("end", "")
+            elif error is not self._theirs:
+                self._tell(board, error)
+        finally:
+            board.leave()
+
+    def _tell(self, board: Board, error: BaseException) -> None:
+        """Tell the others. If one of them has failed before, this rank has it from there."""
+        before = board.failure()
+        if before is None:
+            board.fail(failure_of(error, board.ranks[board.rank]))
+        elif before.rank != board.ranks[board.rank] and isinstance(error, Exception):
+            raise error_of(before, self._what) from error
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """`error` of this rank, for the others."""
+    from remat.ranks.board import Failure
+
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return Failure(rank, type(error).__name__, str(error), place)
+
+
+def error_of(failure: Failure, what: str) -> Exception:
+    """What the other ranks raise: remat's own error as it is, any other as an `AgreementError`."""
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, RematError):
+        return kind(f"{failure.text} (on rank {failure.rank})")
+    said = f"{failure.kind}: {failure.text}" if failure.text else failure.kind
+    return AgreementError(
+        f"{what} ended on rank {failure.rank} with {said} ({failure.place or 'unknown line'}). All "
+        "ranks end with it, as none can go on without the others: see the traceback of that rank"
+    )
+
+
+def _silent_text(what: str, rank: int, has_come: bool) -> str:
+    from remat.ranks.board import SILENT_S
+
+    if has_come:
+        return (
+            f"rank {rank} has not been heard of for {SILENT_S:.0f} s in {what}: its process has "
+            "ended or stands still. See what it said last, and start all ranks again"
+        )
+    return (
+        f"rank {rank} has not called {what}, which all ranks of the group must call, within the "
+        "timeout of the group (timeout of init_process_group). Call it on all of them, as often "
+        "and in the same order"
+    )
+
+
+def _store_errors() -> type[Exception]:
+    """What a store raises that cannot be reached."""
+    from torch.distributed import DistError
+
+    return DistError
+
+
+def _gone(what: str) -> AgreementError:
+    return AgreementError(
+        f"the ranks' store cannot be reached any more at the end of {what}: the process that holds "
+        "it, most often the first rank or torchrun, has ended. See what it said last"
+    )

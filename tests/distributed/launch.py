@@ -1,0 +1,35 @@
+"""Starts a worker on several ranks, and reads what each of them found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.paths import ROOT
+
+TIMEOUT_S = 1800
+
+Found = list[dict[str, dict[str, Any]]]
+"""What each rank found, by case."""
+
+
+def torchrun(n_ranks: int, *words: str) -> str:
+    """Standard output of a script that ran on `n_ranks` ranks, one thread each."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launch, "--nproc-per-node", str(n_ranks), *words],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_S,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def ranks(worker: str, folder: Path, n_ranks: int, *cases: str) -> Found:
+    """Run cases of a worker of this folder; all of them where none is named."""
+    torchrun(n_ranks, f"tests/distributed/{worker}", str(folder), *cases)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n_ranks)]
