@@ -33,7 +33,8 @@ _WITHOUT_MEMORY = frozenset(
         "EnterDeviceContextManagerLine", "EnterDeviceContextManagerWithStreamInfoLine",
         "ExitDeviceContextManagerLine", "ExitDeviceContextManagerWithStreamInfoLine",
         "IndexPutFallbackLine", "KernelCallLine", "KernelDefinitionLine", "LineContext",
-        "NullLine", "ScatterFallbackLine", "UnbackedSymbolDefsLine", "str",
+        "GroupedAssertSizeStrideLine", "NullLine", "ScatterFallbackLine", "UnbackedSymbolDefsLine",
+        "str",
     }
 )  # fmt: skip
 
