@@ -1,8 +1,8 @@
 """Finds the packages that lie beside `remat/` in a checkout.
 
 An installation puts `solver/` and the others into `remat/` (`packages` in `pyproject.toml`). In the
-root of a checkout Python imports `remat/` from there, although another one is installed, and they are
-not inside. Without this it would find no `remat.solver`, or that of another checkout.
+root of a checkout Python imports `remat/` from there, even if one is installed, and they are not
+inside. Without this it would find no `remat.solver`, or that of another checkout.
 """
 
 from __future__ import annotations
