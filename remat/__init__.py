@@ -8,6 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from remat.checkout import find_beside
+
+# The other packages must be found before they are imported.
+# ruff: noqa: E402
+find_beside()
+
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph

@@ -6,7 +6,7 @@ And `copy_of`: a copy of a whole graph with these facts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -166,13 +166,20 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+def copy_of(
+    gm: fx.GraphModule, edit: Callable[[fx.Graph], None] = lambda _: None
+) -> fx.GraphModule:
     """A copy of the graph, with the same constants and the same facts about its nodes.
 
     It takes one argument for each placeholder, whatever the calling convention of `gm` is.
+
+    Parameters
+    ----------
+    edit : changes the copy before code is made of it, which takes long for thousands of nodes.
     """
     graph = fx.Graph()
     results = graph.graph_copy(gm.graph, {})
     output = graph.output(results)
     output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
+    edit(graph)
     return fx.GraphModule(gm, graph)

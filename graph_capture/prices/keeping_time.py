@@ -36,12 +36,14 @@ def forwards(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
 
     The time of keeping is what the first takes longer.
     """
-    keeping, own = _forward(joint)
-    plain = copy_of(keeping)
-    names = {node.name for node in own}
-    plain.graph.output_node().args = (tuple(n for n in plain.graph.nodes if n.name in names),)
-    plain.recompile()
-    return keeping, plain
+    own: list[str] = []
+    keeping = copy_of(joint.module, lambda graph: own.extend(_keep_forward(joint, graph)))
+
+    def drop(graph: fx.Graph) -> None:
+        graph.output_node().args = (tuple(n for n in graph.nodes if n.name in own_names),)
+
+    own_names = set(own)
+    return keeping, copy_of(keeping, drop)
 
 
 def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
@@ -68,25 +70,26 @@ def bytes_for_backward(graph: TrainingGraph) -> dict[str, int]:
     }
 
 
-def _forward(joint: Joint) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-    """Forward alone, which also returns what backward reads; and the nodes of its own results."""
-    gm = copy_of(joint.module)
+def _keep_forward(joint: Joint, graph: fx.Graph) -> list[str]:
+    """Leave forward alone of `graph`, which also returns what backward reads.
+
+    Returns the names of the nodes of forward's own results.
+    """
     phases = {op.name: op.phase for op in joint.graph.ops}
     backward = {n.name for name, n in joint.node_of_op.items() if phases[name] == "backward"}
-    nodes = list(gm.graph.nodes)
+    nodes = list(graph.nodes)
     end = next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
     forward, later = nodes[:end], nodes[end:-1]
     # A node with several results is no tensor to return: its parts are.
     made = [node for node in forward if node.op == "call_function" and not _has_parts(node)]
     after = {*later, nodes[-1]}
     returned = [node for node in made if any(user in after for user in node.users)]
-    own = tuple(node for node in returned if nodes[-1] in node.users)
+    own = [node.name for node in returned if nodes[-1] in node.users]
     nodes[-1].args = (tuple(returned),)
     for node in reversed(later):
         if node.op != "placeholder":
-            gm.graph.erase_node(node)
-    gm.recompile()
-    return gm, own
+            graph.erase_node(node)
+    return own
 
 
 def _has_parts(node: fx.Node) -> bool:

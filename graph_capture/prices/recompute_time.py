@@ -68,8 +68,14 @@ class Recomputing:
 
 def recomputing(joint: Joint) -> Recomputing:
     """The joint step, in which what only a segment itself reads of it is made again in backward."""
-    module = copy_of(joint.module)
-    nodes = list(module.graph.nodes)
+    again: list[str] = []
+    module = copy_of(joint.module, lambda graph: again.extend(_in_segments(joint, graph)))
+    return Recomputing(module, tuple(name for name in again if name in joint.node_of_op))
+
+
+def _in_segments(joint: Joint, graph: fx.Graph) -> list[str]:
+    """Let a copy of the joint graph compute forward again; the names of what it runs again."""
+    nodes = list(graph.nodes)
     segments = _segments(joint, nodes)
     later = {node: place for place, node in enumerate(nodes[sum(map(len, segments)) : -1])}
     pinned = {op.name for op in joint.graph.ops if op.pinned}
@@ -84,9 +90,8 @@ def recomputing(joint: Joint) -> Recomputing:
             and node.name not in pinned
             and all(user in inside or user in later for user in node.users)
         ]
-        again += _make_again(module.graph, dropped, later)
-    module.recompile()
-    return Recomputing(module, tuple(name for name in again if name in joint.node_of_op))
+        again += _make_again(graph, dropped, later)
+    return again
 
 
 def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, priced_us: float) -> Costs:

@@ -11,7 +11,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="path/to/file.py:factory or package.module:factory",
+        help="path/to/file.py or package.module, and :function unless it is called factory",
         show_default=False,
     ),
 ]

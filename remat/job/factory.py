@@ -1,22 +1,15 @@
-"""Loads the model that a person names as ``path/to/file.py:factory``."""
+"""Loads the model and the batch that a factory makes, by the name that a person gives it."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from remat.graph_capture.devices.device_table import check_device, is_cuda
 from remat.graph_capture.errors import FactoryError
+from remat.job.named_function import explained, function_named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,8 +73,8 @@ def load(name: str, **sizes: int) -> Loaded:
 
     Parameters
     ----------
-    name : ``path/to/file.py:factory``, from anywhere on disk, which can import what is in its own
-        folder; or ``package.module:factory``.
+    name : ``path/to/file.py:function``, from anywhere on disk, which can import what is in its own
+        folder; or ``package.module:function``. The function may be left out if it is ``factory``.
     **sizes : keyword arguments for the factory, such as ``batch=8``.
 
     Raises
@@ -89,17 +82,9 @@ def load(name: str, **sizes: int) -> Loaded:
     FactoryError : the file or factory is missing, raises, takes no such argument, or returns
         something else.
     """
-    where, colon, factory_name = name.rpartition(":")
-    if not colon or not where or not factory_name:
-        raise FactoryError(
-            f"{name!r} names no factory: write path/to/file.py:factory or package.module:factory"
-        )
-    is_file = where.endswith(".py") or "/" in where
-    folder = Path(where).resolve().parent if is_file else Path.cwd()
-    with _importable(folder):
-        module = _import_file(Path(where)) if is_file else _import_module(where)
-        factory = _find(module, where, factory_name)
-        return call(factory, name, sizes, f"factory {factory_name} of {where}")
+    with function_named(name) as named:
+        title = f"factory {named.name} of {named.where}"
+        return call(named.function, str(named), sizes, title)
 
 
 def call(
@@ -114,7 +99,7 @@ def call(
     title = title or f"factory {name}"
     _require_arguments(factory, title, sizes)
     given = "".join(f", {size}={value}" for size, value in sizes.items())
-    with _explained(f"{title}{given}"):
+    with explained(f"{title}{given}"):
         built = factory(**sizes)
     return _read(built, name)
 
@@ -135,93 +120,6 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
                 f"{title} takes no argument {size!r}, {has}: write it as "
                 f"def factory({size}=8): ..., and build the batch of that size"
             )
-
-
-@contextlib.contextmanager
-def _importable(folder: Path) -> Generator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(str(folder))
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FactoryError(f"there is no file {path}{_near_files(path)}")
-    name = f"remat_factory_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise FactoryError(f"{path} is not a Python file: its name should end with .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    with _explained(f"importing {path}"):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise FactoryError(f"there is no module {name}: {error}") from error
-    if found is None:
-        raise FactoryError(
-            f"there is no module {name}: is it installed here, or did you mean a file, "
-            f"{name.replace('.', '/')}.py?"
-        )
-    with _explained(f"importing {name}"):
-        return importlib.import_module(name)
-
-
-def _near_files(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f": there is no folder {folder} either"
-    names = sorted(file.name for file in folder.glob("*.py"))
-    near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
-    return f". {folder} has {', '.join(near)}" if near else f", nor any .py file in {folder}"
-
-
-def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if callable(found):
-        return cast("Callable[..., Any]", found)
-    if found is not None:
-        raise FactoryError(f"{name} of {where} is a {type(found).__name__}, not a function")
-    own = [
-        key
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
-    ]
-    near = difflib.get_close_matches(name, own, n=1)
-    has = f"It has {', '.join(own)}" if own else "It has no function"
-    hint = f". Did you mean {where}:{near[0]}?" if near else ""
-    raise FactoryError(f"{where} has no factory {name}. {has}{hint}")
-
-
-@contextlib.contextmanager
-def _explained(doing: str) -> Generator[None]:
-    """Turn whatever the user's code raises into one line that names its place."""
-    try:
-        yield
-    except FactoryError:
-        raise
-    except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FactoryError(f"{doing} raised {what} ({_raised_at(error)})") from error
-
-
-def _raised_at(error: BaseException) -> str:
-    """``file:line`` of the innermost frame outside the import machinery and this file."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if f.filename != __file__ and not f.filename.startswith("<")]
-    own = [f for f in theirs if "site-packages" not in f.filename]
-    frame = (own or theirs or list(frames))[-1]
-    return f"{frame.filename}:{frame.lineno}"
 
 
 def _read(built: Any, name: str) -> Loaded:

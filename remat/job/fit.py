@@ -58,7 +58,7 @@ def fit(
 
     Parameters
     ----------
-    factory : a function, or ``path/to/file.py:factory``. It takes `vary` as a keyword, and returns
+    factory : a function, or ``path/to/file.py:function``. It takes `vary` as a keyword, and returns
         a model and a batch of that size.
     vary : ``batch``, ``sequence``, or whatever the factory calls it.
     budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the time of the step that

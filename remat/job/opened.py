@@ -90,7 +90,7 @@ def open_plan(
 
     Parameters
     ----------
-    source : ``file.py:factory``, or a file that `capture`, `solve` or `run` kept.
+    source : ``file.py:function``, or a file that `capture`, `solve` or `run` kept.
     request : how to capture a model, and the budget to solve for; `NO_BUDGET` for none.
     plan : a kept plan of the source, in place of a budget.
 

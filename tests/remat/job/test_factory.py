@@ -62,8 +62,64 @@ def refusal(name: str) -> str:
     return str(caught.value)
 
 
-def test_no_colon() -> None:
-    assert "names no factory: write path/to/file.py:factory" in refusal("examples/gpt.py")
+def test_a_function_factory_need_not_be_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text(
+        GOOD + "\ndef factory(batch=2):\n    return pair()[0], torch.ones(batch, WIDTH)\n"
+    )
+    assert load(str(file)).args[0].shape == (2, 3)
+    assert load(str(file), batch=5).args[0].shape == (5, 3)
+    monkeypatch.chdir(file.parent)
+    assert load("models.py").args[0].shape == (2, 3)
+    sys.modules.pop("models", None)
+    assert load("models").args[0].shape == (2, 3)
+    assert load("models:pair").args[0].shape == (1, 3)
+
+
+def test_a_factory_that_is_imported_counts(file: Path) -> None:
+    other = file.parent / "other.py"
+    other.write_text("from models import pair as factory\n")
+    assert load(str(other)).args[0].shape == (1, 3)
+
+
+def test_a_folder_may_have_a_colon_in_its_name(file: Path) -> None:
+    folder = file.parent / "a:b"
+    folder.mkdir()
+    (folder / "model.py").write_text("import torch\ndef factory(): return torch.nn.ReLU(), ()\n")
+    assert load(f"{folder}/model.py").args == load(f"{folder}/model.py:factory").args == ()
+
+
+def test_without_a_factory_the_functions_are_listed(file: Path) -> None:
+    said = refusal(str(file))
+    assert f"{file} has no function factory. It has pair, mapping, broken, wrong" in said
+    assert said.endswith(f"name the one that returns the model and its batch, such as {file}:pair")
+
+
+def test_a_function_that_needs_nothing_is_the_example(file: Path) -> None:
+    file.write_text("def build(width): ...\n\ndef small(width=3): ...\n")
+    said = refusal(str(file))
+    assert "It has build, small" in said
+    assert said.endswith(f"such as {file}:small")
+
+
+def test_a_file_without_functions(file: Path) -> None:
+    file.write_text("import torch\nfrom os.path import join\n\ndef _hidden(): ...\n")
+    assert "no function factory, and no other: write def factory(): return" in refusal(str(file))
+
+
+def test_a_factory_by_default_that_is_no_function(file: Path) -> None:
+    file.write_text("factory = 3\n")
+    assert f"factory of {file} is a int, not a function" in refusal(str(file))
+
+
+def test_what_names_no_python_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "names no factory: write path/to/file.py:factory" in refusal(":factory")
+    assert "names no factory" in refusal("")
+    (file.parent / "plan.json").write_text("{}")
+    monkeypatch.chdir(file.parent)
+    assert "plan.json is not a Python file: its name should end with .py" in refusal("plan.json")
+    said = refusal(str(file.parent))
+    assert "is a folder: name a file" in said
+    assert "beside.py, models.py" in said
 
 
 def test_a_missing_file_names_its_neighbours(file: Path) -> None:

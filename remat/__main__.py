@@ -1,0 +1,5 @@
+"""The command line as `python -m remat`."""
+
+from remat.cli.main import main
+
+main()

@@ -1,0 +1,42 @@
+"""Finds the packages that lie beside `remat/` in a checkout.
+
+An installation puts `solver/` and the others into `remat/` (`packages` in `pyproject.toml`). In the
+root of a checkout Python imports `remat/` from there, even if one is installed, and they are not
+inside. Without this it would find no `remat.solver`, or that of another checkout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+BESIDE = ("graph_capture", "rewriter", "schedules", "solver")
+FOLDER = Path(__file__).resolve().parent
+
+
+class BesideFinder:
+    """Finds ``remat.solver`` in ``solver/`` beside the folder that ``remat`` was imported from."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where a package is, or None if it is none of those beside `FOLDER`."""
+        parent, _, name = fullname.rpartition(".")
+        if parent != "remat" or name not in BESIDE:
+            return None
+        # Whoever imports a remat from elsewhere in this process gets the packages of that one.
+        if FOLDER not in (Path(one).resolve() for one in path or ()):
+            return None
+        return spec_from_file_location(fullname, FOLDER.parent / name / "__init__.py")
+
+
+def find_beside() -> None:
+    """Have the packages found in a checkout. It does nothing where they were installed."""
+    if (FOLDER / BESIDE[0]).is_dir():
+        return
+    # First, as an editable installation may have another checkout's packages to offer.
+    sys.meta_path.insert(0, BesideFinder())

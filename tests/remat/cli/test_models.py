@@ -1,0 +1,55 @@
+"""How a model is named, in every verb that takes one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.remat.cli.conftest import Remat
+
+ALL = ("--budget", "100%")
+WORDS = {
+    "run": ALL, "capture": (), "solve": ALL, "sweep": ALL, "inspect": (), "explain": ALL,
+    "compare": ALL, "fit": ("--budget", "1MiB", "--most", "4"), "report": (*ALL, "-o", "page.html"),
+    "export": (*ALL, "-o", "plan.dot"), "rewrite": ("plan.json",), "check": ("plan.json",),
+    "profile": (),
+}  # fmt: skip
+MODELS = """
+import torch
+
+def build(batch=2):
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.ones(batch, 2)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.py").write_text(MODELS)
+    return tmp_path
+
+
+def keep_a_plan(verb: str, model: str, remat: Remat) -> None:
+    """The plan that the words of a verb name, if they do."""
+    if "plan.json" in WORDS[verb]:
+        assert remat("solve", model, *ALL, "-o", "plan.json").exit_code == 0
+
+
+@pytest.mark.parametrize("verb", WORDS)
+def test_a_file_alone_that_has_no_factory_is_told_what_it_has(
+    verb: str, remat: Remat, folder: Path
+) -> None:
+    keep_a_plan(verb, "models.py:build", remat)
+    refused = remat(verb, "models.py", *WORDS[verb])
+    assert refused.exit_code == 2
+    assert "models.py has no function factory. It has build: name the one" in refused.stderr
+    assert "such as models.py:build" in refused.stderr
+
+
+@pytest.mark.parametrize("verb", WORDS)
+def test_a_file_alone_is_its_factory(verb: str, remat: Remat, folder: Path) -> None:
+    (folder / "models.py").write_text(MODELS.replace("build", "factory"))
+    keep_a_plan(verb, "models.py", remat)
+    done = remat(verb, "models.py", *WORDS[verb])
+    assert done.exit_code == 0, done.stderr
