@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.python_state.places import PLAIN, is_same
+from remat.graph_capture.tracing.paths import leaves_with_paths
 
 
 class Signature:
@@ -27,7 +28,7 @@ class Signature:
     """
 
     def __init__(self, batch: Any) -> None:
-        paths, self.spec = pytree.tree_flatten_with_path(batch)
+        paths, self.spec = leaves_with_paths(batch), pytree.tree_structure(batch)
         self.names = [_argument_name(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -143,7 +144,7 @@ def check_batch(batch: Any, device: str) -> None:
     CaptureError : a leaf is sparse or has no storage.
     DeviceError : a leaf is not where the step for `device` is captured.
     """
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+    for path, leaf in leaves_with_paths(batch):
         name = _argument_name(path)
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
             raise CaptureError(

@@ -17,6 +17,7 @@ from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.refuse import HOOKS
 from remat.graph_capture.tracing.carried import ForwardWrites
 from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
+from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.signature import unknown_leaf_message
 
@@ -78,7 +79,7 @@ class StepModule(nn.Module):
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
         require_unmoved(type(self.model).__name__, stand, again)
-        for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+        for path, leaf in leaves_with_paths(result):
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 what = f"the result{pytree.keystr(path)} of {type(self.model).__name__}"
                 raise CaptureError(unknown_leaf_message(what, leaf))

@@ -27,6 +27,7 @@ from remat.compile.piecewise import planned_pieces
 from remat.compile.report import CompiledPlan, remember
 from remat.compile.search import Candidate, PlanSearch
 from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget, watched
+from remat.compile.whole_model import WholeModel, whole_model
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.ranks.compiling import compiled_alike
@@ -67,7 +68,8 @@ def _compiled(
     shared = shared_budget(options)
     cut = handing_out()
     pieces = None if cut is None else planned_pieces(cut, asked, shared, _frame())
-    plan = functools.partial(_planned, asked, shared) if pieces is None else pieces.plan
+    whole = functools.partial(_planned, asked, shared, whole_model())
+    plan = whole if pieces is None else pieces.plan
     inputs = of_one_shape(gm, example_inputs)
     outputs = gm.graph.find_nodes(op="output")[0].args
     partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
@@ -98,17 +100,20 @@ def _require_cpu(example_inputs: Sequence[Any]) -> None:
         )
 
 
-def _planned(asked: CompileOptions, shared: SharedBudget, step: FusedStep) -> Pair:
+def _planned(
+    asked: CompileOptions, shared: SharedBudget, whole: WholeModel, step: FusedStep
+) -> Pair:
     """Choose what Inductor compiles, and keep what was chosen for `compiled_plans`."""
-    clock = Clock()
+    clock, frame = Clock(), _frame()
     step.calls = asked.calls
+    step.awaited_gradient_bytes = shared.expect(whole, frame, step.gradient_bytes)
     search = PlanSearch(step, asked)
     stock = search.stock()
-    frame = _frame()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
-    base_bytes = shared.base_bytes(frame, held_bytes + stock.replay.peak_bytes)
+    base_bytes = shared.base_bytes(frame, step, stock.replay, held_bytes)
     budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes)
-    shared.note(frame, step, found.replay, stock.replay, budget_bytes)
+    is_bound = asked.parsed.kind != "min"
+    shared.note(frame, step, found.replay, stock.replay, budget_bytes, is_bound=is_bound)
     remember(
         CompiledPlan(
             frame=f"{frame[0]}/{frame[1]}",

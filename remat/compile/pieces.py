@@ -162,7 +162,7 @@ class Beside:
         place = {call: k for k, call in enumerate(calls)}
         trained = [node for node, value in values.items() if _has_gradient(value)]
         self._bytes = {node: values[node].numel() * values[node].element_size() for node in trained}
-        self._made = {node: _place(node, place) for node in trained}
+        self._made = {node: _piece_of(node, place) for node in trained}
         self._readers = {
             node: sorted({place[user] for user in node.users if user in place}) for node in trained
         }
@@ -210,9 +210,9 @@ def _is_returned(call: fx.Node) -> bool:
     return any(user.op == "output" for result in results for user in result.users)
 
 
-def _place(node: fx.Node, place: dict[fx.Node, int]) -> int | None:
+def _piece_of(node: fx.Node, place: dict[fx.Node, int]) -> int | None:
     """Which piece a node is, or is a result of; None for inputs and the output."""
     if node in place:
         return place[node]
     source = node.args[0] if node.op == "call_function" and node.args else None
-    return _place(source, place) if isinstance(source, fx.Node) else None
+    return _piece_of(source, place) if isinstance(source, fx.Node) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,13 +64,17 @@ class PlannedPieces:
         self._search = PieceSearch(whole, asked)
         self._held_bytes = shared.held_bytes(frame, whole.static_bytes, whole.dynamic_bytes)
         self._stock_bytes = self._held_bytes + self._search.stock_peak_bytes
+        steps = [piece.step for piece in whole.pieces if piece.step is not None]
+        gradient_bytes = sum(step.gradient_bytes for step in steps)
+        self._as_one = _AsOne(
+            whole.static_bytes, whole.dynamic_bytes, gradient_bytes, asked.calls - 1
+        )
         self._budget_bytes, chosen = self._chosen(asked, shared)
         self._chosen_options = list(chosen)
         self._seconds = clock.elapsed_s
-        as_one = _AsOne(whole.static_bytes, whole.dynamic_bytes, asked.calls - 1)
         shared.note(
-            frame, as_one, self._replay(chosen), self._replay(self._search.stock),
-            self._budget_bytes,
+            frame, self._as_one, self._replay(chosen), self._replay(self._search.stock),
+            self._budget_bytes, is_bound=asked.parsed.kind != "min",
         )  # fmt: skip
 
     @property
@@ -112,7 +117,9 @@ class PlannedPieces:
             return self._held_bytes + peak_of(least, asked.calls - 1), least
         budget_bytes = budget.size_bytes
         if budget.kind == "share":
-            budget_bytes = int(budget.share * shared.base_bytes(self._frame, self._stock_bytes))
+            stock = self._replay(self._search.stock)
+            base_bytes = shared.base_bytes(self._frame, self._as_one, stock, self._held_bytes)
+            budget_bytes = int(budget.share * base_bytes)
         elif budget.kind == "auto":
             budget_bytes = auto_bytes() + self._held_bytes
         found = self._search.within(budget_bytes - self._held_bytes)
@@ -189,11 +196,17 @@ class _AsOne:
 
     static_bytes: int
     dynamic_bytes: int
+    gradient_bytes: int
     other_calls: int
 
-    def left_by_others_bytes(self, found: Replay) -> int:
-        """What other calls have left by the time the last one runs."""
-        return self.other_calls * (found.saved_bytes + self.dynamic_bytes)
+    def alone(self, found: Replay) -> Replay:
+        """`found` without what other calls have left."""
+        left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
+        return dataclasses.replace(
+            found,
+            forward_peak_bytes=found.forward_peak_bytes - left_bytes,
+            backward_peak_bytes=found.backward_peak_bytes - left_bytes,
+        )
 
 
 class _Traced(Exception):  # noqa: N818

@@ -5,6 +5,9 @@ save is not there: not yet in forward, no more in backward. The forwards before 
 ones: their autograd node lives, and their backward has not run. Dynamo's numbers of frames cannot
 say this: they say neither that two graphs belong to one model nor that a graph is called twice.
 
+What later graphs hold is known in part: their parameters are there all the time, and the gradients
+of these are there once their backward has run, which comes before that of the earlier graphs.
+
 All graphs of a model are compiled in its first forward, before any backward. So a graph finds the
 same forwards open when it is compiled as in every later step, unless the program changes. Then a
 forward that no longer fits is refused.
@@ -12,12 +15,14 @@ forward that no longer fits is refused.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from remat.compile.whole_model import WholeModel
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.guards.open_forwards import OpenForwards
@@ -32,11 +37,17 @@ class _Noted:
 
     static_bytes: int
     dynamic_bytes: int
-    saved_bytes: int
-    peak_bytes: int
-    stock_saved_bytes: int
-    stock_peak_bytes: int
+    gradient_bytes: int
+    chosen: Replay
+    stock: Replay
     budget_bytes: int
+
+    @classmethod
+    def of(cls, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int) -> _Noted:
+        return cls(
+            step.static_bytes, step.dynamic_bytes, step.gradient_bytes,
+            step.alone(chosen), step.alone(stock), budget_bytes,
+        )  # fmt: skip
 
 
 class Measured(Protocol):
@@ -52,8 +63,13 @@ class Measured(Protocol):
         """Of all other inputs."""
         ...
 
-    def left_by_others_bytes(self, found: Replay) -> int:
-        """What the other calls have left by the time the last one runs."""
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients of parameters."""
+        ...
+
+    def alone(self, found: Replay) -> Replay:
+        """`found` without what other calls and later graphs have left."""
         ...
 
 
@@ -64,50 +80,82 @@ class SharedBudget:
     Attributes
     ----------
     noted : bytes of each graph. forwards : the open forwards of these graphs.
+    whole : the model that a graph break has split; without bytes where none has.
+    awaited_gradient_bytes : of gradients of graphs that are still to be compiled.
     """
 
     noted: dict[Frame, _Noted] = field(default_factory=dict[Frame, _Noted])
     forwards: OpenForwards = field(default_factory=OpenForwards)
+    whole: WholeModel = field(default_factory=WholeModel)
+    awaited_gradient_bytes: int = 0
+
+    def expect(self, whole: WholeModel, frame: Frame, gradient_bytes: int) -> int:
+        """Take note of the model around a graph that is about to be planned.
+
+        Returns
+        -------
+        Bytes of gradients that later graphs leave before the backward of this one runs.
+        """
+        before = self.forwards.graphs()
+        if not before:
+            self.whole = whole if whole.is_split else WholeModel()
+        # A module inside ends without a break, and graphs of the modules around it follow.
+        is_end = not whole.is_split and whole.static_bytes >= self.whole.static_bytes
+        known = {one[0]: self.noted[one].gradient_bytes for one in before}
+        known[frame[0]] = gradient_bytes
+        later = 0 if is_end else self.whole.gradient_bytes - sum(known.values())
+        self.awaited_gradient_bytes = max(0, later)
+        return self.awaited_gradient_bytes
 
     def held_bytes(self, frame: Frame, static_bytes: int, dynamic_bytes: int) -> int:
         """Bytes that are held before the graph of `frame` allocates anything."""
         before = self.forwards.graphs()
         own = 0 if frame[0] in {number for number, _ in before} else static_bytes
-        return own + dynamic_bytes + self._left(before, is_stock=False)
+        awaited = max(0, self.whole.static_bytes - own - self._static_bytes(before))
+        return own + awaited + dynamic_bytes + self._left(before, is_stock=False)
 
-    def base_bytes(self, frame: Frame, alone_bytes: int) -> int:
-        """The peak that all graphs so far have as torch compiles them."""
+    def base_bytes(self, frame: Frame, step: Measured, stock: Replay, held_bytes: int) -> int:
+        """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
         before = self.forwards.graphs()
         left, held = self._left(before, is_stock=True), self._left(before, is_stock=False)
-        peaks = [self._peak(before, k, is_stock=True) for k in range(len(before))]
-        return max([alone_bytes - held + left, *peaks])
+        self.noted[frame] = _Noted.of(step, stock, stock, 0)
+        frames = [*before, frame]
+        peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
+        return max(held_bytes + stock.peak_bytes - held + left, *peaks)
 
     def note(
-        self, frame: Frame, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int
-    ) -> None:
+        self, frame: Frame, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int,
+        *, is_bound: bool = True,
+    ) -> None:  # fmt: skip
         """Keep what a compiled graph takes, and what it was planned for.
+
+        Parameters
+        ----------
+        is_bound : whether the budget was asked for; else it is raised to what the graphs take.
 
         Raises
         ------
-        BudgetError : its parameters do not fit beside the forwards before it, which were planned
-            before these were known.
+        BudgetError : it does not fit beside the forwards before it, which were planned before it
+            was known.
         """
-        peaks = [one.peak_bytes - step.left_by_others_bytes(one) for one in (chosen, stock)]
-        self.noted[frame] = _Noted(
-            step.static_bytes, step.dynamic_bytes, chosen.saved_bytes, peaks[0],
-            stock.saved_bytes, peaks[1], budget_bytes,
-        )  # fmt: skip
         frames = [*self.forwards.graphs(), frame]
-        for k in range(len(frames)):
-            peak_bytes = self._peak(frames, k, is_stock=False)
-            if peak_bytes > budget_bytes:
-                raise BudgetError(
-                    f"the model breaks into {len(set(frames))} graphs, and graph {frames[k][0]} "
-                    f"needs {bytes_text(peak_bytes)} with the parameters of those after it, above "
-                    f"the budget of {bytes_text(budget_bytes)}: it was planned before they were "
-                    "known. Give a larger budget, or compile with fullgraph=True to find and "
-                    "remove the breaks"
-                )
+        self.noted[frame] = _Noted.of(step, chosen, stock, budget_bytes)
+        peaks = [self._peak(frames, k, is_stock=False) for k in range(len(frames))]
+        if not is_bound:
+            raised = max(budget_bytes, *peaks)
+            self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
+            return
+        highest = peaks.index(max(peaks))
+        if peaks[highest] <= budget_bytes:
+            return
+        enough = max(*peaks, *(self._peak(frames, k, is_stock=True) for k in range(len(frames))))
+        raise BudgetError(
+            f"the model breaks into {len(set(frames))} graphs, and graph {frames[highest][0]} "
+            f"needs {bytes_text(peaks[highest])} with the parameters and gradients of those after "
+            f"it, above the budget of {bytes_text(budget_bytes)}: it was planned before they were "
+            f'known. Give options={{"budget": "{-(-enough // 2**20)}MiB"}}, for which nothing need '
+            "be computed again, or compile with fullgraph=True to find and remove the breaks"
+        )
 
     def require_room(self, frame: Frame) -> None:
         """Refuse a forward for which those that are open leave too little.
@@ -120,7 +168,8 @@ class SharedBudget:
         if not before:
             return
         budget_bytes = self.noted[frame].budget_bytes
-        peak_bytes = self._peak([*before, frame], len(before), is_stock=False)
+        frames = [*before, frame]
+        peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))
         if peak_bytes > budget_bytes:
             again = before.count(frame)
             raise BudgetError(
@@ -135,7 +184,7 @@ class SharedBudget:
     def _left(self, frames: Sequence[Frame], *, is_stock: bool) -> int:
         """What forwards leave: inputs and saved bytes for each, parameters once for each graph."""
         noted = [self.noted[frame] for frame in frames]
-        saved = sum(n.stock_saved_bytes if is_stock else n.saved_bytes for n in noted)
+        saved = sum((n.stock if is_stock else n.chosen).saved_bytes for n in noted)
         return saved + sum(n.dynamic_bytes for n in noted) + self._static_bytes(frames)
 
     def _static_bytes(self, frames: Sequence[Frame]) -> int:
@@ -147,12 +196,21 @@ class SharedBudget:
         return sum(largest.values())
 
     def _peak(self, frames: Sequence[Frame], k: int, *, is_stock: bool) -> int:
-        """Peak of the k-th forward, with what those before it leave and all parameters."""
+        """Peak of the k-th forward and its backward, with what others hold meanwhile.
+
+        These are what the forwards before it leave, all parameters, and, in backward, the gradients
+        of the forwards after it and the results of the last, which is the loss.
+        """
         own = self.noted[frames[k]]
-        parameters = self._static_bytes(frames) - self._static_bytes(frames[:k])
-        peak_bytes = own.stock_peak_bytes if is_stock else own.peak_bytes
+        peaks = own.stock if is_stock else own.chosen
+        static = max(self._static_bytes(frames), self.whole.static_bytes)
+        parameters = static - self._static_bytes(frames[:k])
+        after = {frame[0]: self.noted[frame].gradient_bytes for frame in frames[k + 1 :]}
+        backward = peaks.backward_peak_bytes + sum(after.values()) + self.awaited_gradient_bytes
+        if k < len(frames) - 1:
+            backward += self.noted[frames[-1]].chosen.output_bytes
         left = self._left(frames[:k], is_stock=is_stock)
-        return left + parameters + own.dynamic_bytes + peak_bytes
+        return left + parameters + own.dynamic_bytes + max(peaks.forward_peak_bytes, backward)
 
 
 def watched(

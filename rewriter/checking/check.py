@@ -32,6 +32,7 @@ from remat.graph_capture.tracing.step_module import (
 )
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
+from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
@@ -151,6 +152,9 @@ def check(
         differences, unsteady = compared(expected, again, outcome)
         if allowed:
             differences, error = compared_nearly(expected, outcome, allowed)
+        if allowed and differences:
+            moved = moved_by_rounding(lambda: state.outcome(eager), expected)
+            differences, error = compared_nearly(expected, outcome, allowed, moved)
         del again, outcome
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
         memory = [

@@ -5,6 +5,7 @@ On a CUDA device eager is compared with itself first: sums in no fixed order dif
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ LEAST_PART = 1e-3
 made of rounding errors, such as the gradient of a bias before a batch norm."""
 ROUNDINGS = 16
 """A result of a type with few bits may always be off by this many units in the last place."""
+MOST_ROUNDING = ROUNDINGS * torch.finfo(torch.bfloat16).eps
+"""A result that is larger than noise may be off by no more than this part, 0.125, however far
+rounding moves it. That of another dropout mask is off by more, from one element in a hundred on."""
 
 
 def compared(
@@ -51,11 +55,20 @@ def compared(
 
 
 def compared_nearly(
-    expected: Outcome, found: Outcome, tolerance: float
+    expected: Outcome,
+    found: Outcome,
+    tolerance: float,
+    moved: Mapping[str, float] | None = None,
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
     What is no tensor of floating-point numbers, such as a random stream, has to be equal.
+
+    Parameters
+    ----------
+    moved : how far rounding alone moves results. They may be off by `TIMES` that, up to
+        `MOST_ROUNDING`. One that is not larger than `TIMES` that is noise, and may be off by the
+        tolerance of all results of its kind together.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
@@ -63,12 +76,28 @@ def compared_nearly(
         if not _has_error(like, found.get(name)):
             wrong += [] if same(like, found.get(name)) else [name]
             continue
-        size = max(_norm(like), LEAST_PART * _norm_of_kind(expected, name))
+        rounding = TIMES * (moved or {}).get(name, 0.0)
+        size, least = _size(expected, name, rounding), _least(like, rounding) if tolerance else 0.0
         errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
-        least = ROUNDINGS * torch.finfo(like.dtype).eps if tolerance else 0.0
         if not errors[name] <= max(tolerance, least):
             wrong.append(name)
     return tuple(wrong), max(errors.values(), default=0.0)
+
+
+def _size(expected: Outcome, name: str, rounding: float) -> float:
+    """What an error is a part of: the result's norm, or that of all, if it is no more than noise.
+
+    Noise sums up to other noise in other code, most where many roundings go one way. So only its
+    part in all results of its kind says whether it matters.
+    """
+    norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
+    return of_all if 0 < norm <= rounding else max(norm, LEAST_PART * of_all)
+
+
+def _least(like: Tensor, rounding: float) -> float:
+    """The part of its norm that a result may be off by in any case."""
+    own = ROUNDINGS * torch.finfo(like.dtype).eps
+    return max(own, min(MOST_ROUNDING, rounding / max(rounding, _norm(like))) if rounding else 0.0)
 
 
 def _has_error(expected: Any, found: Any) -> bool:

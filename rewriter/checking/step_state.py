@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.outcomes import Outcome
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
@@ -140,14 +141,14 @@ class StepState:
         """Every output, gradient and buffer after one step, by name, and the random streams."""
         self.reset()
         found: Outcome = {}
-        for path, leaf in pytree.tree_flatten_with_path(run())[0]:
+        for path, leaf in leaves_with_paths(run()):
             found[f"output{pytree.keystr(path)}"] = _kept(leaf)
         for name, leaf in self.leaves.items():
             found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)
         for name, buffer in self.buffers.items():
             found[f"buffer {name}"] = _kept(buffer)
         for written in self.attributes.written():
-            for path, leaf in pytree.tree_flatten_with_path(written.value)[0]:
+            for path, leaf in leaves_with_paths(written.value):
                 if isinstance(leaf, Tensor):
                     found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf)
         for device in self.streams:

@@ -31,9 +31,12 @@ def set_rng_state(state: Tensor, device: str = "cpu") -> None:
 
 
 def run_with_rng_state(
-    state: Tensor, device: str, op: Callable[..., Any], *args: Any, **kwargs: Any
+    state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `op` with the generator of `device` in `state`; put the generator back as it was."""
+    """Run `op` with the generator of `device` in `state`; put the generator back as it was.
+
+    The first three have no names: `op` may have arguments of the same, as `aten.randn` has.
+    """
     now = save_rng_state(device)
     set_rng_state(state, device)
     try:

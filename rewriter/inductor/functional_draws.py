@@ -141,8 +141,9 @@ def _schema(name: str, target: Any) -> str:
     return f"{name}(Tensor random_state, str drawn_on, {taken}) -> ({results}, Tensor)"
 
 
+# `target` may have arguments of the names that the first two have here, so these are by place only.
 def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:
-    def run(state: Tensor, device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def run(state: Tensor, device: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         now = save_rng_state(device)
         set_rng_state(state, device)
         try:
@@ -155,7 +156,7 @@ def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def _faked(target: Any) -> Callable[..., tuple[Any, ...]]:
-    def run(state: Tensor, device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def run(state: Tensor, device: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (*_as_tuple(target(*args, **kwargs)), torch.empty_like(state))
 
     return run

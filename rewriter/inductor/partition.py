@@ -61,12 +61,15 @@ class FusedStep:
     graph : its kernels and calls, priced, with nothing resident.
     static_bytes : of parameters and buffers. dynamic_bytes : of all other inputs.
     n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
+    gradient_bytes : of the gradients of parameters.
     calls : how many forwards run before the first backward. All but one leave what they have
         saved, and their inputs, beside what is replayed.
+    awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
     holds_outputs : whether forward's results are held while backward runs.
     """
 
     calls = 1
+    awaited_gradient_bytes = 0
     holds_outputs = True
 
     def __init__(
@@ -87,6 +90,11 @@ class FusedStep:
         known: set[int] = set()
         self.static_bytes = storage_bytes((inputs[i].meta.get("val") for i in self._static), known)
         self.dynamic_bytes = storage_bytes((node.meta.get("val") for node in inputs), known)
+        results: Any = gm.graph.output_node().args[0]
+        made = [results[n_outputs + i] for i in self._static if n_outputs + i < len(results)]
+        self.gradient_bytes = storage_bytes(
+            (node.meta.get("val") for node in made if isinstance(node, fx.Node)), set()
+        )
 
     @property
     def graph(self) -> TrainingGraph:
@@ -125,16 +133,32 @@ class FusedStep:
                 pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible,
                 holds_outputs=self.holds_outputs,
             )  # fmt: skip
-        extra_bytes = self.left_by_others_bytes(found)
+        return self._beside(found, 1)
+
+    def alone(self, found: Replay) -> Replay:
+        """`found` without what other calls and later graphs have left."""
+        return self._beside(found, -1)
+
+    def _beside(self, found: Replay, times: int) -> Replay:
+        forward_bytes, backward_bytes = self._left_by_others_bytes(found)
         return dataclasses.replace(
             found,
-            forward_peak_bytes=found.forward_peak_bytes + extra_bytes,
-            backward_peak_bytes=found.backward_peak_bytes + extra_bytes,
+            forward_peak_bytes=found.forward_peak_bytes + times * forward_bytes,
+            backward_peak_bytes=found.backward_peak_bytes + times * backward_bytes,
         )
 
-    def left_by_others_bytes(self, found: Replay) -> int:
-        """What the other calls have left by the time the last one runs."""
-        return (self.calls - 1) * (found.saved_bytes + self.dynamic_bytes)
+    def _left_by_others_bytes(self, found: Replay) -> tuple[int, int]:
+        """What is there beside forward and beside backward, at most, from others.
+
+        The last call's backward runs first, beside what all others have saved. In each later one
+        there is one less of these, but the gradients of the first are there.
+        """
+        each_bytes = found.saved_bytes + self.dynamic_bytes
+        saved_bytes = (self.calls - 1) * each_bytes
+        left_bytes = saved_bytes
+        if self.calls > 1:
+            left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
+        return saved_bytes, left_bytes + self.awaited_gradient_bytes
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
         return [price.workspace_bytes for price in self._prices.of(calls)]

@@ -28,11 +28,13 @@ class Replay:
     ----------
     forward_peak_bytes, backward_peak_bytes : the most bytes live while each graph runs.
     saved_bytes : what forward leaves for backward, without its own outputs.
+    output_bytes : of these.
     """
 
     forward_peak_bytes: int
     backward_peak_bytes: int
     saved_bytes: int
+    output_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -71,7 +73,8 @@ def replay(
     forward_peak = run.peak_bytes
     kept = [_held_by(run, name) for name in lowered.outputs]
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
-    saved_bytes = run.bytes_of(kept) - run.bytes_of(outputs)
+    output_bytes = run.bytes_of(outputs)
+    saved_bytes = run.bytes_of(kept) - output_bytes
     then = _backward_run(
         run,
         backward,
@@ -80,7 +83,7 @@ def replay(
         saved,
         lowered.output_strides[n_outputs:],
     )
-    return Replay(forward_peak, then.peak_bytes, saved_bytes)
+    return Replay(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
 
 
 class LiveStorages:

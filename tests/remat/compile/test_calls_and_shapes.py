@@ -108,6 +108,39 @@ def test_two_forwards_before_backward_need_room_for_both() -> None:
         (compiled(x) + compiled(x) + compiled(x)).backward()
 
 
+class Split(Net):
+    """The same, of two graphs whose gradients are as large as what they keep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(y).square().mean()
+
+
+@pytest.mark.slow
+def test_gradients_of_all_graphs_of_a_split_model_count() -> None:
+    x = torch.randn(256, 256)
+    for budget in ("100%", "1GiB"):
+        torch._dynamo.reset()
+        model = Split(256)
+        compiled = torch.compile(model, backend="remat", options={**FEW, "budget": budget})
+        before = len(remat.compiled_plans())
+        for _ in range(2):
+            model.zero_grad()
+            compiled(x).backward()
+        plans = remat.compiled_plans()[before:]
+        measured = peak_of(model, x, lambda run=compiled: run(x).backward())
+        assert len(plans) == 2
+        handed_to_backward_bytes = 4
+        assert measured - handed_to_backward_bytes <= plans[-1].budget_bytes
+        assert max(plan.peak_bytes for plan in plans) == pytest.approx(measured, rel=0.01)
+    torch._dynamo.reset()
+    parameters_bytes = sum(p.numel() * p.element_size() for p in Split(256).parameters())
+    too_small = {**FEW, "budget": 2 * parameters_bytes}
+    with pytest.raises(BackendCompilerFailed, match=r"is below .*the lowest peak of"):
+        torch.compile(Split(256), backend="remat", options=too_small)(x)
+
+
 @pytest.mark.slow
 def test_two_models_may_share_their_options() -> None:
     options = {**FEW, "budget": "70%"}

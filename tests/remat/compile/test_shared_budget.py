@@ -10,19 +10,23 @@ import torch
 from torch import Tensor
 
 from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget
+from remat.compile.whole_model import WholeModel
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.inductor.replay import Replay
 
 
+def step_of(static: int, gradient: int = 0) -> Any:
+    return SimpleNamespace(
+        static_bytes=static, dynamic_bytes=10, gradient_bytes=gradient, alone=lambda found: found
+    )
+
+
 def noted(
     shared: SharedBudget, frame: tuple[int, int], static: int, saved: int, peak: int,
-    budget: int = 1000,
+    budget: int = 1000, gradient: int = 0, output: int = 0, is_bound: bool = True,
 ) -> None:  # fmt: skip
-    step: Any = SimpleNamespace(
-        static_bytes=static, dynamic_bytes=10, left_by_others_bytes=lambda found: 0
-    )
-    replay = Replay(peak, peak, saved)
-    shared.note(frame, step, replay, replay, budget)
+    replay = Replay(peak, peak, saved, output)
+    shared.note(frame, step_of(static, gradient), replay, replay, budget, is_bound=is_bound)
 
 
 class CompiledFunction(torch.autograd.Function):
@@ -52,7 +56,8 @@ def test_a_later_graph_has_what_the_open_forwards_leave() -> None:
     assert shared.held_bytes((1, 0), 200, 10) == 210, "no forward is open"
     first = ran(shared, (0, 0))
     assert shared.held_bytes((1, 0), 200, 10) == 210 + 160
-    assert shared.base_bytes((1, 0), 370 + 5) == 375
+    assert shared.base_bytes((1, 0), step_of(200), Replay(20, 20, 0), 370) == 390
+    assert shared.base_bytes((1, 0), step_of(200), Replay(5, 5, 0), 370) == 380, "of graph 0"
     second = ran(shared, (0, 0))
     assert shared.held_bytes((1, 0), 200, 10) == 210 + 160 + 60, "its parameters count once"
     first.sum().backward()
@@ -79,6 +84,38 @@ def test_parameters_of_later_graphs_are_there_while_earlier_ones_run() -> None:
     noted(shared, (1, 0), static=200, saved=0, peak=1, budget=380)
     with pytest.raises(BudgetError, match="breaks into 2 graphs, and graph 0 needs"):
         noted(shared, (1, 0), static=200, saved=0, peak=1, budget=379)
+    del first
+
+
+def test_gradients_of_later_graphs_are_there_in_backward_of_earlier_ones() -> None:
+    shared = SharedBudget()
+    noted(shared, (0, 0), static=100, saved=50, peak=70, gradient=100)
+    first = ran(shared, (0, 0))
+    noted(shared, (1, 0), static=200, saved=0, peak=1, gradient=200, budget=580)
+    text = r"graph 0 needs .* with the parameters and gradients.*\"1MiB\""
+    with pytest.raises(BudgetError, match=text):
+        noted(shared, (1, 0), static=200, saved=0, peak=1, gradient=200, budget=579)
+    noted(shared, (1, 0), static=200, saved=0, peak=1, gradient=200, budget=1, is_bound=False)
+    assert shared.noted[1, 0].budget_bytes == 580, "the least is no bound that can be missed"
+    base_bytes = shared.base_bytes((1, 0), step_of(200, 200), Replay(1, 1, 0, 4), 370)
+    assert base_bytes == 584, "that of graph 0, beside the loss"
+    del first
+
+
+def test_what_a_split_model_holds_is_counted_before_its_later_graphs_are_known() -> None:
+    shared = SharedBudget()
+    split, end = WholeModel(300, 290, is_split=True), WholeModel(300, 290, is_split=False)
+    assert shared.expect(end, (0, 0), 100) == 0, "nothing follows"
+    assert shared.held_bytes((0, 0), 100, 10) == 110
+    assert shared.expect(split, (0, 0), 100) == 190
+    assert shared.held_bytes((0, 0), 100, 10) == 310
+    noted(shared, (0, 0), static=100, saved=50, peak=70, gradient=100)
+    first = ran(shared, (0, 0))
+    assert shared.expect(split, (1, 0), 20) == 170
+    part = WholeModel(30, 20, is_split=False)
+    assert shared.expect(part, (1, 0), 20) == 170, "a module inside, after which others follow"
+    assert shared.expect(end, (2, 0), 20) == 0
+    assert shared.held_bytes((2, 0), 150, 10) == 150 + 50 + 10 + (50 + 10 + 100)
     del first
 
 
