@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from remat.rewriter.torch_compat import require_tested_release
+
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.plans.archive import read_plan, save_plan
@@ -32,6 +34,9 @@ _LAZY = {
     "rewrite": "rewriting",
     "save_plan": "plans.archive",
 }
+
+
+require_tested_release()
 
 
 def __getattr__(name: str) -> Any:

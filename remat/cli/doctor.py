@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
 from typing import Any
@@ -11,6 +12,7 @@ from remat.cli.session import REFUSED, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text
 from remat.graph_capture.devices.here import free_bytes
+from remat.graph_capture.errors import RewriteError
 from remat.questions.tables import plain_table
 
 PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
@@ -24,7 +26,7 @@ def doctor_verb(session: Session) -> None:
         session.emit(found)
     else:
         _show_findings(session, found)
-    if not (found["torch_ok"] and found["ortools_ok"]):
+    if found["refused"] or not (found["torch_ok"] and found["ortools_ok"]):
         raise SystemExit(REFUSED)
 
 
@@ -37,6 +39,7 @@ def _findings() -> dict[str, Any]:
         "remat": __version__,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
+        "refused": _refused_release(),
         "torch_ok": _torch_works(),
         "ortools_ok": _ortools_works(),
         "cache_folder": str(cache_folder()),
@@ -51,6 +54,15 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
+
+
+def _refused_release() -> str:
+    """Why plans are not carried out under this torch; empty where they are."""
+    try:
+        importlib.import_module("remat.rewriter")
+    except RewriteError as error:
+        return str(error)
+    return ""
 
 
 def _torch_works() -> bool:
@@ -79,6 +91,8 @@ def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table.add_row("python", found["python"])
     for name, version in found["versions"].items():
         table.add_row(name, version)
+    if found["refused"]:
+        table.add_row("torch is refused", found["refused"])
     table.add_row("torch computes", "yes" if found["torch_ok"] else "no")
     table.add_row("ortools solves", "yes" if found["ortools_ok"] else "no")
     table.add_row("price cache", found["cache_folder"])
