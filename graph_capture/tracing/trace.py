@@ -49,6 +49,10 @@ from remat.graph_capture.tracing.carried import (
     doubtful,
     places_of,
 )
+from remat.graph_capture.tracing.checkpointed import (
+    checkpointed_modules,
+    refuse_checkpointed_writes,
+)
 from remat.graph_capture.tracing.kernels import (
     FusedAttention,
     IdleDropout,
@@ -231,6 +235,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(kernels_of_eager())
         stack.enter_context(IdleDropout())
         stack.enter_context(provenance.watching_modules())
+        checkpointed = stack.enter_context(checkpointed_modules(step))
         stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
@@ -249,6 +254,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
             raise refusal(error, model, provenance.module_of(error)) from error
     _refuse_no_backward(model, descriptors)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
+    refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)
     unsure = tuple(doubtful(writes.carried, results, end, step.repeats))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])

@@ -16,9 +16,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.tracing.checkpointed import is_inside_checkpoint
 from remat.rewriter.graphs.gradient_facts import GradientFacts
 
-_C: Any = torch._C
 _NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
 
@@ -123,8 +123,7 @@ def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
     """
     if not facts.overwrites:
         return
-    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks and hooks[0].__module__ == "torch.utils.checkpoint":
+    if is_inside_checkpoint():
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
             "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "

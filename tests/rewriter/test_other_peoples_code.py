@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.graph_capture.errors import CaptureError, RewriteError
@@ -334,6 +335,30 @@ def test_a_tensor_that_is_returned_twice_is_one_tensor_and_predicted() -> None:
     last, rest = fast(x)
     assert last is rest["again"] is rest["all"][-1] is model.last
     assert rest["number"] == 3
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "says"),
+    [(False, r"block\.1\.running_mean inside torch\.utils\.checkpoint"), (True, "use_reentrant")],
+)
+def test_a_buffer_written_inside_a_checkpoint_is_refused_with_the_way_out(
+    use_reentrant: bool, says: str
+) -> None:
+    class Checkpointed(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+        def forward(self, x: Tensor, is_checkpointed: bool = True) -> Tensor:
+            h = self.linear(x)
+            if is_checkpointed:
+                return checkpoint(self.block, h, use_reentrant=use_reentrant)
+            return self.block(h)
+
+    model, x = Checkpointed(), batch()
+    with pytest.raises(CaptureError, match=says):
+        remat.capture(model, (x,))
+    assert planned(model, x, False)(x, False).shape == x.shape
 
 
 def test_no_schedule_is_no_plan() -> None:

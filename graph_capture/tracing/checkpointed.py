@@ -1,0 +1,63 @@
+"""Buffers that forward writes inside `torch.utils.checkpoint`, which are refused.
+
+Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm counts
+each batch double. A plan runs forward as it would be without the checkpoint, and writes it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.provenance import path_in_model
+
+_C: Any = torch._C
+
+
+def is_inside_checkpoint() -> bool:
+    """Whether what runs now saves its tensors to a checkpoint, which will compute them again."""
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+@contextlib.contextmanager
+def checkpointed_modules(step: nn.Module) -> Generator[set[str]]:
+    """The set to which each module of `step` is added, by its path, that a checkpoint runs."""
+    path = {id(module): name for name, module in step.named_modules()}
+    found: set[str] = set()
+
+    def note(module: nn.Module, args: Any) -> None:
+        if id(module) in path and is_inside_checkpoint():
+            found.add(path[id(module)])
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
+    """Raise `CaptureError` if forward writes to a buffer of a module that a checkpoint covers.
+
+    Parameters
+    ----------
+    results : how many of the joint graph's outputs are forward's.
+    paths : as of `checkpointed_modules`.
+    """
+    for what in graph.output_node().meta["desc"][:results]:
+        written = getattr(getattr(what, "mutated_input", None), "target", None)
+        if written is None or str(written).rpartition(".")[0] not in paths:
+            continue
+        module = path_in_model(str(written).rpartition(".")[0])
+        raise CaptureError(
+            f"forward writes to buffer {path_in_model(str(written))} inside "
+            f"torch.utils.checkpoint: eager runs {module or 'the model'} twice there, and writes "
+            "it twice. A plan decides itself what is computed again: call the module without "
+            "checkpoint(), and plan that. Buffers are then written once a step"
+        )
