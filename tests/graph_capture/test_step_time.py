@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import fx
 
 import remat
 from remat.graph_capture import trace
 from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.joint.nodes import copy_of
 from remat.graph_capture.prices import pricing, step_time
 from remat.graph_capture.prices.booking import costs_of
 from remat.graph_capture.prices.keeping_time import less_for_kept
@@ -92,7 +94,12 @@ def test_a_step_that_does_not_run_on_made_data_is_warned_about(
     def refuse(*_: Any) -> None:
         raise RuntimeError("no such data")
 
-    monkeypatch.setattr(step_time, "copy_of", lambda module: refuse)
+    def refusing(module: fx.GraphModule) -> fx.GraphModule:
+        copied = copy_of(module)
+        copied.forward = refuse
+        return copied
+
+    monkeypatch.setattr(step_time, "copy_of", refusing)
     with pytest.warns(UserWarning, match=r"as a whole on made data \(no such data\)"):
         assert tangents_us(priced("plain")) == 0
 
