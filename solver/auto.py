@@ -112,10 +112,10 @@ class Auto:
             return
         if share.start is not None:
             search.offer_schedule(share.start)
-        if search.has_room():
-            self._close_gap(search, plain, share)
-        else:
+        if not search.has_room():
             search.proved_infeasible = True
+        elif not search.out_of_time():
+            self._close_gap(search, plain, share)
         if search.best is None and search.lowest is None and not share.is_look:
             take_least_peak(search, plain)
 
