@@ -44,8 +44,8 @@ def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
 
     Raises
     ------
-    SolverError : the process cannot be started, or it crashed. OverdueError : `function` was in a block
-        of `ended_after` for too long.
+    SolverError : the process cannot be started, or it crashed. OverdueError : `function` was in a
+        block of `ended_after` for too long.
     """
     process = _idle_process() or _Process()
     call = functools.partial(function, *arguments, **options)
