@@ -14,6 +14,7 @@ from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.budgets.worth import least_peak
+from remat.solver.problem import kept_with
 from remat.solver.result import Result
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
@@ -168,4 +169,8 @@ def unmodified(graph: TrainingGraph) -> Result:
     Its sizes are those of eager, which keeps larger dropout masks than a trace. Checkpoints of the
     user's own are not in it: a plan replaces them.
     """
-    return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
+
+    def kept_whole() -> Result:
+        return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
+
+    return kept_with(graph, "unmodified", kept_whole)

@@ -39,6 +39,7 @@ from remat.solver.orders.attempts import Share
 from remat.solver.orders.free_order import FreeOrder
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import Listener, Search
+from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State
 from remat.solver.stopping import EXACT, TINY
 from remat.solver.store_all import store_all_state
@@ -112,12 +113,16 @@ class Auto:
             return
         if share.start is not None:
             search.offer_schedule(share.start)
-        if search.has_room():
-            self._close_gap(search, plain, share)
-        else:
+        if not search.has_room():
             search.proved_infeasible = True
+        elif not search.out_of_time():
+            self._close_gap(search, plain, share)
         if search.best is None and search.lowest is None and not share.is_look:
             take_least_peak(search, plain)
+        if search.best is None and search.is_large and not share.is_look:
+            # It takes no longer than reading the graph, so that even a search whose time ended
+            # has some answer.
+            search.offer_least(chen_state(search.problem))
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
         """All that may find a schedule or raise the bound, in turn; a look ends early."""

@@ -283,5 +283,5 @@ class Search:
             self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
         )
         if self.cut_short and not self.proved_infeasible:
-            return msgspec.structs.replace(lost, status="time limit")
+            return msgspec.structs.replace(lost, status="time limit", lower_bound_us=self.bound_us)
         return lost

@@ -15,7 +15,7 @@ These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R elimin
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -71,13 +71,15 @@ class State:
                     used[v].append(stage)
             for v in problem.needs[stage]:
                 used[v].append(stage)
+        ends: list[tuple[int, int]] = []
         for v in range(problem.n_values):
-            state._carry(v, made[v], used[v])
+            ends += [(stage, v) for stage in state._carry(v, made[v], used[v])]
         state.refresh()
-        state._drop_unread()
+        state._drop_unread(ends)
         return state
 
-    def _carry(self, v: int, made: list[int], used: list[int]) -> None:
+    def _carry(self, v: int, made: list[int], used: list[int]) -> Iterator[int]:
+        """Carry v from each of its runs; yields the last stage of each carriage."""
         if v in self.problem.held:
             made = [stage for stage in made if stage < self.problem.n_forward] or made[:1]
         made = [*sorted(set(made)), self.problem.n_ops + 1]
@@ -88,13 +90,15 @@ class State:
                 self._set(v, here + 1, used[last], 1)
                 if here != self.problem.producer[v]:
                     insort(self.starts[here], v)
+                yield used[last]
 
-    def _drop_unread(self) -> None:
-        """Carry nothing to a stage that does not touch it: nothing would free it there."""
-        ends = np.argwhere(self.kept[:-1] > self.kept[1:])
-        last_first: list[tuple[int, int]] = ends[::-1].tolist()
+    def _drop_unread(self, ends: list[tuple[int, int]]) -> None:
+        """Carry nothing to a stage that does not touch it: nothing would free it there.
+
+        `ends` are the last stage and the value of each carriage.
+        """
         shortened: set[int] = set()
-        for stage, v in last_first:
+        for stage, v in sorted(ends, reverse=True):
             touches = self.touches[v]
             place = bisect_left(touches, stage)
             if place < len(touches) and touches[place] == stage:

@@ -178,8 +178,8 @@ NAMING = Seconds(part=1 / 6)
 ONE_BUDGET = Seconds(part=1.5)
 """A budget of a sweep, in equal parts of the time left. Most budgets take less than their part,
 so those that need it may take more."""
-SECOND_SOLVE = Seconds(least_s=1.0)
-"""The solve at the least peak that the first solve has named."""
+FIRST_SOLVE, SECOND_SOLVE = Seconds(part=0.75), Seconds(least_s=0.5)
+"""The solve that names the least peak, of the whole limit, and the one at that peak."""
 
 # ---- orders (`orders`), chosen on layered graphs
 

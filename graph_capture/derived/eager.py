@@ -26,6 +26,8 @@ def as_eager(graph: TrainingGraph) -> TrainingGraph:
         return graph
     dropouts = [op for op in graph.ops if op.target in _DROPOUTS]
     wider = {op.outputs[1]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > 1}
+    if not wider:  # the same object, with what solvers have found out about it
+        return graph
 
     def widened(value: Value) -> Value:
         size = wider.get(value.name, value.size_bytes)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from queue import SimpleQueue
 from typing import IO, Any, ParamSpec, TypeVar, cast
 
@@ -35,12 +35,17 @@ BEGIN = (
 """Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
 
 
+class OverdueError(Exception):
+    """What ran in another process did not end in its time, and was ended with the process."""
+
+
 def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """What `function`, which must be importable, returns or raises in another process.
 
     Raises
     ------
-    SolverError : the process cannot be started, or it crashed.
+    SolverError : the process cannot be started, or it crashed. OverdueError : `function` was in a
+        block of `ended_after` for too long.
     """
     process = _idle_process() or _Process()
     call = functools.partial(function, *arguments, **options)
@@ -118,15 +123,50 @@ def _idle_process() -> _Process | None:
     return None
 
 
+_answers: list[IO[bytes]] = []
+"""Where a process that serves writes; empty in all others."""
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float) -> Generator[None]:
+    """In a process that serves: end it if the block takes longer; its caller gets `OverdueError`.
+
+    Elsewhere the block takes the time that it takes.
+    """
+    ending = threading.Lock()
+
+    def end() -> None:
+        if ending.acquire(blocking=False):
+            _send((True, OverdueError()))
+            os._exit(0)
+
+    if not _answers:
+        yield
+        return
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        # If the timer has it, the process is about to end: nothing else may be sent.
+        ending.acquire()
+
+
+def _send(answer: tuple[bool, Any]) -> None:
+    pickle.dump(answer, _answers[0])
+    _answers[0].flush()
+
+
 def serve() -> None:
     """Answer calls until standard input ends. What they print goes nowhere."""
-    answers = os.fdopen(os.dup(STANDARD_OUTPUT), "wb")
+    _answers.append(os.fdopen(os.dup(STANDARD_OUTPUT), "wb"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(calls,), daemon=True).start()
     while True:
-        pickle.dump(_answered(calls.get()), answers)
-        answers.flush()
+        _send(_answered(calls.get()))
 
 
 def _read(calls: SimpleQueue[bytes]) -> None:

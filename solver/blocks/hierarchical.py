@@ -87,7 +87,7 @@ class Hierarchical:
         """States in which blocks of 1, 2 and 4 repetitions keep the least they can."""
         message = search.message
         for group in GROUPS:
-            layers = self._layers(search, group)
+            layers = None if search.out_of_time() else self._layers(search, group)
             search.message = message
             if layers is None or search.out_of_time():
                 return

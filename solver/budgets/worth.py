@@ -13,7 +13,7 @@ from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.budgets.sweep import is_ideal
 from remat.solver.clock import Clock
 from remat.solver.result import Result, at_least_budget
-from remat.solver.stopping import SECOND_SOLVE
+from remat.solver.stopping import FIRST_SOLVE, SECOND_SOLVE
 
 
 def least_peak(
@@ -29,7 +29,8 @@ def least_peak(
     found, not one that is proved to be least.
     """
     clock = Clock(time_limit_s)
-    named = solve(graph, 0, solver, time_limit_s=time_limit_s, **options)
+    first_s = FIRST_SOLVE.of(time_limit_s)
+    named = solve(graph, 0, solver, time_limit_s=first_s, **options)
     if named.schedule is not None or not named.least_feasible_bytes:
         return named
     left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)

@@ -108,11 +108,14 @@ class Cut:
 def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
     """The best single cut: its bound, and schedules from it; None where nothing fits.
 
-    With `has_start` there is a schedule to improve on, and one more will do.
+    With `has_start` there is a schedule to improve on, and one more will do. None as well where the
+    time ends on a large graph, after a first bound: all else takes long there.
     """
     search.say("choosing where to cut")
     place = best_cut(search, plain)
     if place is None:
+        return None
+    if search.is_large and search.out_of_time():
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
