@@ -31,6 +31,7 @@ from remat.rewriter.inductor.masks import keep_masks_as_bytes
 from remat.rewriter.inductor.nodes import SEEDS
 from remat.rewriter.inductor.prices import CallPrices, price_fused
 from remat.rewriter.inductor.replay import Replay, replay
+from remat.rewriter.inductor.subgraphs import refuse_subgraphs
 from remat.schedules.schedule import Schedule
 
 CONFIG: dict[str, Any] = {
@@ -74,6 +75,7 @@ class FusedStep:
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
         static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
+        refuse_subgraphs(gm.graph)
         # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
         # keep the bool from which the byte is made.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
