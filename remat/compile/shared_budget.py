@@ -23,6 +23,7 @@ from typing import Any
 from remat.compile.whole_model import WholeModel
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
+from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.guards.open_forwards import OpenForwards
 from remat.rewriter.inductor.partition import FusedStep
 from remat.rewriter.inductor.replay import Replay
@@ -98,6 +99,11 @@ class SharedBudget:
         frames = [*before, frame]
         peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)
+
+    def given_to_other_shapes_bytes(self, frame: Frame) -> int:
+        """The largest budget of other compilations of the same code; 0 if there are none."""
+        others = (n for one, n in self.noted.items() if one[0] == frame[0] and one != frame)
+        return max((one.budget_bytes for one in others), default=0)
 
     def note(
         self, frame: Frame, step: FusedStep, chosen: Replay, stock: Replay, budget_bytes: int,
@@ -193,6 +199,7 @@ def watched(call: Callable[..., Any], shared: SharedBudget, frame: Frame) -> Cal
     """`call`, a compiled training graph, that counts as open from each run until its backward."""
 
     def run(*args: Any) -> Any:
+        refuse_compiled_autograd()
         shared.require_room(frame)
         output = call(*args)
         shared.forwards.watch(frame, output)

@@ -28,30 +28,43 @@ def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
                 yield module.graph
 
 
-def refuse_subgraphs(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for a node that runs a graph of a kind that is refused."""
+def refuse_regions(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a nested compile region in a graph of dynamo's.
+
+    Inductor partitions the graph of a region by itself, before the one that it is part of.
+    """
     for node in graph.nodes:
-        if not isinstance(node.target, HigherOrderOperator):
-            continue
-        where = " of ".join(filter(None, reversed(place_of(node)))) or "an unknown line"
         if node.target is torch.ops.higher_order.invoke_subgraph:
             raise CaptureError(
-                f"{where} runs a nested compile region, of which torch makes wrong gradients: "
-                "leave out torch.compiler.nested_compile_region under this backend"
+                f"{_where(node)} calls a nested compile region, of which torch makes wrong "
+                "gradients: leave out torch.compiler.nested_compile_region under this backend"
             )
-        if any(map(_draws, subgraphs(node))):
+
+
+def refuse_drawing(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a node that runs a graph which draws."""
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and any(
+            map(_draws_inside, subgraphs(node))
+        ):
             raise CaptureError(
-                f"a graph that {node.target.name()} runs draws random numbers ({where}), and its "
-                "backward draws others: draw before it, and pass what was drawn as an operand"
+                f"a graph that {node.target.name()} runs draws random numbers ({_where(node)}), "
+                "and its backward draws others, in eager too: draw before it, and pass what was "
+                "drawn as an operand"
             )
 
 
-def _draws(graph: fx.Graph) -> bool:
+def _where(node: fx.Node) -> str:
+    module, source = place_of(node)
+    return ", ".join(filter(None, (module, source))) or "an unknown line"
+
+
+def _draws_inside(graph: fx.Graph) -> bool:
     return any(
         draws_randomness(node)
         or node.target in DRAWS
         or node.target == SEEDS
-        or any(map(_draws, subgraphs(node)))
+        or any(map(_draws_inside, subgraphs(node)))
         for node in graph.nodes
     )
 
