@@ -90,6 +90,18 @@ def refuse_module(model: nn.Module, device: str) -> None:
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     """Refuse a module whose class rules out an exact graph."""
+    if type(module).__name__ == "OptimizedModule":  # told by the name: the class takes long to load
+        raise CaptureError(
+            f"{path} is wrapped by torch.compile, whose code cannot be traced: use the module that "
+            "it was made of, ._orig_mod of it. For code by Inductor give compile=True, or plan "
+            'with torch.compile(model, backend="remat")'
+        )
+    if module._compiled_call_impl is not None:
+        raise CaptureError(
+            f"{path} was compiled in place by .compile(), and such code cannot be traced: leave "
+            "that out, or undo it by ._compiled_call_impl = None on it. For code by Inductor give "
+            'compile=True, or plan with torch.compile(model, backend="remat")'
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
             f"{path} is compiled by torch.jit, and its ops cannot be traced: use the module that "
@@ -174,6 +186,13 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
         return CaptureError(f"{error} ({place})")
     if way := _known_way_out(error):
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
+    if type(error).__module__ == "torch._dynamo.exc":
+        return CaptureError(
+            f"forward calls a function that torch.compile has wrapped, or torch.cond or its like, "
+            f"which dynamo traces by itself ({place}): use the function that was wrapped, "
+            "._torchdynamo_orig_callable of it, or torch.where in place of torch.cond; or plan "
+            'with torch.compile(model, backend="remat")'
+        )
     if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return CaptureError(
             f"control flow or a shape depends on tensor data ({place}): one static graph cannot "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections import OrderedDict
@@ -10,10 +11,16 @@ from typing import Any, ClassVar, SupportsIndex
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
-from remat.graph_capture.errors import PlanError, RewriteError, SolverError, StateChangedError
+from remat.graph_capture.errors import (
+    BudgetError,
+    PlanError,
+    RewriteError,
+    SolverError,
+    StateChangedError,
+)
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -84,13 +91,32 @@ class PlanCache(SharedState, nn.Module):
                 "what changes at every step should be a tensor, passed to forward or a buffer",
                 stacklevel=7,
             )
-        planned = rematerialize(
-            cls._remat_original_module, args, kwargs,
-            target=target, loss_fn=cls._remat_loss_fn, **cls._remat_options,
-        )  # fmt: skip
+        planned = cls._remat_planned(args, kwargs, target)
         cls._remat_plans[signature, next(_numbers)] = planned
         cls._remat_drop_oldest()
         return planned(*args, **given)
+
+    @classmethod
+    def _remat_planned(cls, args: Any, kwargs: Any, target: Any) -> fx.GraphModule:
+        """A plan within the budget; or, where a per cent is too little, within what others take.
+
+        A part of a small batch's own peak can be too little for its parameters, as with the last
+        batch of an epoch. The run has room for the larger ones.
+        """
+        options = dict(cls._remat_options)
+        budget = options.pop("budget")
+        make = functools.partial(
+            rematerialize, cls._remat_original_module, args, kwargs,
+            target=target, loss_fn=cls._remat_loss_fn, **options,
+        )  # fmt: skip
+        known = [type(plan)._remat_prediction for plan in cls._remat_plans.values()]
+        peak_bytes = max((one.peak_bytes for one in known if one is not None), default=0)
+        try:
+            return make(budget=budget)
+        except BudgetError:
+            if parse_budget(budget).kind != "share" or not peak_bytes:
+                raise
+        return make(budget=peak_bytes)
 
     @classmethod
     def _remat_drop_oldest(cls) -> None:

@@ -12,6 +12,7 @@ op in a module is the n-th in the graph. A wrong count would cost memory or time
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -36,10 +37,13 @@ class OccurrencePolicy:
     Attributes
     ----------
     kept : for each op, whether each of its runs in forward is kept.
+    contexts : makes the pair for one forward: ``checkpoint(..., context_fn=policy.contexts)``. It
+        is a partial function and no method, since torch.compile takes no method there.
     """
 
     def __init__(self, kept: Mapping[str, tuple[bool, ...]], *, is_fresh: bool = False) -> None:
         self.kept = kept
+        self.contexts = functools.partial(_contexts, kept)
         self._is_fresh = is_fresh
         self._runs: Counter[tuple[bool, str]] = Counter()
 
@@ -63,9 +67,11 @@ class OccurrencePolicy:
         is_kept = i < len(runs) and runs[i] and not in_place
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The pair for one forward: ``checkpoint(..., context_fn=policy.contexts)``."""
-        return create_selective_checkpoint_contexts(OccurrencePolicy(self.kept, is_fresh=True))
+
+def _contexts(
+    kept: Mapping[str, tuple[bool, ...]],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return create_selective_checkpoint_contexts(OccurrencePolicy(kept, is_fresh=True))
 
 
 def _functional(op: str) -> tuple[str, bool]:

@@ -27,11 +27,7 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
     place_of : gives module and line of a node; called only for one that is refused.
     """
     name = target_name(node)
-    if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
-        raise CaptureError(
-            f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
-            "to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
-        )
+    refuse_sparse(node, place_of)
     if name.startswith(FUSED_LSTM):
         raise CaptureError(fused_lstm_message(", ".join(filter(None, place_of(node)))))
     if name.startswith(CUDNN_RNN):
@@ -48,6 +44,15 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
         raise CaptureError(
             f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
             "be replayed. Use its out-of-place form"
+        )
+
+
+def refuse_sparse(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
+    """Raise `CaptureError` if `node` gives a sparse tensor; `place_of` as for `refuse_op`."""
+    if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
+        raise CaptureError(
+            f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
+            "to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
         )
 
 

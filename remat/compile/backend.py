@@ -31,7 +31,9 @@ from remat.compile.whole_model import WholeModel, whole_model
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.ranks.compiling import compiled_alike
+from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+from remat.rewriter.inductor.subgraphs import refuse_regions
 from remat.solver.clock import Clock
 
 
@@ -50,7 +52,8 @@ def backend(
         that no plan fits.
     SolverError : an unknown option or solver.
     DeviceError : the model is not on a CPU.
-    CaptureError : symbolic shapes were asked for, or a shape depends on data.
+    CaptureError : symbolic shapes were asked for, a shape depends on data, compiled autograd is on,
+        or forward has a part of which torch's own gradients are wrong.
     AgreementError : another rank has failed to compile the same graph.
     """
     with compiled_alike(gm, example_inputs):
@@ -65,6 +68,9 @@ def _compiled(
 ) -> Any:
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
+    if torch.is_grad_enabled():
+        refuse_compiled_autograd()
+        refuse_regions(gm.graph)
     shared = shared_budget(options)
     cut = handing_out()
     pieces = None if cut is None else planned_pieces(cut, asked, shared, _frame())
@@ -111,7 +117,8 @@ def _planned(
     stock = search.stock()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
     base_bytes = shared.base_bytes(frame, step, stock.replay, held_bytes)
-    budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes)
+    given_bytes = shared.given_to_other_shapes_bytes(frame)
+    budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes, given_bytes)
     is_bound = asked.parsed.kind != "min"
     shared.note(frame, step, found.replay, stock.replay, budget_bytes, is_bound=is_bound)
     remember(
@@ -147,9 +154,14 @@ def _recomputed(found: Candidate) -> int:
 
 
 def _chosen(
-    asked: CompileOptions, search: PlanSearch, stock: Candidate, held_bytes: int, base_bytes: int
-) -> tuple[int, Candidate]:
-    """The budget in bytes, and the candidate chosen under it."""
+    asked: CompileOptions, search: PlanSearch, stock: Candidate,
+    held_bytes: int, base_bytes: int, given_bytes: int,
+) -> tuple[int, Candidate]:  # fmt: skip
+    """The budget in bytes, and the candidate chosen under it.
+
+    A part of a small shape's own peak can be too little for its parameters, as with the last batch
+    of an epoch. Then it may take what a larger shape was given, as the run has that room.
+    """
     budget = asked.parsed
     if budget.kind == "min":
         least = search.least() or stock
@@ -160,6 +172,9 @@ def _chosen(
     elif budget.kind == "auto":
         budget_bytes = auto_bytes() + held_bytes
     found = search.within(budget_bytes - held_bytes, stock)
+    if found is None and budget.kind == "share" and given_bytes > budget_bytes:
+        budget_bytes = given_bytes
+        found = search.within(budget_bytes - held_bytes, stock)
     if found is None:
         raise BudgetError(_too_small(search, stock, budget_bytes, held_bytes))
     return budget_bytes, found

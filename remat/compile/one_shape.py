@@ -33,6 +33,7 @@ def of_one_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]
     traced = [node.meta.get(EXAMPLE) for node in placeholders]
     if not any(map(_is_symbolic, traced)):
         return list(example_inputs)
+    _refuse_marked(placeholders)
     _refuse_asked_for(traced)
     for node, value in zip(placeholders, traced, strict=True):
         if isinstance(value, torch.SymInt):
@@ -55,6 +56,19 @@ def _is_symbolic(value: Any) -> bool:
 
 def _geometry(tensor: Tensor) -> list[Any]:
     return [*tensor.shape, *tensor.stride(), tensor.storage_offset()]
+
+
+def _refuse_marked(placeholders: Sequence[fx.Node]) -> None:
+    """Raise where `mark_dynamic` forbids to fix a size, of which a plan is made."""
+    for node in placeholders:
+        given = getattr(node.meta.get("grapharg"), "example", None)
+        marked = sorted(getattr(given, "_dynamo_dynamic_indices", ()))
+        if marked and isinstance(given, Tensor):
+            raise CaptureError(
+                f"dimension {marked[0]} of an input of shape {list(given.shape)} is marked by "
+                "torch._dynamo.mark_dynamic, and a plan is for one shape: leave the mark out, or "
+                "use torch._dynamo.maybe_mark_dynamic. Each shape that comes is planned for"
+            )
 
 
 def _refuse_asked_for(traced: Sequence[Any]) -> None:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from remat.compile.whole_model import WholeModel
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
+from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.guards.open_forwards import OpenForwards
 from remat.rewriter.inductor.replay import Replay
 
@@ -122,6 +123,11 @@ class SharedBudget:
         frames = [*before, frame]
         peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)
+
+    def given_to_other_shapes_bytes(self, frame: Frame) -> int:
+        """The largest budget of other compilations of the same code; 0 if there are none."""
+        others = (n for one, n in self.noted.items() if one[0] == frame[0] and one != frame)
+        return max((one.budget_bytes for one in others), default=0)
 
     def note(
         self, frame: Frame, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int,
@@ -230,6 +236,7 @@ def watched(
         if any(isinstance(value, FakeTensor) for value in args):
             # DDP's pieces run once on fake tensors, for the shapes that the next piece gets.
             return call(*args)
+        refuse_compiled_autograd()
         if is_first:
             shared.require_room(frame)
         output = call(*args)

@@ -95,9 +95,9 @@ def _size(expected: Outcome, name: str, rounding: float) -> float:
 
 
 def _least(like: Tensor, rounding: float) -> float:
-    """The part of its norm that a result may be off by in any case."""
-    own = ROUNDINGS * torch.finfo(like.dtype).eps
-    return max(own, min(MOST_ROUNDING, rounding / max(rounding, _norm(like))) if rounding else 0.0)
+    """The part of its size that a result may be off by in any case."""
+    own, norm = ROUNDINGS * torch.finfo(like.dtype).eps, _norm(like)
+    return max(own, min(MOST_ROUNDING, rounding / norm)) if norm > rounding else own
 
 
 def _has_error(expected: Any, found: Any) -> bool:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+
+from remat.rewriter.inductor.subgraphs import subgraphs
 
 
 def as_laid_out(kernel: Any) -> fx.Node | None:
@@ -36,13 +39,24 @@ def as_laid_out(kernel: Any) -> fx.Node | None:
 
 def _origin(kernel: Any) -> fx.Node | None:
     """The node that a kernel was made for."""
-    own = kernel.get_origin_node()
+    own = _inside(kernel.get_origin_node(), kernel.op_overload)
     if own is not None and own.op == "call_function" and own.target == kernel.op_overload:
         return own
     same = [node for node in kernel.origins if node.target == kernel.op_overload]
     if own is None and len(same) != 1:
         return None
     return own if own is not None and own.op == "call_function" else same[0]
+
+
+def _inside(node: fx.Node | None, target: Any) -> fx.Node | None:
+    """The call of `target` in a graph that the node runs, as Inductor puts ops whose order counts.
+
+    Other nodes as they are.
+    """
+    if node is None or not isinstance(node.target, HigherOrderOperator):
+        return node
+    called = [call for graph in subgraphs(node) for call in graph.nodes if call.target == target]
+    return called[0] if len(called) == 1 else None
 
 
 def _laid_out(like: Any, layout: Any) -> Any:

@@ -23,14 +23,16 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.nodes import copy_of, draws_randomness, is_tangent
+from remat.graph_capture.joint.refuse_ops import refuse_sparse
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.emit import emit_fused
 from remat.rewriter.inductor.graph import FusedJoint, build_fused
 from remat.rewriter.inductor.masks import keep_masks_as_bytes
-from remat.rewriter.inductor.nodes import SEEDS
+from remat.rewriter.inductor.nodes import SEEDS, place_of
 from remat.rewriter.inductor.prices import CallPrices, price_fused
 from remat.rewriter.inductor.replay import Replay, replay
+from remat.rewriter.inductor.subgraphs import refuse_drawing
 from remat.schedules.schedule import Schedule
 
 CONFIG: dict[str, Any] = {
@@ -76,6 +78,9 @@ class FusedStep:
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
         static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
+        for node in gm.graph.nodes:
+            refuse_sparse(node, place_of)
+        refuse_drawing(gm.graph)
         # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
         # keep the bool from which the byte is made.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)

@@ -178,3 +178,23 @@ def test_a_cache_is_not_cached_again() -> None:
     cache = cached(tagger())
     with pytest.raises(RewriteError, match="follows a plan already"):
         cached(cache)
+
+
+def test_a_last_batch_too_small_for_its_per_cent_takes_what_others_take() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(128, 128), nn.GELU())])
+    fast = remat.plan_cache(model, budget="70%", solver="cut")
+    with pytest.raises(BudgetError, match="is below"):
+        fast(torch.randn(8, 128))
+    for rows in (2048, 8):
+        model.zero_grad()
+        x = torch.randn(rows, 128)
+        fast(x).square().mean().backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert all(torch.equal(g, p.grad) for g, p in zip(found, model.parameters(), strict=True))
+    assert len(plans_of(fast)) == 2
+    strict = remat.plan_cache(model, budget="1MiB", solver="cut")
+    with pytest.raises(BudgetError, match="is below"):
+        strict(torch.randn(2048, 128))

@@ -164,3 +164,25 @@ def test_a_module_without_ops_and_another_graph_are_refused() -> None:
     other = remat.capture(model, (x[:8],))
     with pytest.raises(ScheduleError, match="made for another graph"):
         remat.checkpoint_policy(other, schedule)
+
+
+@pytest.mark.slow
+def test_contexts_work_under_torch_compile() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(512, 32)
+    graph, schedule = planned(model, x, "60%")
+    torch._dynamo.reset()
+    torch.compile(model)(x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    torch._dynamo.reset()
+    model.zero_grad()
+    contexts = {f"blocks.{i}": policy(graph, schedule, f"blocks.{i}") for i in range(BLOCKS)}
+    with checkpointed(model, contexts.__getitem__):
+        torch.compile(model)(x).backward()
+    torch._dynamo.reset()
+    for gradient, p in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def policy(graph: TrainingGraph, schedule: Schedule, path: str) -> Any:
+    return remat.checkpoint_policy(graph, schedule, path).contexts

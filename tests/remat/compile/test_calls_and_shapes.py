@@ -73,6 +73,20 @@ def test_each_shape_has_a_plan_of_its_own() -> None:
     assert len(remat.compiled_plans()) == before, "both plans are at hand"
 
 
+@pytest.mark.slow
+def test_the_last_batch_of_an_epoch_may_take_what_others_take() -> None:
+    model = Net(128)
+    compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
+    for rows in (2048, 8):
+        compiled(torch.randn(rows, 128)).backward()
+    larger, last = remat.compiled_plans()[-2:]
+    assert last.budget_bytes == larger.budget_bytes > last.baseline_peak_bytes
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
+    with pytest.raises(BackendCompilerFailed, match=r"is below .* the lowest peak"):
+        compiled(torch.randn(8, 128))
+
+
 def test_symbols_that_were_asked_for_are_refused() -> None:
     compiled = torch.compile(Net(), backend="remat", dynamic=True, options={**FEW, "budget": "70%"})
     with pytest.raises(BackendCompilerFailed, match=r"symbolic, \[s\d+, .*leave out dynamic=True"):

@@ -131,6 +131,15 @@ def test_a_forward_beside_more_open_ones_than_planned_is_refused() -> None:
     del first
 
 
+def test_another_shape_may_take_what_a_larger_one_was_given() -> None:
+    shared = SharedBudget()
+    assert shared.given_to_other_shapes_bytes((0, 0)) == 0
+    noted(shared, (0, 0), static=100, saved=50, peak=70, budget=400)
+    noted(shared, (1, 0), static=100, saved=50, peak=70, budget=900)
+    assert shared.given_to_other_shapes_bytes((0, 0)) == 0, "its own is no other"
+    assert shared.given_to_other_shapes_bytes((0, 1)) == 400, "not what other code was given"
+
+
 def test_graphs_are_told_apart_by_their_options_until_dynamo_is_reset() -> None:
     options, others = {"budget": 1}, {"budget": 1}
     shared = shared_budget(options)
