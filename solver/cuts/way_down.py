@@ -33,7 +33,8 @@ def take_least_peak(search: Search, plain: State) -> None:
     budget that an infeasible result names finds this schedule again, in any process. A search
     near another budget may come across a lower peak by chance; that one is not named.
     """
-    search.offer_least(plain)
+    if search.is_large:
+        search.offer_least(plain)
     prove_nothing_fits(search)
     if search.out_of_time():
         return
