@@ -10,6 +10,9 @@ import pytest
 from tests.distributed.failing_worker import CASES, TIMEOUT_S
 from tests.distributed.launch import Found, ranks
 
+pytestmark = pytest.mark.slow
+"""Each launch of two ranks takes half a minute."""
+
 SLOW = ("gather", "coalesced", "by_inductor", "compiled")
 
 
@@ -80,7 +83,6 @@ def test_collectives_train_to_eagers_bits(two: Found) -> None:
     require_eagers_bits(two, "all_reduce")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gather", "coalesced"])
 def test_other_collectives_train_to_eagers_bits(slow: Found, case: str) -> None:
     require_eagers_bits(slow, case)
@@ -96,7 +98,6 @@ def test_collectives_need_a_group(two: Found) -> None:
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["by_inductor", "compiled"])
 def test_collectives_in_compiled_code(slow: Found, case: str) -> None:
     assert all(found[case]["error"] < 1e-5 for found in slow)
