@@ -8,7 +8,7 @@ the sum moves before the cast of its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,14 @@ def cast_weights_once(gm: fx.GraphModule) -> None:
     CaptureError : the order in which eager adds up a gradient cannot be told; or it is that of an
         input of the step, which eager casts once only if it is a leaf.
     """
+    weights = gm.graph.find_nodes(op="placeholder")
+    repeated = [(weight, casts) for weight in weights for casts in _repeated(weight)]
+    if not repeated:  # making code of the graph anew takes long for thousands of nodes
+        return
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for weight in gm.graph.find_nodes(op="placeholder"):
-        for casts in list(_repeated(weight)):
-            _share(gm.graph, weight, sorted(casts, key=order.__getitem__), order)
+    back = _casts_back(gm.graph)
+    for weight, casts in repeated:
+        _share(gm.graph, weight, sorted(casts, key=order.__getitem__), back, order)
     gm.recompile()
 
 
@@ -55,21 +59,24 @@ def _repeated(weight: fx.Node) -> Iterator[list[fx.Node]]:
 
 
 def _share(
-    graph: fx.Graph, weight: fx.Node, casts: list[fx.Node], order: dict[fx.Node, int]
+    graph: fx.Graph,
+    weight: fx.Node,
+    casts: list[fx.Node],
+    back: Mapping[Any, list[fx.Node]],
+    order: Mapping[fx.Node, int],
 ) -> None:
     """Put the first of `casts` in the place of all, and one cast behind the sum of gradients.
 
     Autocast keeps only casts of what is trained, so without a gradient all stay.
     """
-    back = {cast: list(_cast_back(graph, cast)) for cast in casts}
-    ends = [end for found in back.values() for end in found]
+    ends = dict.fromkeys(end for cast in casts for end in back.get(_made_as(cast), ()))
     if not ends:
         return
     if len(ends) > 1:
         chain = _chain_of(ends)
         if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
             raise _refused(weight, casts)
-        if not _is_eagers_order(chain, ends, back[casts[0]], order):
+        if not _is_eagers_order(chain, ends, back.get(_made_as(casts[0]), ()), order):
             raise _refused(weight, casts)
         _add_before_the_cast(graph, chain, ends)
     for cast in casts[1:]:
@@ -77,13 +84,18 @@ def _share(
         graph.erase_node(cast)
 
 
-def _cast_back(graph: fx.Graph, cast: fx.Node) -> Iterator[fx.Node]:
-    """The backward of a cast: none, where no gradient reaches it."""
+def _casts_back(graph: fx.Graph) -> Mapping[Any, list[fx.Node]]:
+    """The backward of each cast; none of one that no gradient reaches."""
+    found: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
-        is_of_cast = node.meta.get("seq_nr") == cast.meta.get("seq_nr")
-        is_alike = node.meta["val"].shape == cast.meta["val"].shape
-        if made_by_autograd(node) and is_of_cast and is_alike:
-            yield node
+        if made_by_autograd(node):
+            found.setdefault(_made_as(node), []).append(node)
+    return found
+
+
+def _made_as(cast: fx.Node) -> tuple[Any, ...]:
+    """What a cast has in common with its backward: autograd's number of it, and the shape."""
+    return cast.meta.get("seq_nr"), tuple(cast.meta["val"].shape)
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ class _Chain:
     joins: tuple[fx.Node, ...]
 
 
-def _chain_of(ends: list[fx.Node]) -> _Chain | None:
+def _chain_of(ends: Collection[fx.Node]) -> _Chain | None:
     """The additions that `ends` are part of; None if they are not one chain."""
     additions: dict[fx.Node, None] = {}
     for end in ends:
@@ -113,7 +125,9 @@ def _chain_of(ends: list[fx.Node]) -> _Chain | None:
         before, term = addition.all_input_nodes
         if before is not total:
             return None
-        terms, joins, total = [*terms, term], [*joins, addition], addition
+        terms.append(term)
+        joins.append(addition)
+        total = addition
     return _Chain(tuple(terms), tuple(joins)) if set(ends) <= set(terms) else None
 
 
@@ -126,7 +140,10 @@ def _only_addition(node: fx.Node) -> fx.Node | None:
 
 
 def _is_eagers_order(
-    chain: _Chain, ends: list[fx.Node], of_first: list[fx.Node], order: dict[fx.Node, int]
+    chain: _Chain,
+    ends: Collection[fx.Node],
+    of_first: Collection[fx.Node],
+    order: Mapping[fx.Node, int],
 ) -> bool:
     """Whether eager adds the gradients of the one cast in this order, and casts their sum last.
 
@@ -146,7 +163,7 @@ def _gradient(end: fx.Node) -> fx.Node:
     return source
 
 
-def _add_before_the_cast(graph: fx.Graph, chain: _Chain, ends: list[fx.Node]) -> None:
+def _add_before_the_cast(graph: fx.Graph, chain: _Chain, ends: Collection[fx.Node]) -> None:
     """Add up what `ends` cast, cast the sum in the place of the last one, and add the others."""
     left, low, high = len(ends), None, None
     for term, join in zip(chain.terms, chain.joins, strict=True):
