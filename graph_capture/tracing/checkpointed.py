@@ -7,7 +7,7 @@ each batch double. A plan runs forward as it would be without the checkpoint, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ def is_inside_checkpoint() -> bool:
 
 
 @contextlib.contextmanager
-def checkpointed_modules(step: nn.Module) -> Generator[set[str]]:
-    """The set to which each module of `step` is added, by its path, that a checkpoint runs."""
-    path = {id(module): name for name, module in step.named_modules()}
+def checkpointed_modules(path: Mapping[int, str]) -> Generator[set[str]]:
+    """The set to which the path of each module is added that a checkpoint runs.
+
+    `path` is as of `Provenance`: by the identity of modules.
+    """
     found: set[str] = set()
 
     def note(module: nn.Module, args: Any) -> None:
@@ -51,13 +53,12 @@ def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -
     paths : as of `checkpointed_modules`.
     """
     for what in graph.output_node().meta["desc"][:results]:
-        written = getattr(getattr(what, "mutated_input", None), "target", None)
-        if written is None or str(written).rpartition(".")[0] not in paths:
-            continue
-        module = path_in_model(str(written).rpartition(".")[0])
-        raise CaptureError(
-            f"forward writes to buffer {path_in_model(str(written))} inside "
-            f"torch.utils.checkpoint: eager runs {module or 'the model'} twice there, and writes "
-            "it twice. A plan decides itself what is computed again: call the module without "
-            "checkpoint(), and plan that. Buffers are then written once a step"
-        )
+        buffer = str(getattr(getattr(what, "mutated_input", None), "target", ""))
+        module = buffer.rpartition(".")[0]
+        if buffer and module in paths:
+            raise CaptureError(
+                f"forward writes to buffer {path_in_model(buffer)} inside torch.utils.checkpoint: "
+                f"eager runs {path_in_model(module) or 'the model'} twice there, and writes it "
+                "twice. A plan decides itself what is computed again: call the module without "
+                "checkpoint(), and plan that. Buffers are then written once a step"
+            )

@@ -235,7 +235,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(kernels_of_eager())
         stack.enter_context(IdleDropout())
         stack.enter_context(provenance.watching_modules())
-        checkpointed = stack.enter_context(checkpointed_modules(step))
+        checkpointed = stack.enter_context(checkpointed_modules(provenance.path))
         stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
