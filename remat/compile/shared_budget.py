@@ -232,8 +232,11 @@ def watched(
     Of a graph in pieces, the first asks for room, and the last has the results.
     """
 
+    is_piece = not (is_first and is_last)
+
     def run(*args: Any) -> Any:
-        if any(isinstance(value, FakeTensor) for value in args):
+        # Looked at for pieces alone: each forward comes through here, with all its parameters.
+        if is_piece and any(isinstance(value, FakeTensor) for value in args):
             # DDP's pieces run once on fake tensors, for the shapes that the next piece gets.
             return call(*args)
         refuse_compiled_autograd()
