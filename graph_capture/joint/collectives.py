@@ -115,7 +115,7 @@ def _copied_bytes(node: fx.Node) -> int:
     name = _op_name(node)
     whole = read if name.startswith("reduce_scatter") else made
     is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
-    return sum(t.numel() * t.element_size() for t in whole) if is_copied else 0
+    return sum(t.nbytes for t in whole) if is_copied else 0
 
 
 def _made_up(layouts: Any, copied_bytes: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -66,10 +67,11 @@ class Values:
         """Add what an input or a constant of the graph stands for."""
         if is_tangent(node):
             return
-        tensor = self._attribute(node) if node.op == "get_attr" else node.meta.get("val")
+        is_constant = node.op == "get_attr"
+        tensor: Any = attrgetter(str(node.target))(self.gm) if is_constant else node.meta.get("val")
         if not isinstance(tensor, Tensor):
             return
-        if node.op == "get_attr":
+        if is_constant:
             _check_constant(tensor)
             if tensor.layout != torch.strided:
                 raise CaptureError(
@@ -145,12 +147,6 @@ class Values:
         """Values of those results that are not resident."""
         names = [self.of(n) for n in results if isinstance(n, fx.Node)]
         return [name for name in names if name and self.by_name[name].producer]
-
-    def _attribute(self, node: fx.Node) -> Any:
-        found: Any = self.gm
-        for part in str(node.target).split("."):
-            found = getattr(found, part)
-        return found
 
 
 def _result_of(tangent: fx.Node) -> int:

@@ -85,9 +85,7 @@ def _compiled(
         return call
     if pieces is None:
         return watched(call, shared, _frame())
-    run = watched(
-        call, shared, _frame(), is_first=pieces.is_first, is_last=pieces.is_last
-    )  # fmt: skip
+    run = watched(call, shared, _frame(), is_first=pieces.is_first, is_last=pieces.is_last)
     pieces.at += 1
     return run
 
@@ -131,7 +129,7 @@ def _planned(
             saved_bytes=found.replay.saved_bytes,
             overhead=found.overhead,
             gap=found.result.gap if found.result else 0.0,
-            recomputed=_recomputed(found),
+            recomputed=found.recomputed,
             replays=1 + len(search.tried),
             seconds=clock.elapsed_s,
             schedule=found.schedule,
@@ -146,11 +144,6 @@ def _frame() -> tuple[int, int]:
     if compiled is None:
         return 0, 0
     return compiled.frame_id or 0, compiled.frame_compile_id or 0
-
-
-def _recomputed(found: Candidate) -> int:
-    counts = found.schedule.computations() if found.schedule else {}
-    return sum(count - 1 for count in counts.values())
 
 
 def _chosen(

@@ -161,7 +161,7 @@ class Beside:
     def __init__(self, calls: list[fx.Node], values: dict[fx.Node, Any]) -> None:
         place = {call: k for k, call in enumerate(calls)}
         trained = [node for node, value in values.items() if _has_gradient(value)]
-        self._bytes = {node: values[node].numel() * values[node].element_size() for node in trained}
+        self._bytes = {node: values[node].nbytes for node in trained}
         self._made = {node: _piece_of(node, place) for node in trained}
         self._readers = {
             node: sorted({place[user] for user in node.users if user in place}) for node in trained

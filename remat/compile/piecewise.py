@@ -159,7 +159,6 @@ class PlannedPieces:
 
     def _remember(self, option: Option, replay: Replay, peak_bytes: int) -> None:
         found = option.candidate
-        counts = found.schedule.computations() if found and found.schedule else {}
         self._seconds, seconds = 0.0, self._seconds
         remember(
             CompiledPlan(
@@ -172,7 +171,7 @@ class PlannedPieces:
                 saved_bytes=replay.saved_bytes,
                 overhead=found.overhead if found else 0.0,
                 gap=found.result.gap if found and found.result else 0.0,
-                recomputed=sum(count - 1 for count in counts.values()),
+                recomputed=found.recomputed if found else 0,
                 replays=self._search.replays_of(self.at),
                 seconds=seconds,
                 schedule=found.schedule if found else None,

@@ -57,6 +57,12 @@ class Candidate:
         return self.replay.peak_bytes
 
     @property
+    def recomputed(self) -> int:
+        """How many runs of its schedule are not an op's first."""
+        counts = self.schedule.computations() if self.schedule else {}
+        return sum(count - 1 for count in counts.values())
+
+    @property
     def is_least(self) -> bool:
         """Whether it is the least schedule known, as none fits the target."""
         return self.result is not None and self.result.schedule is None

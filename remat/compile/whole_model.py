@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import symbolic_convert
 
 from remat.graph_capture.tracing.resident import storage_bytes
@@ -45,14 +45,10 @@ def whole_model() -> WholeModel:
     reason = translator.output.compile_subgraph_reason
     return WholeModel(
         static_bytes=storage_bytes([*parameters.values(), *buffers.values()], set()),
-        gradient_bytes=sum(_bytes(p) for p in parameters.values() if p.requires_grad),
+        gradient_bytes=sum(p.nbytes for p in parameters.values() if p.requires_grad),
         is_split=reason is not None and reason.graph_break,
     )
 
 
 def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
     return (value for value in values if isinstance(value, nn.Module))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -37,12 +37,8 @@ def require_group(joint: fx.GraphModule, group: dist.ProcessGroup | None) -> Non
 
 def ranks_of(groups: tuple[Any, ...]) -> list[int]:
     """All ranks of some groups, which are given by name or as they are."""
-    found = {
-        rank
-        for group in groups
-        for rank in dist.get_process_group_ranks(resolved(group))
-    }  # fmt: skip
-    return sorted(found)
+    found = [dist.get_process_group_ranks(resolved(group)) for group in groups]
+    return sorted(set().union(*found))
 
 
 def resolved(group: Any) -> dist.ProcessGroup:

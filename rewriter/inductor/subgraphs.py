@@ -8,6 +8,7 @@ compile regions, of which torch 2.13 made gradients that were off by half.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
     owner = node.graph.owning_module
     for source in node.all_input_nodes:
         if source.op == "get_attr" and owner is not None:
-            module = _attribute(owner, str(source.target))
+            module: object = attrgetter(str(source.target))(owner)
             if isinstance(module, fx.GraphModule):
                 yield module.graph
 
@@ -67,10 +68,3 @@ def _draws_inside(graph: fx.Graph) -> bool:
         or any(map(_draws_inside, subgraphs(node)))
         for node in graph.nodes
     )
-
-
-def _attribute(owner: torch.nn.Module, path: str) -> object:
-    found: object = owner
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
