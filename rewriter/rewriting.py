@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -65,11 +65,7 @@ def rewrite(
     CaptureError : the model has changed, and cannot be captured any more.
     """
     refuse_rewritten(model)
-    if not isinstance(cast("Any", schedule), Schedule):
-        raise RewriteError(
-            f"there is no schedule to rewrite to, but {schedule!r}: where nothing fits, "
-            "result.schedule is None, and result.message says what would"
-        )
+    _require_schedule(schedule)
     if not has_storage(model):
         raise RewriteError(
             f"this {type(model).__name__} is on the meta device and cannot train: build it with "
@@ -119,6 +115,18 @@ def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
             "remat.rematerialize(..., compile=True), which looks for a plan whose code fits",
             stacklevel=3,
         )
+
+
+def _require_schedule(given: Any) -> None:
+    """Raise `RewriteError` for what a solve returns around a schedule, or in place of one."""
+    if isinstance(given, Schedule):
+        return
+    found = f"there is no schedule to rewrite to, but {given!r}"
+    if isinstance(getattr(given, "schedule", None), Schedule):
+        raise RewriteError(f"{found}: pass the schedule in it, rewrite(model, result.schedule)")
+    raise RewriteError(
+        f"{found}: where nothing fits, result.schedule is None, and result.message says what would"
+    )
 
 
 def refuse_rewritten(model: nn.Module) -> None:

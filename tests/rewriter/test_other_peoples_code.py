@@ -368,6 +368,20 @@ def test_no_schedule_is_no_plan() -> None:
         remat.rewrite(model, None)  # type: ignore[arg-type]
 
 
+def test_what_a_solve_returns_is_no_schedule_and_the_way_out_works() -> None:
+    model, x = Base().linear, batch()
+    graph = remat.capture(model, (x,))
+    lost, found = remat.solve(graph, 1), remat.solve(graph, "min")
+    assert lost.schedule is None
+    assert f"{lost.least_feasible_bytes} bytes are known to do" in lost.message
+    with pytest.raises(RewriteError, match=r"but Result\(infeasible.* result.message says what"):
+        remat.rewrite(model, lost)  # type: ignore[arg-type]
+    with pytest.raises(RewriteError, match=r"pass the schedule in it, rewrite\(model, result.sch"):
+        remat.rewrite(model, found)  # type: ignore[arg-type]
+    assert found.schedule is not None
+    assert torch.equal(remat.rewrite(model, found.schedule)(x), model(x))
+
+
 def test_a_loss_that_makes_its_gradient_in_forward_keeps_eagers_peak() -> None:
     class Chunked(torch.autograd.Function):
         @staticmethod

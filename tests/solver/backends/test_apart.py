@@ -13,7 +13,7 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.solver.backends import apart
-from remat.solver.backends.apart import end_idle, run_apart
+from remat.solver.backends.apart import OverdueError, end_idle, ended_after, run_apart
 
 LONG_S = 900.0
 """So long that a test that waits it out has failed."""
@@ -135,3 +135,29 @@ def test_a_fork_has_processes_of_its_own() -> None:
         "assert run_apart(os.getpid) == ours\n"
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_what_takes_longer_than_it_may_is_ended_with_its_process() -> None:
+    end_idle()
+    process = run_apart(os.getpid)
+    with pytest.raises(OverdueError):
+        run_apart(_sleep_within, LONG_S, 0.1)
+    assert run_apart(os.getpid) != process
+
+
+def test_what_ends_in_its_time_is_answered_by_a_process_that_is_kept() -> None:
+    end_idle()
+    process = run_apart(os.getpid)
+    assert run_apart(_sleep_within, 0.0, SOON_S) == "slept"
+    assert run_apart(os.getpid) == process
+
+
+def test_here_nothing_is_ended() -> None:
+    with ended_after(0.0):
+        time.sleep(0.1)
+
+
+def _sleep_within(sleep_s: float, most_s: float) -> str:
+    with ended_after(most_s):
+        time.sleep(sleep_s)
+    return "slept"
