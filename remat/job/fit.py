@@ -37,7 +37,8 @@ MOST = 1 << 20
 GUESS_S = 2.0
 """Seconds that a solve of a guess may take."""
 GROWTH = 4
-"""How many times the largest captured size a guess may be."""
+"""How many times the largest size that was captured, or whose unmodified step fits, a guess may be.
+Beyond that, plans take more time than anyone would bear."""
 
 
 def fit(
@@ -188,6 +189,8 @@ class FitSearch:
     def _guess(self, fits: int, fails: int | None) -> int:
         """The largest size between that is thought to hold, on graphs from two captures."""
         step, known = self.sizes.step, max(self.graphs)
+        # Bytes are as good as exact at any size, so they need no captures in between.
+        known = max(known, self._without_plan(known))
         top = min(self.sizes.most, known * GROWTH) if fails is None else fails - step
         pair = pair_near(self.graphs, fits, fails)
         if pair is None:
@@ -196,13 +199,21 @@ class FitSearch:
             return self._largest_guessed(fits, top, pair)
 
     def _largest_guessed(self, low: int, top: int, pair: Pair) -> int:
-        high = top + self.sizes.step
-        while high - low > self.sizes.step:
-            middle = max(self.sizes.below((low + high) // 2), low + self.sizes.step)
-            if self._is_thought_to_hold(graph_at(middle, *pair)):
-                low = middle
+        """By halves, from the size that fits without a plan on.
+
+        Where `low` has a plan already, it was a guess: then in growing steps, as the answer is near.
+        """
+        tried, step = self.tried.get(low), self.sizes.step
+        stride = step if tried is not None and tried.overhead > 0 else 0
+        low = max(low, min(self.sizes.below(unmodified_reaches(pair, self.budget_bytes)), top))
+        high = top + step
+        while high - low > step:
+            size = low + stride if stride else self.sizes.below((low + high) // 2)
+            size = min(max(size, low + step), high - step)
+            if self._is_thought_to_hold(graph_at(size, *pair)):
+                low, stride = size, 2 * stride
             else:
-                high = middle
+                high, stride = size, 0
         return low
 
     def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:

@@ -53,3 +53,15 @@ def test_a_file_alone_is_its_factory(verb: str, remat: Remat, folder: Path) -> N
     keep_a_plan(verb, "models.py", remat)
     done = remat(verb, "models.py", *WORDS[verb])
     assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["rewrite", "check"])
+def test_a_result_without_a_schedule_is_no_plan(verb: str, remat: Remat, folder: Path) -> None:
+    lost = remat("solve", "models.py:build", "--budget", "100B", "--json", "-o", "plan.json")
+    assert lost.exit_code == 3
+    assert not (folder / "plan.json").exists()
+    (folder / "plan.json").write_text(lost.stdout)
+    refused = remat(verb, "models.py:build", "plan.json")
+    assert refused.exit_code == 2
+    assert "plan.json: not a plan file of this release" in refused.stderr
+    assert "Where nothing fits they keep none, and what --json prints is no plan" in refused.stderr
