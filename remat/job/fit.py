@@ -201,7 +201,7 @@ class FitSearch:
     def _largest_guessed(self, low: int, top: int, pair: Pair) -> int:
         """By halves, from the size that fits without a plan on.
 
-        Where `low` has a plan already, it was a guess: then in growing steps, as the answer is near.
+        Where `low` has a plan already, it was a guess: then in growing steps, as the end is near.
         """
         tried, step = self.tried.get(low), self.sizes.step
         stride = step if tried is not None and tried.overhead > 0 else 0

@@ -11,8 +11,10 @@ from torch import nn
 import remat
 from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
+from remat.job import fit as fitting
 from remat.job.fitted import Fit
 from remat.job.size_search import Range, largest
+from remat.solver.result import Result
 from tests.limits import AMPLE_S
 
 WIDTH = 64
@@ -83,6 +85,27 @@ def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     assert found.without_plan < found.size
     assert f"batch {found.size} is the largest that fits" in str(found)
     assert f"without a plan, about {found.without_plan} would fit" in str(found)
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.2, 10.0])
+def test_few_sizes_are_captured_and_few_are_solved_to_guess(
+    overhead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two to begin with, the answer and the next, and one if a guess was not right."""
+    solved: list[int] = []
+    honest = fitting.FitSearch._solve
+
+    def counted(search: fitting.FitSearch, graph: remat.TrainingGraph, limit_s: float) -> Result:
+        solved.append(graph.resident.batch_bytes)
+        return honest(search, graph, limit_s)
+
+    monkeypatch.setattr(fitting.FitSearch, "_solve", counted)
+    found = remat.fit(stack, budget="1MiB", max_overhead=overhead, each_s=AMPLE_S, check=False)
+    assert found.answer is not None
+    assert found.next is not None
+    assert found.next.size == found.size + 1 > 10
+    assert len(found.tried) <= 5
+    assert len(solved) <= 5 + (16 if overhead else 0)
 
 
 def test_a_graph_between_two_captures_has_the_bytes_of_a_real_one() -> None:
