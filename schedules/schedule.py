@@ -139,7 +139,11 @@ class Schedule(msgspec.Struct, frozen=True):
         try:
             return decoded(data, cls)
         except ShapeError as error:
-            raise ScheduleError(f"{name}: not a plan file of this release: {error}") from error
+            raise ScheduleError(
+                f"{name}: not a plan file of this release: {error}. A plan is what run -o "
+                "and solve -o keep. Where nothing fits they keep none, and what --json prints is "
+                "no plan"
+            ) from error
         except TextError as error:
             raise ScheduleError(f"{name}: not a JSON plan file: {error}") from error
         except ScheduleError as error:

@@ -63,13 +63,6 @@ def test_the_least_budget_is_named_without_any_time(graph: TrainingGraph) -> Non
     assert solve(graph, least.budget_bytes, time_limit_s=0).schedule is not None
 
 
-def test_small_graphs_name_what_keeps_everything_at_the_least() -> None:
-    graph = gpt_like(2)
-    named = solve(graph, 1, time_limit_s=0)
-    assert 0 < named.least_feasible_bytes <= peak_bytes_of(graph)
-    assert remat.solve(graph, "min", time_limit_s=0).schedule is not None
-
-
 def test_a_bound_that_was_proved_is_told_where_the_time_ends_without_a_schedule() -> None:
     graph = chain(20)
     search = Search(graph, 1, "auto", time_limit_s=0)
