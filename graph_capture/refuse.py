@@ -1,12 +1,12 @@
 """Models that cannot be captured exactly are refused, before the trace or with its error.
 
-DTensors, hooks of submodules and the like are seen on the module itself. What fails while traced
-gets its place and a way out by `refusal`.
+DTensors, backward hooks of submodules and the like are seen on the module itself. What fails while
+traced gets its place and a way out by `refusal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from traceback import walk_tb
 from typing import Any
 
@@ -19,12 +19,13 @@ from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
-
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+from remat.graph_capture.python_state.module_hooks import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    ModuleHooks,
+    hooked_modules,
+    place_of_hooks,
+    tells_a_person,
 )
 
 VECTOR_BYTES = 64
@@ -38,15 +39,16 @@ _DATA_DEPENDENT = (
 )
 
 
-def hook_dictionaries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """``(path, module, attribute)`` of every hook dictionary of every submodule."""
-    for path, module in model.named_modules():
-        if path:
-            for attribute in HOOKS:
-                yield path, module, attribute
+Hooked = tuple[str, nn.Module, str, Any]
+"""Path and module, and the name of a table of its hooks, with the table."""
 
 
-def refuse_module(model: nn.Module, device: str) -> None:
+def hook_tables(modules: Iterable[tuple[str, nn.Module]], tables: Iterable[str]) -> list[Hooked]:
+    """The tables of hooks of these modules."""
+    return [(path, m, table, getattr(m, table)) for path, m in modules for table in tables]
+
+
+def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | None = None) -> None:
     """Raise `CaptureError` for a module whose training step cannot be captured exactly.
 
     Parameters
@@ -69,11 +71,10 @@ def refuse_module(model: nn.Module, device: str) -> None:
         check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():
         check_placement(f"buffer {path}", buffer.device, device)
-    unheard = unheard_hook(
-        [(p, m, attribute, getattr(m, attribute)) for p, m, attribute in hook_dictionaries(model)]
-    )
-    if unheard:
+    if unheard := unheard_hook(hook_tables(hooked_modules(model, loss_fn), BACKWARD_HOOKS)):
         raise CaptureError(unheard)
+    for path, module in hooked_modules(model, loss_fn):
+        _refuse_hooks_that_tell(place_of_hooks(path, module))
     for path, module in model.named_modules():
         _refuse_kind(path or "the model", module, device)
     if not model.training:
@@ -86,6 +87,17 @@ def refuse_module(model: nn.Module, device: str) -> None:
             f"no parameter of {type(model).__name__} requires grad, so there is no backward "
             "to plan. Unfreeze what is to be trained first"
         )
+
+
+def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
+    """Refuse a hook that prints or logs: the trace would run it, and no step would."""
+    for hook in place.value:
+        if name := tells_a_person(hook.function):
+            raise CaptureError(
+                f"the {place.text} ({hook}) calls {name}, and the rewritten step runs ops, not "
+                "submodules, so it would say nothing. Remove it (handle.remove()), or register it "
+                "on the whole model"
+            )
 
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
@@ -137,12 +149,12 @@ def distributed_message(path: str) -> str:
     )
 
 
-def unheard_hook(hooks: list[tuple[str, nn.Module, str, Any]]) -> str:
+def unheard_hook(tables: list[Hooked]) -> str:
     """The refusal of a hook that a rewritten step would not call; empty if there is none.
 
     Parameters
     ----------
-    hooks : path, module, attribute and the dictionary of hooks, of every submodule.
+    tables : that must be empty.
     """
     if torch_modules._has_any_global_hook() and _foreign_global_hooks():
         return (
@@ -150,9 +162,14 @@ def unheard_hook(hooks: list[tuple[str, nn.Module, str, Any]]) -> str:
             "rewritten step runs ops, not submodules, so it would not be called for them. Remove "
             "it (handle.remove()), or watch ops with a TorchDispatchMode"
         )
-    for path, module, attribute, registered in hooks:
+    return registered_hook(tables)
+
+
+def registered_hook(tables: list[Hooked]) -> str:
+    """The refusal of the first hook in these tables; empty if there is none."""
+    for path, module, table, registered in tables:
         if registered:
-            return _hook_message(path, module, attribute)
+            return _hook_message(path, module, table)
     return ""
 
 
@@ -168,12 +185,15 @@ def _foreign_global_hooks() -> bool:
     return any(str(getattr(hook, "__module__", "")).partition(".")[0] != "torch" for hook in hooks)
 
 
-def _hook_message(path: str, module: nn.Module, attribute: str) -> str:
-    kind = attribute.strip("_").removesuffix("s").replace("_", " ")
+def _hook_message(path: str, module: nn.Module, table: str) -> str:
+    """The refusal of a hook on a submodule."""
+    kind = table.strip("_").removesuffix("s").replace("_", " ")
+    is_traced = table in FORWARD_HOOKS  # by the next capture
+    way_out = "capture and solve again" if is_traced else "move its work into forward"
     return (
         f"{kind} on submodule {path} ({type(module).__name__}): the rewritten step runs ops, not "
-        "submodules, so the hook would never be called. Remove it (handle.remove()), move its "
-        "work into forward, or register it on the whole model"
+        f"submodules, so the hook would never be called. Remove it (handle.remove()), {way_out}, "
+        "or register it on the whole model"
     )
 
 

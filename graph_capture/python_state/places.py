@@ -6,12 +6,15 @@ import enum
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
 
 import numpy as np
 import torch
+
+from remat.graph_capture.python_state.module_hooks import Hook, ModuleHooks
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
@@ -133,7 +136,28 @@ class Contents:
         return f"{name(holds)}({name(self.owner)}, {name(self.value)})"
 
 
-Place = Entry | Cell | Slot | Contents
+@dataclass(frozen=True)
+class Variable:
+    """A context variable, of which each thread and task has a value of its own."""
+
+    text: str
+    variable: ContextVar[Any]
+    value: Any
+
+    def now(self) -> Any:
+        """Its value in this context; `MISSING` where it is not set."""
+        return self.variable.get(MISSING)
+
+    def put(self, value: Any) -> None:
+        """Set it, to None where `value` is `MISSING`: Python cannot unset it without a token."""
+        self.variable.set(None if value is MISSING else value)
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while the very object is there."""
+        return f"{name(self.variable)}.get({name(MISSING)}) is {name(self.value)}"
+
+
+Place = Entry | Cell | Slot | Contents | Variable | ModuleHooks
 
 # A subclass may have methods of its own, as a dictionary that makes an object of each class that is
 # looked up. So items are read and written by the methods of the base.
@@ -211,6 +235,8 @@ def is_same(now: Any, before: Any) -> bool:
         return holds(now, before)
     if isinstance(now, np.generic):
         return now.tobytes() == before.tobytes()
+    if isinstance(now, Hook):
+        return now.is_like(before)
     return is_same_function(now, before)
 
 

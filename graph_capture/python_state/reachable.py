@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,6 +19,20 @@ import numpy as np
 from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
+from remat.graph_capture.python_state.followed import (
+    NOT_RUN,
+    OF_DATA,
+    RUN_BY_TORCH,
+    STATE,
+    are_related,
+    functions_behind,
+    is_library,
+)
+from remat.graph_capture.python_state.module_hooks import (
+    ModuleHooks,
+    hooked_modules,
+    place_of_hooks,
+)
 from remat.graph_capture.python_state.places import (
     CONTAINERS,
     MISSING,
@@ -28,33 +42,10 @@ from remat.graph_capture.python_state.places import (
     Entry,
     Place,
     Slot,
+    Variable,
     copied,
 )
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
-_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Of a module's ``__dict__``: compared by guards of their own."""
-_RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
-_NOT_RUN = frozenset(
-    [
-        "__init_subclass__",
-        "__repr__",
-        "__str__",
-        "__del__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__getstate__",
-        "__setstate__",
-        "__dir__",
-        "__copy__",
-        "__deepcopy__",
-        "__class_getitem__",
-        "__setattr__",
-        "__delattr__",
-    ]
-)
-_OF_DATA = frozenset({"types", "argparse", "collections"})
-"""Modules of Python whose objects hold a user's data, such as a `SimpleNamespace`."""
 LruCache = type(functools.lru_cache(lambda: None))
 
 
@@ -99,10 +90,12 @@ class Walk:
         self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._own: dict[type, set[str]] = {}
         self._called: set[type] = set()
-        self._others: set[str] = set(_RUN_BY_TORCH)
+        self._others: set[str] = set(RUN_BY_TORCH)
         for path, module in model.named_modules():
             self._visit(module, path)
         self._visit(loss_fn, "loss_fn")
+        for path, module in hooked_modules(model, loss_fn):
+            self._visit_hooks(place_of_hooks(path, module))
         self._until_nothing_is_new()
         self._watch_absent()
 
@@ -138,6 +131,8 @@ class Walk:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._visit(part, text)
+        elif isinstance(value, ContextVar):
+            self._add_variable(value)
         elif isinstance(value, type):
             self._called.add(value)
             self._visit_class(value)
@@ -148,6 +143,19 @@ class Walk:
             self._visit_items(value, text)
         elif not isinstance(value, BuiltinFunctionType):
             self._visit_instance(value, text)
+
+    def _visit_hooks(self, place: ModuleHooks) -> None:
+        if not place.value:
+            return
+        self.found.places.append(place)
+        for hook in place.value:
+            self._visit(hook.function, place.text)
+            if isinstance(hook.function, FunctionType):
+                continue
+            # Of an object of torch, as of spectral norm, the code is not read: all may count.
+            space = getattr(hook.function, "__dict__", {})
+            for key in space:
+                self._add_entry(f"{key} of the {place.text}", space, key)
 
     def _visit_function(self, function: FunctionType, text: str) -> None:
         if is_library(function.__module__):
@@ -186,7 +194,7 @@ class Walk:
 
     def _visit_instance(self, value: Any, text: str) -> None:
         kind = type(value)
-        is_followed = isinstance(value, nn.Module) or kind.__module__ in _OF_DATA
+        is_followed = isinstance(value, nn.Module) or kind.__module__ in OF_DATA
         if is_library(kind.__module__) and not is_followed:
             return
         self._visit_class(kind)
@@ -214,7 +222,7 @@ class Walk:
             if key not in named and not (is_special and self._is_run(kind, key)):
                 continue
             done.add(key)
-            functions = list(_functions(space[key]))
+            functions = list(functions_behind(space[key]))
             for function in functions:
                 self._read_method(kind, function)
             if functions or not is_special:
@@ -224,7 +232,7 @@ class Walk:
         """Whether forward may run a method that no code names: a constructor, if the class is."""
         if special in ("__init__", "__new__", "__post_init__"):
             return any(issubclass(called, kind) for called in self._called)
-        return special not in _NOT_RUN
+        return special not in NOT_RUN
 
     def _read_method(self, kind: type, function: FunctionType) -> None:
         names = names_of(function.__code__)
@@ -234,8 +242,8 @@ class Walk:
 
     def _names_for(self, kind: type) -> set[str]:
         """Names that code loads of an object of that class; its bases' methods load some too."""
-        own = [names for base, names in self._own.items() if _related(kind, base)]
-        named = self._others.union(*own) - _STATE
+        own = [names for base, names in self._own.items() if are_related(kind, base)]
+        named = self._others.union(*own) - STATE
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
         return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
@@ -275,6 +283,11 @@ class Walk:
             self.found.places.append(Cell(text, cell, value))
             self._visit(value, text)
 
+    def _add_variable(self, variable: ContextVar[Any]) -> None:
+        place = Variable(f"context variable {variable.name}", variable, variable.get(MISSING))
+        self.found.places.append(place)
+        self._visit(place.value, place.text)
+
     def _add_slot(self, text: str, owner: Any, key: str) -> None:
         if (id(owner), key) in self._entries:
             return
@@ -282,24 +295,3 @@ class Walk:
         value = getattr(owner, key)
         self.found.places.append(Slot(text, owner, key, value))
         self._visit(value, text)
-
-
-def is_library(module: str | None) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-def _related(kind: type, base: type) -> bool:
-    return issubclass(kind, base) or issubclass(base, kind)
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions behind a class's attribute: a method of any kind, or a property."""
-    if isinstance(value, FunctionType):
-        yield value
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield from _functions(value.__func__)
-    elif isinstance(value, property):
-        yield from _functions(value.fget)
-    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
-        yield from _functions(value.func)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import (
     MISSING,
     Cell,
@@ -17,6 +18,7 @@ from remat.graph_capture.python_state.places import (
     Entry,
     Place,
     Slot,
+    Variable,
     is_same,
 )
 from remat.graph_capture.python_state.reachable import Walk
@@ -130,11 +132,18 @@ def _key(place: Place) -> tuple[int, Any]:
     """The same for two places that are one."""
     if isinstance(place, Entry):
         return id(place.space), place.key
-    return (id(place.cell), None) if isinstance(place, Cell) else (id(place.owner), _name(place))
+    if isinstance(place, Slot):
+        return id(place.owner), place.key
+    return id(_holder(place)), None
 
 
-def _name(place: Slot | Contents) -> str | None:
-    return place.key if isinstance(place, Slot) else None
+def _holder(place: Cell | Contents | Variable | ModuleHooks) -> Any:
+    """The object that is a place as a whole."""
+    if isinstance(place, ModuleHooks):
+        return place.module._forward_hooks
+    if isinstance(place, Cell):
+        return place.cell
+    return place.variable if isinstance(place, Variable) else place.owner
 
 
 @contextlib.contextmanager

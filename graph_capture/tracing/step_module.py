@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.phases import mark_forward
+from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
-from remat.graph_capture.refuse import HOOKS
-from remat.graph_capture.tracing.carried import ForwardWrites
+from remat.graph_capture.tracing.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.results import Repeats, distinct_results
@@ -65,6 +65,7 @@ class StepModule(nn.Module):
         stand, before = streams(), _state(self.model)
         with no_seed(type(self.model).__name__), without_own_hooks(self.model):
             output = self.model(*args, **kwargs)
+            self._refuse_own_hooks()
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:
@@ -89,6 +90,13 @@ class StepModule(nn.Module):
         distinct, self.repeats = distinct_results(returned, len(pytree.tree_leaves(result)))
         return distinct
 
+    def _refuse_own_hooks(self) -> None:
+        if any(vars(self.model)[name] for name in ALL_HOOKS):
+            raise CaptureError(
+                f"forward of {type(self.model).__name__} registers a hook on the model itself, "
+                "which its next call would run: register it outside forward, before the first step"
+            )
+
 
 @contextlib.contextmanager
 def autocast_cache(*, enabled: bool) -> Generator[None]:
@@ -110,9 +118,9 @@ def autocast_cache(*, enabled: bool) -> Generator[None]:
 @contextlib.contextmanager
 def without_own_hooks(model: nn.Module) -> Generator[None]:
     """Leave the hooks of the whole model out: each call of a planned module runs them around it."""
-    before = {name: vars(model)[name] for name in HOOKS}
+    before = {name: vars(model)[name] for name in ALL_HOOKS}
     try:
-        vars(model).update({name: OrderedDict() for name in HOOKS})
+        vars(model).update({name: OrderedDict() for name in ALL_HOOKS})
         yield
     finally:
         vars(model).update(before)

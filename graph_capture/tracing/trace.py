@@ -38,12 +38,12 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.weight_casts import cast_weights_once
+from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import (
     Carried,
-    ForwardWrites,
     Settled,
     Unread,
     doubtful,
@@ -53,6 +53,7 @@ from remat.graph_capture.tracing.checkpointed import (
     checkpointed_modules,
     refuse_checkpointed_writes,
 )
+from remat.graph_capture.tracing.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.kernels import (
     FusedAttention,
     IdleDropout,
@@ -135,7 +136,7 @@ def trace(
     DeviceError : the device is unknown or not here, or a tensor is on another one.
     """
     device = resolved_device(device, model)
-    refuse_module(model, device)
+    refuse_module(model, device, loss_fn)
     batch = (tuple(args), dict(kwargs or {}), target)
     check_batch(batch, device)
     recipe = Recipe(
@@ -216,6 +217,10 @@ def _require_the_same_again(model: nn.Module, done: Trace) -> None:
             "something else for it. If it is made once, call the model once on a batch, then plan. "
             "If each step reads what the last one left, pass it to forward and return it"
         )
+    if any(isinstance(one.place, ModuleHooks) for one in done.settled):
+        # Hooks that forward sets are code of forward, which the first trace did not look into.
+        done.python_state = again.python_state
+        done.python_state.leave_out(one.place for one in done.settled)
 
 
 def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
@@ -228,7 +233,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
-        writes = ForwardWrites(model, state)
+        writes = ForwardWrites(model, recipe.loss_fn, state)
         step = StepModule(model, recipe.loss_fn, writes)
         provenance = Provenance(step)
         stack.enter_context(told(recipe.flags or FLAGS[0]))

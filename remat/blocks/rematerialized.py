@@ -172,9 +172,12 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
         recipe = one.trace.recipe
         key = (id(one), schedule.steps)
         step = compiled.get(key)
-        if step is None or constants_of(step.forward, step.backward):
+        # A step that holds objects of one block is of use to no other.
+        if step is None or step.settled or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)
-            step = compiled[key] = compile_step(fresh, schedule)
-        state = state_guarded(block, recipe.loss_fn, step.carried)
+            step, state = compile_step(fresh, schedule), fresh.python_state
+            compiled[key] = step
+        else:
+            state = state_guarded(block, recipe.loss_fn, step.carried)
         replaced[block] = make_module(block, schedule, recipe, step, state)
     return with_replaced(model, replaced)

@@ -14,16 +14,23 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.python_state.module_hooks import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    ModuleHooks,
+    hooked_modules,
+)
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import (
+    Hooked,
     distributed_message,
-    hook_dictionaries,
+    hook_tables,
     is_distributed,
     unheard_hook,
 )
-from remat.graph_capture.tracing.carried import short
+from remat.graph_capture.tracing.carried import Settled, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
-from remat.graph_capture.tracing.step_module import with_loss
+from remat.graph_capture.tracing.step_module import LossFunction, with_loss
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.settings import first_difference, settings
@@ -36,6 +43,7 @@ class Guards:
     ----------
     model : as captured. recipe : signature of the batch and autocast state at capture.
     python_state : what forward and the loss read, as it was when the model was traced.
+    settled : what forward sets at its first call alone.
     forward, backward : the rewritten graphs, whose constants are watched.
     """
 
@@ -44,6 +52,7 @@ class Guards:
         model: nn.Module,
         recipe: Recipe,
         python_state: PythonState,
+        settled: tuple[Settled, ...],
         forward: fx.GraphModule,
         backward: fx.GraphModule,
     ) -> None:
@@ -52,10 +61,8 @@ class Guards:
         self.recipe = recipe
         self.python_state = python_state
         self.takes_target = recipe.signature.has_target
-        self.hooks = [
-            (path, module, attribute, getattr(module, attribute))
-            for path, module, attribute in hook_dictionaries(model)
-        ]
+        self.settled = settled
+        self.unhooked = _tables_to_stay_empty(model, recipe.loss_fn, python_state, settled)
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.step = with_loss(model, recipe.loss_fn)
         self.live = LiveState(self.step)
@@ -84,13 +91,16 @@ class Guards:
         """
         leaves, spec = pytree.tree_flatten(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
-        if unheard := unheard_hook(self.hooks):
-            raise RewriteError(unheard)
+        if unheard := unheard_hook(self.unhooked):
+            raise StateChangedError(unheard)
         for path, module, mode in self.modes:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         if change := self.python_state.first_change():
             raise self._changed(*_in_words(change))
+        if self.settled and (left := out_of_step(self.settled)):
+            one, now = left
+            raise self._changed(*_in_words(Change(one.place.text, one.value, now, one.place)))
         state = self._state()
         for path, module, attribute, tensor in self.constants:
             if getattr(module, attribute, None) is not tensor:
@@ -143,6 +153,20 @@ class Guards:
             f"{what} of {self.kind} was {before} when the step was captured and is {now} now. "
             "Put it back, or capture and solve again"
         )
+
+
+def _tables_to_stay_empty(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    python_state: PythonState,
+    settled: tuple[Settled, ...],
+) -> list[Hooked]:
+    """Tables of hooks that were empty when the model was traced, and that no step fills."""
+    places = (*python_state.places, *(one.place for one in settled))
+    known = {place.module for place in places if isinstance(place, ModuleHooks)}
+    modules = list(hooked_modules(model, loss_fn))
+    others = [(path, module) for path, module in modules if module not in known]
+    return [*hook_tables(modules, BACKWARD_HOOKS), *hook_tables(others, FORWARD_HOOKS)]
 
 
 def _mode(training: bool) -> str:

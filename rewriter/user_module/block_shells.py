@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from remat.graph_capture.refuse import HOOKS
+from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 
 
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
@@ -34,7 +34,7 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
 def _shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
     shell = object.__new__(type(module))
     shell.__dict__ = dict(module.__dict__)
-    for name in HOOKS:
+    for name in ALL_HOOKS:
         shell.__dict__[name] = module.__dict__[name].copy()
     shell.__dict__["_modules"] = children
     return shell

@@ -99,12 +99,14 @@ class RematModule(SharedState, fx.GraphModule):
         """The same plan over a copy of the model.
 
         The compiled step takes all state as arguments, so the copy shares it. If the graphs hold
-        tensors of the model, or its Python state is another one now, the copy is traced anew.
+        tensors of the model, or its Python state is another one now, the copy is traced anew; so
+        it is where each step sets something that is not found by a path in the model.
         """
-        if cls._remat_guards.constants or cls._remat_guards.python_state.first_change():
+        guards = cls._remat_guards
+        if guards.constants or guards.settled or guards.python_state.first_change():
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
-        recipe, known = cls._remat_guards.recipe, (cls._remat_prediction, cls._remat_priced)
+        recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_priced)
         state = state_guarded(model, recipe.loss_fn, cls._remat_compiled_step.carried)
         return make_module(
             model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known
@@ -178,7 +180,9 @@ def make_module(
         original_module=model,
         _remat_original_module=model,
         _remat_compiled_step=step,
-        _remat_guards=Guards(model, recipe, python_state, step.forward, step.backward),
+        _remat_guards=Guards(
+            model, recipe, python_state, step.settled, step.forward, step.backward
+        ),
         _remat_prediction=prediction,
         _remat_priced=priced,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,

@@ -156,12 +156,11 @@ def test_unknown_device_and_optimizer_are_refused() -> None:
         capture(mlp(), (batch(),), optimizer="lion")  # pyright: ignore[reportArgumentType]
 
 
-def test_hooks_on_submodules_are_refused_before_and_after_capture() -> None:
+def test_a_forward_hook_that_a_plan_does_not_know_is_refused() -> None:
     model, module, args = rewritten("plain")
     handle = model.body[1].register_forward_hook(lambda *_: None)  # pyright: ignore
-    for run in (lambda: module(*args), lambda: capture(model, args)):
-        with pytest.raises((RewriteError, CaptureError), match=r"submodule body\.1 \(GELU\)"):
-            run()
+    with pytest.raises(RewriteError, match=r"submodule body\.1 \(GELU\).*capture and solve again"):
+        module(*args)
     handle.remove()
     module(*args).backward()
 

@@ -1,0 +1,150 @@
+"""What forward writes while it is traced: each run begins alike, and what it wrote is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.python_state.module_hooks import (
+    BACKWARD_HOOKS,
+    are_alike,
+    holds_traced,
+    hooked_modules,
+    place_of_hooks,
+)
+from remat.graph_capture.python_state.places import MISSING, PLAIN
+from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.refuse import hook_tables, registered_hook
+from remat.graph_capture.tracing.carried import Carried, Settled, short
+from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
+
+_HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+"""AOTAutograd has its own tensors in the place of these while forward runs."""
+
+
+class ForwardWrites:
+    """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept.
+
+    Attributes
+    ----------
+    carried, settled : what the last run has set.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, state: PythonState
+    ) -> None:
+        self._kind, self._state = type(model).__name__, state
+        self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
+        self._hooked = list(hooked_modules(model, loss_fn))
+        self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
+        self.carried: list[Carried] = []
+        self.settled: list[Settled] = []
+        self._in_forward: set[str] = set()
+
+    def begin(self) -> None:
+        """Put back what an earlier run changed."""
+        self._attributes.restore()
+        self._state.restore()
+        for place in self._hooks:
+            place.put(place.value)
+
+    def end(self) -> list[Tensor]:
+        """The tensors that forward has set on attributes of modules.
+
+        Raises
+        ------
+        CaptureError : it has changed something that no step could set again.
+        """
+        tensors: list[Tensor] = []
+        self.carried, self.settled = [], []
+        for written in self._attributes.written():
+            leaves, spec = pytree.tree_flatten(written.value)
+            is_read = self._state.reads(vars(written.module), written.name)
+            if is_read and _is_first_value(written.before, written.value):
+                self.settled.append(Settled(written.place, written.value))
+                continue
+            if not _can_be_set(leaves, is_read=is_read):
+                raise self._refused(written)
+            own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            self.carried.append(
+                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read)
+            )
+            tensors += own
+        self._note_hooks()
+        self._require_nothing_else()
+        return tensors
+
+    def _note_hooks(self) -> None:
+        """Hooks that forward itself has set on submodules, as a library may at its first call."""
+        if registered := registered_hook(hook_tables(self._hooked, BACKWARD_HOOKS)):
+            raise CaptureError(f"forward of {self._kind} sets a {registered}")
+        for place in self._hooks:
+            now = place.now()
+            if are_alike(now, place.value):
+                continue
+            if any(holds_traced(hook.function) for hook in now):
+                raise CaptureError(
+                    f"forward of {self._kind} sets a {place.text} that keeps a tensor of its "
+                    "batch: the next call would read it. Keep it on an attribute instead"
+                )
+            self.settled.append(Settled(place, now))
+
+    def require_that_backward_writes_nothing(self) -> None:
+        """Refuse a hook that forward has set on a tensor, and that changes something in backward.
+
+        It runs while the step is traced, and never again.
+        """
+        texts = {carried.text for carried in self.carried}
+        texts |= {settled.place.text for settled in self.settled}
+        late = [one.text for one in self._attributes.written() if one.text not in texts]
+        late += [one.text for one in self._state.changes() if one.text not in self._in_forward]
+        if late:
+            raise CaptureError(
+                f"backward of {self._kind} changes {late[0]}, as by a hook that forward sets on a "
+                "tensor: a step that follows a plan would not call it. Set the hook on a parameter "
+                "outside forward, or return the tensor and set the hook on the result"
+            )
+
+    def _require_nothing_else(self) -> None:
+        texts = [carried.text for carried in self.carried]
+        texts += [settled.place.text for settled in self.settled]
+        changes = self._state.changes()
+        self._in_forward = {change.text for change in changes}
+        for change in changes:
+            if any(text in change.text for text in texts):
+                continue
+            if _is_first_value(change.before, change.now):
+                self.settled.append(Settled(change.place, change.now))
+            else:
+                raise CaptureError(
+                    f"forward of {self._kind} changes {change.text}: it was "
+                    f"{short(change.before)} and is {short(change.now)} after it, and a step that "
+                    "follows a plan would not change it. Do that outside forward, before each "
+                    f"step{', or remove the hook that does it' * any(p.value for p in self._hooks)}"
+                )
+
+    def _refused(self, written: Written) -> CaptureError:
+        line = self._state.stores.get(written.name)
+        return CaptureError(
+            f"forward of {self._kind} sets attribute {written.text} to {short(written.value)}"
+            f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
+            "tensor there, which each step sets, or register a buffer, or set it outside forward"
+        )
+
+
+def _is_first_value(before: Any, now: Any) -> bool:
+    """Whether a place was empty and has a plain value now, as a flag that is set once has."""
+    is_plain = isinstance(now, PLAIN) and now is not None
+    return is_plain and (before is MISSING or before is None or before is False)
+
+
+def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
+    """Whether each step can set such a tree: tensors, or constants that forward never reads."""
+    tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return known and (any(tensors) or not is_read)
