@@ -165,27 +165,31 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     First as eager. If that fails, as if compiled, then as if exported. Models may take other code
     then, so it warns.
     """
-    first: CaptureError | None = None
+    failed: list[CaptureError] = []
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             done = _trace_with(model, dataclasses.replace(recipe, flags=flags))
         except CaptureError as error:
             if error.__cause__ is None:  # refused by us, not by torch: no flag changes that
                 raise
-            first = first or error
+            failed.append(error)
             continue
         if any(flags) and recipe.flags is None:
             warnings.warn(
                 f"{recipe.name} is traced as if it were compiled, since its own way cannot be "
-                f"traced ({first}). Where it then runs other ops than in eager, the last bits "
+                f"traced ({failed[0]}). Where it then runs other ops than in eager, the last bits "
                 "differ, which remat.check finds: leave out arguments whose values it looks at, "
                 "such as an attention_mask of ones",
                 stacklevel=3,
             )
         _require_the_same_again(model, done)
         return done
-    assert first is not None
-    raise first
+    first, last = failed[0], failed[-1]
+    if str(last) == str(first):
+        raise first
+    raise CaptureError(
+        f"{first}. Traced as if it were compiled, it fails as well: {last}"
+    ) from first
 
 
 def _require_the_same_again(model: nn.Module, done: Trace) -> None:
