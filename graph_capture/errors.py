@@ -15,6 +15,17 @@ class CaptureError(RematError):
     """The model cannot be captured exactly as one static training graph."""
 
 
+class FloatInputError(CaptureError):
+    """A number of Python's cannot be an input of the step: each of its values needs a plan.
+
+    Attributes
+    ----------
+    unfit : names of those that another value would make fit, as a dropout rate that is 0 now.
+    """
+
+    unfit: tuple[str, ...] = ()
+
+
 class DeviceError(RematError):
     """The device is unknown, or is not one that can be planned for here."""
 
@@ -48,7 +59,14 @@ class RewriteError(RematError):
 
 
 class StateChangedError(RewriteError):
-    """The model, its loss or a setting is not as it was at capture; another plan would fit it."""
+    """The model, its loss or a setting is not as it was at capture; another plan would fit it.
+
+    Attributes
+    ----------
+    numbers : names of what has changed, where all of it is floats. Empty elsewhere.
+    """
+
+    numbers: tuple[str, ...] = ()
 
 
 class SignatureError(RewriteError):

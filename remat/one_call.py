@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -83,6 +83,7 @@ def rematerialize(
     recompute: Globs = (),
     check: bool | None = None,
     compile: bool = False,
+    float_inputs: Sequence[str] = (),
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
@@ -103,6 +104,9 @@ def rematerialize(
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's prices;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
+    float_inputs : numbers of Python's that each step reads anew, so that one plan serves for all
+        their values: a temperature, a drop rate. Their names are those that a refusal gives them,
+        such as ``"temperature"`` or ``"layers.0.drop.p"``. Not with `compile`.
 
     Raises
     ------
@@ -126,10 +130,11 @@ def rematerialize(
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)
-        _require_compatible(sharding, compile)
+        _require_compatible(sharding, compile, float_inputs)
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+            float_inputs=float_inputs,
         )  # fmt: skip
         require_group(traced.joint.module, group)
 
@@ -160,12 +165,17 @@ def rematerialize(
     return module
 
 
-def _require_compatible(sharding: Sharding, is_compiled: bool) -> None:
+def _require_compatible(sharding: Sharding, is_compiled: bool, float_inputs: Sequence[str]) -> None:
     """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
     if sharding.blocks:
         raise RewriteError(
             f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
             "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
+    if is_compiled and float_inputs:
+        raise RewriteError(
+            "compile=True takes no float_inputs: Inductor writes numbers into its code. Leave out "
+            "one of the two, or pass the number to forward as a tensor"
         )
     if is_compiled and sharding.kind != "none":
         raise RewriteError(

@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
+from remat.changing_numbers import ChangingNumbers
 from remat.graph_capture.errors import (
     BudgetError,
     PlanError,
@@ -35,7 +36,7 @@ MAX_PLANS = 16
 OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
-PLANNED_LATER = {"args", "kwargs", "target"}
+PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
 
 
 class PlanCache(SharedState, nn.Module):
@@ -44,13 +45,15 @@ class PlanCache(SharedState, nn.Module):
     Like a rewritten module, it has the user's ``__dict__`` itself. A call in training mode with
     gradients enabled runs by the plan for its signature: structure, shapes, strides, dtypes,
     values of what is no tensor, and autocast. A new signature makes a plan. So does a change of
-    what the model's code reads, such as a dropout's p, or of what is trained. Any other call runs
-    the user's own forward.
+    what the model's code reads, or of what is trained. A float that has changed, such as a
+    dropout's p, is an input of the next plan, which serves for all its values where it can. Any
+    other call runs the user's own forward.
     """
 
     _remat_plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
+    _remat_numbers: ClassVar[ChangingNumbers]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -91,13 +94,18 @@ class PlanCache(SharedState, nn.Module):
                 "what changes at every step should be a tensor, passed to forward or a buffer",
                 stacklevel=7,
             )
-        planned = cls._remat_planned(args, kwargs, target)
+        names = {name for error in changed for name in error.numbers}
+        planned = cls._remat_numbers.planned(
+            names, functools.partial(cls._remat_planned, args, kwargs, target)
+        )
         cls._remat_plans[signature, next(_numbers)] = planned
         cls._remat_drop_oldest()
         return planned(*args, **given)
 
     @classmethod
-    def _remat_planned(cls, args: Any, kwargs: Any, target: Any) -> fx.GraphModule:
+    def _remat_planned(
+        cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
+    ) -> fx.GraphModule:
         """A plan within the budget; or, where a per cent is too little, within what others take.
 
         A part of a small batch's own peak can be too little for its parameters, as with the last
@@ -107,7 +115,7 @@ class PlanCache(SharedState, nn.Module):
         budget = options.pop("budget")
         make = functools.partial(
             rematerialize, cls._remat_original_module, args, kwargs,
-            target=target, loss_fn=cls._remat_loss_fn, **options,
+            target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
         )  # fmt: skip
         known = [type(plan)._remat_prediction for plan in cls._remat_plans.values()]
         peak_bytes = max((one.peak_bytes for one in known if one is not None), default=0)
@@ -188,6 +196,7 @@ def _make_cache(
         _remat_original_module=model,
         _remat_plans=OrderedDict(),
         _remat_options=options,
+        _remat_numbers=ChangingNumbers(is_compiled=bool(options.get("compile"))),
         _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
         _remat_max_plans=max_plans,
     )

@@ -17,6 +17,7 @@ from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.boxed import compile_boxed
 from remat.rewriter.graphs.emit import emit
+from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.schedules.schedule import Schedule
 
@@ -26,7 +27,8 @@ class CompiledStep:
     """A callable step, the two GraphModules that it carries out, and facts about its gradients.
 
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
-    results repeat a tensor. `by_inductor` says whether it runs Inductor's code or our own.
+    results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
+    whether it runs Inductor's code or our own.
     """
 
     call: Callable[..., Any]
@@ -36,6 +38,7 @@ class CompiledStep:
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
     repeats: Repeats | None = None
+    floats: FloatSource | None = None
     by_inductor: bool = False
 
     def results(self, *inputs: Any) -> Any:
@@ -58,6 +61,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     trace.compiled = True
     emitted: list[fx.GraphModule] = []
     facts = gradient_facts(trace.joint)
+    floats = FloatSource(trace.floats) if trace.floats else None
     make_compilers = _inductor if by_inductor else _boxed
     compilers: list[Any] = []
 
@@ -65,12 +69,14 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         recipe = trace.recipe
+        if floats:
+            floats.inputs.mark(gm)
         several = trace.repeats.gradients() if trace.repeats else None
         joint = build_joint(
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, **recipe.facts()
         )
         schedule.check_made_for(joint.graph)
-        emitted.extend(emit(joint, schedule))
+        emitted.extend(emit(joint, schedule, floats))
         compilers.extend(make_compilers(joint, *emitted))
         return emitted[0], emitted[1]
 
@@ -88,7 +94,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             fw_compiler=lambda gm, example_inputs: compilers[0](gm, example_inputs),
             bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
         )
-    written = trace.carried, trace.settled, trace.repeats
+    written = trace.carried, trace.settled, trace.repeats, floats
     return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor)
 
 

@@ -131,7 +131,8 @@ class PythonState:
 def _key(place: Place) -> tuple[int, Any]:
     """The same for two places that are one."""
     if isinstance(place, Entry):
-        return id(place.space), place.key
+        # A class makes another view of its namespace at each look.
+        return id(place.owner or place.space), place.key
     if isinstance(place, Slot):
         return id(place.owner), place.key
     return id(_holder(place)), None

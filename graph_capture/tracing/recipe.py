@@ -35,6 +35,7 @@ class Recipe:
     device : ``cpu`` or ``cuda:0``, whose own ops are traced; or a name of the table, for which the
         CPU's are.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
+    float_inputs : names of numbers that each step reads anew, with their values in the trace.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Recipe:
     autocast: tuple[Any, ...]
     device: str = CPU
     flags: Flags | None = None
+    float_inputs: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_modelled(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,18 @@ from torch._functorch.aot_autograd import (
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, FloatInputError
+from remat.graph_capture.float_inputs.arguments import Probe
+from remat.graph_capture.float_inputs.inputs import FloatInputs, named_places
+from remat.graph_capture.float_inputs.probing import holding, probed
+from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.weight_casts import cast_weights_once
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
-from remat.graph_capture.python_state.places import MISSING, Entry
+from remat.graph_capture.python_state.places import MISSING, Entry, Place
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import (
@@ -86,6 +90,7 @@ class Trace:
     carried, settled : what forward sets on modules and elsewhere. Each step sets it too.
     unsure : of these, what forward may read from an earlier step.
     repeats : where the results repeat a tensor.
+    floats : the numbers that each step reads anew, if there are any.
     compiled : whether the record has been compiled.
     """
 
@@ -97,6 +102,7 @@ class Trace:
     settled: tuple[Settled, ...] = ()
     unsure: tuple[Carried, ...] = ()
     repeats: Repeats | None = None
+    floats: FloatInputs | None = None
     compiled: bool = False
 
     @property
@@ -116,6 +122,7 @@ def trace(
     accumulate: bool = False,
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
+    float_inputs: Sequence[str] = (),
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -129,6 +136,8 @@ def trace(
         or ``cuda``, where model and batch must be; or a name of `devices.json`, for which the CPU's
         ops are traced and the model may be on ``meta``.
     sharding : over ranks. It counts for what is resident on one of them.
+    float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
+        gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
 
     Raises
     ------
@@ -138,6 +147,9 @@ def trace(
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
     batch = (tuple(args), dict(kwargs or {}), target)
+    numbers: list[Place] = []
+    if float_inputs:
+        numbers = named_places(PythonState(model, loss_fn), float_inputs)
     check_batch(batch, device)
     recipe = Recipe(
         name=type(model).__name__,
@@ -153,6 +165,7 @@ def trace(
         ),
         autocast=autocast_state(),
         device=device,
+        float_inputs=tuple((place.text, place.value) for place in numbers),
     )
     done = trace_recipe(model, recipe)
     keep_recipe(model, done.graph.hash, done.recipe)
@@ -164,7 +177,41 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
     First as eager. If that fails, as if compiled, then as if exported. Models may take other code
     then, so it warns.
+
+    Raises
+    ------
+    CaptureError : as of `trace`; a number that the recipe names cannot be an input of the step.
     """
+    if not recipe.float_inputs:
+        return _trace_recipe(model, recipe)
+    names, values = zip(*recipe.float_inputs, strict=True)
+    with holding(named_places(PythonState(model, recipe.loss_fn), names), values):
+        done = _trace_recipe(model, recipe)
+        state = PythonState(model, recipe.loss_fn)
+        places = named_places(state, names)
+        found = probed(
+            places,
+            state,
+            _probe(done, Log()),
+            lambda log: _probe(_trace_with(model, done.recipe), log),
+        )
+    if isinstance(found, str):
+        raise FloatInputError(
+            f"{', '.join(names)} of {recipe.name} cannot be an input of the step: {found}. Plan "
+            "for each value instead, as remat.plan_cache does"
+        )
+    done.floats = found
+    done.python_state.leave_out(places)
+    return done
+
+
+def _probe(done: Trace, log: Log) -> Probe:
+    """What is compared between traces with different numbers."""
+    left = ([(one.text, one.leaves) for one in done.carried], [one.value for one in done.settled])
+    return Probe(done.descriptors.graph_module, left, log)
+
+
+def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:

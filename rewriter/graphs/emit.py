@@ -21,6 +21,7 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter, as_module, emit_both
 from remat.rewriter.graphs.fewer_views import leave_out_views
+from remat.rewriter.graphs.floats import FloatSource, read_floats
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state
 from remat.schedules.schedule import Schedule
 
@@ -193,8 +194,13 @@ def _fake_state(node: fx.Node, device: str) -> Tensor:
         return torch.empty(save_rng_state(device).shape, dtype=torch.uint8)
 
 
-def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract."""
+def emit(
+    joint: Joint, schedule: Schedule, floats: FloatSource | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
+
+    `floats` is what each step reads the numbers from that the joint graph marks.
+    """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
 
@@ -205,4 +211,6 @@ def emit(joint: Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModu
     for graph in graphs:
         leave_out_views(graph)
     forward, backward = graphs
+    if floats:
+        read_floats(forward, backward, floats, joint.num_forward_outputs)
     return as_module(joint, forward), as_module(joint, backward)

@@ -97,7 +97,9 @@ class Guards:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         if change := self.python_state.first_change():
-            raise self._changed(*_in_words(change))
+            error = self._changed(*_in_words(change))
+            error.numbers = _numbers(self.python_state.changes())
+            raise error
         if self.settled and (left := out_of_step(self.settled)):
             one, now = left
             raise self._changed(*_in_words(Change(one.place.text, one.value, now, one.place)))
@@ -192,6 +194,12 @@ def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, 
         if was != found:
             return text(was), text(found)
     raise AssertionError("no fact differs")
+
+
+def _numbers(changes: list[Change]) -> tuple[str, ...]:
+    """The names of what has changed, if all of it is floats, which steps could read anew."""
+    floats = [one.text for one in changes if type(one.before) is type(one.now) is float]
+    return tuple(floats) if len(floats) == len(changes) else ()
 
 
 def _in_words(change: Change) -> tuple[str, str, str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.carried import Carried, state_guarded
@@ -76,6 +76,8 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_step(self, batch: Any) -> Any:
         guards, step = self._remat_guards, self._remat_compiled_step
         state, leaves = guards.require(batch)
+        if step.floats and (unlike := step.floats.refresh()):
+            raise StateChangedError(unlike)
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         output = step.results(*used, *batch)
@@ -103,7 +105,8 @@ class RematModule(SharedState, fx.GraphModule):
         it is where each step sets something that is not found by a path in the model.
         """
         guards = cls._remat_guards
-        if guards.constants or guards.settled or guards.python_state.first_change():
+        is_own = guards.settled or cls._remat_compiled_step.floats
+        if guards.constants or is_own or guards.python_state.first_change():
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
         recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_priced)

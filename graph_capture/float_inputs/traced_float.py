@@ -1,0 +1,202 @@
+"""Floats that remember how they were computed, and what was asked of them, while a step is traced.
+
+What forward computes from a number of the user's, as ``1 / self.temperature``, is a program of a
+few steps; what it asks of one, as ``if self.p > 0``, is a step with an answer under which the trace
+holds. A number that leaves for where neither can be followed, as a text, is lost sight of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of an earlier step of a program."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function of numbers: earlier results, and constants.
+
+    Attributes
+    ----------
+    name : of the function. is_asked : whether its result must be what it was in the trace.
+    """
+
+    name: str
+    operands: tuple[Ref | int | float, ...]
+    function: Callable[..., Any] = field(compare=False)
+    is_asked: bool = False
+
+
+@dataclass
+class Log:
+    """What happened to the inputs in one trace: a program that computes all of it again.
+
+    Attributes
+    ----------
+    values : the result of each step; the first ones are the inputs.
+    lost : where a number went out of sight; empty if none did.
+    """
+
+    steps: list[Step] = field(default_factory=list[Step])
+    values: list[Any] = field(default_factory=list[Any])
+    lost: str = ""
+    _known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+
+    def input(self, name: str, value: float) -> TracedFloat:
+        """A number that the program takes."""
+        return self.note(Step(name, (), float), value)
+
+    def note(self, step: Step, value: Any) -> Any:
+        """Keep a step and its result, once; a float comes back as one that is followed."""
+        # Constants by their text: 1, 1.0 and True are three, and NaN is NaN.
+        key = (step.name, *(one if isinstance(one, Ref) else repr(one) for one in step.operands))
+        index = self._known.setdefault(key, len(self.steps))
+        if index == len(self.steps):
+            self.steps.append(step)
+            self.values.append(value)
+        return value if step.is_asked else TracedFloat(value, Ref(index), self)
+
+    def lose(self, why: str) -> None:
+        """Note that a number went out of sight."""
+        self.lost = self.lost or why
+
+
+def run(steps: Sequence[Step], inputs: Sequence[float]) -> list[Any]:
+    """The results of all steps of a program, whose first ones are the inputs."""
+    found: list[Any] = list(inputs)
+    for step in steps[len(inputs) :]:
+        found.append(
+            step.function(*(found[o.index] if isinstance(o, Ref) else o for o in step.operands))
+        )
+    return found
+
+
+class TracedFloat(float):
+    """A float with its place in a program. Arithmetic on it adds steps."""
+
+    ref: Ref
+    log: Log
+
+    def __new__(cls, value: float, ref: Ref, log: Log) -> TracedFloat:
+        """Make one; `Log.note` does."""
+        made = super().__new__(cls, value)
+        made.ref, made.log = ref, log
+        return made
+
+    def __deepcopy__(self, memo: Any) -> TracedFloat:
+        return self
+
+
+def applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
+    """`function` of numbers, some of which are traced; `NotImplemented` for what is no number."""
+    if not all(isinstance(operand, (int, float)) for operand in operands):
+        return NotImplemented
+    log = next(one.log for one in operands if isinstance(one, TracedFloat))
+    # Of plain floats, so that nothing is noted twice.
+    value = function(*(_plain(operand) for operand in operands))
+    taken = tuple(one.ref if isinstance(one, TracedFloat) else one for one in operands)
+    return log.note(Step(name, taken, function, is_asked=type(value) is not float), value)
+
+
+def _plain(value: Any) -> Any:
+    return float.__float__(value) if isinstance(value, TracedFloat) else value
+
+
+_TWO = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
+    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
+}  # fmt: skip
+_ASKED = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+_ONE = {
+    "neg": operator.neg, "pos": operator.pos, "abs": abs, "bool": bool, "int": int,
+    "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil,
+}  # fmt: skip
+_LOST = (
+    "__float__", "__hash__", "__format__", "__str__", "__repr__", "__reduce__", "__divmod__",
+    "__rdivmod__", "is_integer", "as_integer_ratio", "hex", "conjugate",
+)  # fmt: skip
+
+
+def _operation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: applied(name, function, self, *others)
+
+
+def _reflected(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: applied(name, function, other, self)
+
+
+def _asked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    own = getattr(float, f"__{name}__")
+
+    def ask(self: TracedFloat, other: Any) -> Any:
+        is_number = isinstance(other, (int, float))
+        return applied(name, function, self, other) if is_number else own(self, other)
+
+    return ask
+
+
+def _losing(name: str) -> Callable[..., Any]:
+    own = getattr(float, name)
+
+    def lose(self: TracedFloat, *others: Any) -> Any:
+        self.log.lose(f"it is read by {name}")
+        return own(self, *others)
+
+    return lose
+
+
+for _name, _function in _TWO.items():
+    setattr(TracedFloat, f"__{_name}__", _operation(_name, _function))
+    setattr(TracedFloat, f"__r{_name}__", _reflected(_name, _function))
+for _name, _function in _ASKED.items():
+    setattr(TracedFloat, f"__{_name}__", _asked(_name, _function))
+for _name, _function in _ONE.items():
+    setattr(TracedFloat, f"__{_name}__", _operation(_name, _function))
+for _name in _LOST:
+    setattr(TracedFloat, _name, _losing(_name))
+TracedFloat.__round__ = _operation("round", round)
+
+
+@contextlib.contextmanager
+def traced_by_math() -> Generator[None]:
+    """Let the functions of `math` follow such floats meanwhile: they read them past all methods."""
+    own = {name: value for name, value in vars(math).items() if callable(value)}
+    with contextlib.ExitStack() as stack:
+        for name, function in own.items():
+            if name not in ("floor", "ceil", "trunc"):  # these ask the number
+                stack.enter_context(patch.object(math, name, _following(name, function)))
+        yield
+
+
+def _following(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(*operands: Any, **words: Any) -> Any:
+        inside = [one for value in (*operands, *words.values()) for one in _inside(value)]
+        if not inside:
+            return function(*operands, **words)
+        found = NotImplemented if words else applied(f"math.{name}", function, *operands)
+        if found is NotImplemented:
+            inside[0].log.lose(f"it is read by math.{name}")
+            return function(*operands, **words)
+        return found
+
+    return follow
+
+
+def _inside(value: Any) -> list[TracedFloat]:
+    """Traced numbers in an argument."""
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    return [one for one in items if isinstance(one, TracedFloat)]
