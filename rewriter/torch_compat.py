@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
+import torch
+
 from remat.graph_capture.errors import RewriteError
 
 OLDEST, NEWEST = "2.11.0", "2.14.1"
@@ -41,3 +43,12 @@ def require_tested_release() -> None:
     reason = refused_release(importlib.metadata.version("torch"))
     if reason:
         raise RewriteError(reason)
+
+
+def holds_tangents() -> bool:
+    """Whether torch holds the gradients that a compiled backward is given until it has ended.
+
+    torch 2.11 does. Later releases hand them over in a list, from which each is freed once it has
+    been read.
+    """
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")
