@@ -2,6 +2,8 @@
 # make test   the tests, side by side on the cores there are; one by one: PYTEST_ARGS="-n 0".
 #             Without those marked slow (.ci/run runs them: PYTEST_ARGS="-m slow"), clock, which
 #             read a clock and want a quiet machine, and gpu
+# make test-versions   a core set of them on the oldest and the newest torch that the package takes;
+#             on one: TORCH=2.11.0, and then others: PYTEST_ARGS="tests/distributed -x"
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
 # make notebooks  runs notebooks/ and keeps them, with their outputs, in build/notebooks
@@ -13,6 +15,7 @@ PYTHON ?= python3
 BUDGET ?= 60%
 MODEL ?= examples/gpt.py:factory
 PYTEST_ARGS ?=
+TORCH ?=
 # By file, whose tests share captures and plans; in order, in which the last files are short.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -20,7 +23,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MANIFESTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types notebooks docs clean
+.PHONY: demo test test-versions lint types notebooks docs clean
 
 demo: .venv/.core
 	@mkdir -p build
@@ -29,6 +32,10 @@ demo: .venv/.core
 
 test: .venv/.dev
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+test-versions: .venv/.dev
+	PYTEST_ADDOPTS="$(SIDE_BY_SIDE)" $(BIN)/python -m tests.versions \
+	  $(if $(TORCH),--torch $(TORCH)) -- $(PYTEST_ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -220,6 +220,12 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
             "torch.where or masking, or plan the parts before and after it separately. "
             f"torch said: {_first_line(error)}"
         )
+    if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
+        return CaptureError(
+            f"forward draws from a generator of its own ({place}), which torch "
+            f"{torch.__version__} cannot trace: draw from torch's default generator, or take "
+            "torch 2.13"
+        )
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")

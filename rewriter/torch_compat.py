@@ -9,24 +9,33 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
+import torch
+
 from remat.graph_capture.errors import RewriteError
 
-OLDEST, NEWEST = (2, 11), (2, 14)
-"""Both are tested, and so is what lies between."""
+OLDEST, NEWEST = "2.11.0", "2.14.1"
+"""The tests run on both (`make test-versions`), and on the one between of `constraints.txt`."""
+
+
+def requirement() -> str:
+    """What pip is asked for: every patch of the minor releases from `OLDEST` to `NEWEST`."""
+    (major, oldest), (_, newest) = _minor(OLDEST), _minor(NEWEST)
+    return f"torch>={major}.{oldest},<{major}.{newest + 1}"
 
 
 def refused_release(version: str) -> str:
     """Why a release of torch is refused; empty for one that is not."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    if _minor(OLDEST) <= _minor(version) <= _minor(NEWEST):
         return ""
-    oldest, newest, above = (
-        ".".join(map(str, release)) for release in (OLDEST, NEWEST, (NEWEST[0], NEWEST[1] + 1))
-    )
     return (
-        f"plans are tested with torch {oldest} to {newest}, and torch {version} is installed: "
-        f'pip install "torch>={oldest},<{above}", or a release of remat that knows this one'
+        f"plans are tested with torch {OLDEST} to {NEWEST}, and torch {version} is installed: "
+        f'pip install "{requirement()}", or a release of remat that knows this one'
     )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def require_tested_release() -> None:
@@ -34,3 +43,12 @@ def require_tested_release() -> None:
     reason = refused_release(importlib.metadata.version("torch"))
     if reason:
         raise RewriteError(reason)
+
+
+def holds_tangents() -> bool:
+    """Whether torch holds the gradients that a compiled backward is given until it has ended.
+
+    torch 2.11 does. Later releases hand them over in a list, from which each is freed once it has
+    been read.
+    """
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 TITLE = "NVIDIA H100 80GB HBM3"
 L2_BYTES = 4096
+PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, major=9, minor=0)
 
 
 class FakeCuda:
@@ -82,7 +83,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "device": lambda *_: contextlib.nullcontext(),
         "synchronize": fake.counting("synchronize"),
         "get_device_name": lambda *_: TITLE,
-        "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=L2_BYTES),
+        "get_device_properties": lambda *_: PROPERTIES,
         "_sleep": fake.cycles.append,
         "Event": fake.event,
         "memory_stats": fake.memory_stats,

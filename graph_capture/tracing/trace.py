@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import (
     JointWithDescriptors,
@@ -53,6 +54,7 @@ from remat.graph_capture.tracing.carried import (
     doubtful,
     places_of,
 )
+from remat.graph_capture.tracing.checking_ops import checks_kept
 from remat.graph_capture.tracing.checkpointed import (
     checkpointed_modules,
     refuse_checkpointed_writes,
@@ -289,12 +291,16 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         provenance = Provenance(step)
         stack.enter_context(told(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
+        stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
         stack.enter_context(provenance.watching_modules())
         checkpointed = stack.enter_context(checkpointed_modules(provenance.path))
         stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        # torch 2.14 would trace the function inside of one that torch.compile has wrapped, without
+        # a word, while the user's own step runs Inductor's kernels. So it fails, as before.
+        stack.enter_context(dynamo_config.patch(force_compile_during_fx_trace=True))
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         # Last, so that it is called first and sees the frame of the user's code.

@@ -42,8 +42,9 @@ class Piece:
     ----------
     step : None where nothing in it requires gradients.
     outputs_bytes : of what it hands on. beside_bytes : while its backward runs, of the gradients
-        that the pieces behind it have left. after_bytes : when its backward has ended, of these,
-        its own, and the sums of gradients of parameters that it shares with pieces behind it.
+        that the pieces behind it have left, and of what these have returned. after_bytes : when its
+        backward has ended, of these, its own, and the sums of gradients of parameters that it
+        shares with pieces behind it.
     """
 
     step: FusedStep | None
@@ -170,10 +171,14 @@ class Beside:
         self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
         exchanged = {node for node in trained if _is_exchanged(values[node])}
         self._moved = exchanged if self.moves_to_buckets else set[fx.Node]()
+        returned = {node for call in calls for node in [call, *call.users] if _is_given_back(node)}
+        self._returned = [(_piece_of(node, place), _held_bytes(values[node])) for node in returned]
 
     def while_running(self, k: int) -> int:
         """Bytes that pieces behind the k-th have left, as its backward runs."""
-        return sum(size for node, size in self._bytes.items() if self._is_left(node, k))
+        returned_bytes = sum(size for made, size in self._returned if made is not None and made > k)
+        left = sum(size for node, size in self._bytes.items() if self._is_left(node, k))
+        return left + returned_bytes
 
     def afterwards(self, k: int) -> int:
         """Bytes as the backward of the k-th has ended, while autograd adds to what was left."""
@@ -206,8 +211,21 @@ def _is_exchanged(value: Any) -> bool:
 
 def _is_returned(call: fx.Node) -> bool:
     """Whether the model returns a result of a piece. Others are held by what has saved them."""
-    results = [call, *filter(is_getitem, call.users)]
-    return any(user.op == "output" for result in results for user in result.users)
+    return any(_is_given_back(result) for result in [call, *filter(is_getitem, call.users)])
+
+
+def _is_given_back(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _held_bytes(value: Any) -> int:
+    """Of a result of the model while backward runs: its own, and of a loss, its gradient's too.
+
+    `Tensor.backward` makes the gradient of a loss, and holds it to the end.
+    """
+    if not isinstance(value, Tensor):
+        return 0
+    return value.nbytes * (2 if value.numel() == 1 and value.requires_grad else 1)
 
 
 def _piece_of(node: fx.Node, place: dict[fx.Node, int]) -> int | None:

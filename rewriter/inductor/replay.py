@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_tangent, storage_key
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
+from remat.rewriter.torch_compat import holds_tangents
 
 Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
 
@@ -178,6 +179,8 @@ def _backward_run(
     for name, storages in zip(lowered.inputs, saved, strict=False):
         then.bring(name, storages)
     rest = lowered.inputs[len(saved) :]
+    if holds_tangents():
+        then.held.update(rest[: len(tangents)])
     _bring_tangents(then, rest[: len(tangents)], tangents)
     for name in rest[len(tangents) :]:
         then.bring(name, [then.storage(0)])

@@ -91,7 +91,8 @@ class _Unwritten(CppKernelProxy):
         bodies = [_localized(partial(_body, node)) for node in self._nodes]
         sizes = [node.group[1] for node in self._nodes]
         with config.patch(inplace_buffers=False):
-            factors, indices, _ = TilingSelect().select_tiling(bodies, sizes)
+            # torch 2.11 gives these two alone, later releases more.
+            factors, indices, *_ = TilingSelect().select_tiling(bodies, sizes)
         for index in indices:
             nest.tile(index, factor=factors[0])
         return nest

@@ -77,7 +77,9 @@ def test_a_step_is_run_on_made_data_and_its_time_kept(name: str, folder: Path) -
     graph = pricing.price(traced)
     ((of_graph, step),) = PriceCache().steps.items()
     assert of_graph == traced.graph.hash
-    assert graph.time_us >= step.step_us > 0
+    assert step.step_us > 0
+    # The ops' times are made to add up to the step's, but for the rounding of the sum.
+    assert graph.time_us >= step.step_us * (1 - 1e-12)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import remat.rewriter
 from remat.cli.main import app
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.torch_compat import refused_release
+from remat.rewriter.torch_compat import refused_release, requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,12 +27,13 @@ def test_tested_releases_are_taken(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.10.0", "2.15.0", "2.16.0.dev20261101", "3.0", "1.13", "x"])
 def test_others_are_refused_by_name_with_what_to_install(version: str) -> None:
     assert f"torch {version} is installed" in refused_release(version)
+    assert "tested with torch 2.11.0 to 2.14.1" in refused_release(version)
     assert 'pip install "torch>=2.11,<2.15"' in refused_release(version)
 
 
 def test_the_bounds_are_those_of_the_package() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "torch>=2.11,<2.15" in package["project"]["dependencies"]
+    assert requirement() in package["project"]["dependencies"]
 
 
 def test_the_rewriter_is_not_imported_under_another_release(

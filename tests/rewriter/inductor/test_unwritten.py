@@ -40,6 +40,10 @@ def two_sums_of_rows(x: Tensor, w: Tensor) -> list[Tensor]:
     return [torch.softmax(x * w, -1) + functional.layer_norm(x, SQUARE[-1:])]
 
 
+def few_long_rows(x: Tensor, w: Tensor) -> list[Tensor]:
+    return [torch.softmax((x * w).reshape(2, -1), -1)]
+
+
 def read_in_its_own_sum(x: Tensor, w: Tensor) -> list[Tensor]:
     y = x.exp()
     return [y / y.sum(-1, keepdim=True), (y - y.mean()).abs() @ w]
@@ -70,7 +74,7 @@ def chain_of_one_size(x: Tensor, w: Tensor) -> list[Tensor]:
 
 
 FUNCTIONS = [
-    softmax_and_norm, two_sums_of_rows, read_in_its_own_sum, added_at_indices,
+    softmax_and_norm, two_sums_of_rows, few_long_rows, read_in_its_own_sum, added_at_indices,
     written_over_an_input, drawn, sought, chain_of_one_size,
 ]  # fmt: skip
 

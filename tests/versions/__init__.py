@@ -1,0 +1,1 @@
+"""The tests on each release of torch that the package takes: `python -m tests.versions`."""

@@ -1,0 +1,98 @@
+"""The releases that the tests run on: kept environments, what is recorded, the table of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from remat.rewriter.torch_compat import refused_release
+from tests.paths import ROOT
+from tests.versions import table
+from tests.versions.__main__ import main
+from tests.versions.environment import DONE, SITE, kept
+from tests.versions.record import RESULTS, Counts, counts, record, recorded
+from tests.versions.releases import releases
+
+JUNIT = """<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10">
+</testsuite></testsuites>"""
+
+
+def test_the_table_is_what_the_command_makes_of_the_results() -> None:
+    document = table.DOCS.read_text()
+    assert table.with_table(document) == document
+
+
+def test_a_row_is_there_for_each_release_that_the_package_takes() -> None:
+    assert set(recorded()) <= set(releases())
+    assert [refused_release(version) for version in releases()] == [""] * len(releases())
+
+
+class Installed:
+    """Stands for pip; it may be cut off."""
+
+    def __init__(self) -> None:
+        self.times, self.is_cut_off = 0, False
+
+    def __call__(self, folder: Path) -> None:
+        self.times += 1
+        (folder / SITE / "torch").mkdir(parents=True)
+        if self.is_cut_off:
+            raise KeyboardInterrupt
+
+
+def test_an_environment_is_made_once_and_anew_for_other_manifests(tmp_path: Path) -> None:
+    install = Installed()
+    for mark in ("a", "a", "b"):
+        assert kept(tmp_path / "one", mark, install) == tmp_path / "one"
+    assert install.times == 2
+    assert (tmp_path / "one" / DONE).read_text() == "b"
+
+
+def test_an_install_that_was_cut_off_is_made_anew(tmp_path: Path) -> None:
+    install = Installed()
+    install.is_cut_off = True
+    with pytest.raises(KeyboardInterrupt):
+        kept(tmp_path / "one", "", install)
+    install.is_cut_off = False
+    assert (kept(tmp_path / "one", "", install) / DONE).exists()
+    assert install.times == 2
+
+
+def test_an_environment_of_another_python_is_made_anew(tmp_path: Path) -> None:
+    folder, install = tmp_path / "one", Installed()
+    (folder / "lib" / "python3.9").mkdir(parents=True)
+    (folder / DONE).touch()
+    kept(folder, "", install)
+    assert install.times == 1
+
+
+def test_counts_of_pytest_are_kept_beside_those_of_other_suites(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    found = counts(tmp_path / "junit.xml")
+    assert (found.passed, found.skipped, found.failed) == (4, 3, 3)
+    rows, other = tmp_path / "rows.json", Counts(date="2026-01-01", passed=1, skipped=0, failed=0)
+    record("2.11.0", "2.11.0+cpu", "3.11.7", "slow", other, rows)
+    record("2.11.0", "2.11.0+cpu", "3.11.7", "quick", found, rows)
+    assert recorded(rows)["2.11.0"].suites == {"slow": other, "quick": found}
+    record("2.11.0", "2.11.0+cpu", "3.12.1", "quick", found, rows)
+    assert recorded(rows)["2.11.0"].suites == {"quick": found}
+
+
+def test_the_results_are_in_the_checkout() -> None:
+    assert RESULTS.is_relative_to(ROOT)
+    assert RESULTS.exists()
+
+
+def test_a_failing_release_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(python: Path, *of_pytest: str) -> int:
+        ran.append(str(python))
+        return 1 if "2.11" in str(python) else 0
+
+    monkeypatch.setattr("tests.versions.__main__.python_with", Path)
+    monkeypatch.setattr("tests.versions.__main__.run", run)
+    assert main([]) == 1
+    assert ran == ["2.11.0", "2.14.1"]
+    assert main(["--torch", "2.14.1", "--", "-x"]) == 0
