@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import operator
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,8 @@ Place = Entry | Cell | Slot | Contents
 # A subclass may have methods of its own, as a dictionary that makes an object of each class that is
 # looked up. So items are read and written by the methods of the base.
 _BASES: tuple[Any, ...] = (list, deque, set, OrderedDict, dict)
-CONTAINERS = (*_BASES, np.ndarray)
+_NUMBERS = (bytearray, array)
+CONTAINERS = (*_BASES, *_NUMBERS, np.ndarray, MappingProxyType)
 
 
 def _base(owner: Any) -> Any:
@@ -149,6 +151,10 @@ def copied(owner: Any) -> Any:
     """A shallow copy of a container, in the plain type that it is made of."""
     if isinstance(owner, np.ndarray):
         return owner.copy()
+    if isinstance(owner, _NUMBERS):
+        return owner[:]
+    if isinstance(owner, MappingProxyType):
+        return dict(owner)
     if isinstance(owner, dict):
         return dict(dict.items(owner))
     base = _base(owner)
@@ -157,7 +163,11 @@ def copied(owner: Any) -> Any:
 
 def refill(owner: Any, value: Any) -> None:
     """Make a container hold `value`, a copy of it, again."""
-    if holds(owner, value):
+    # What is behind a view cannot be written through it.
+    if isinstance(owner, MappingProxyType) or holds(owner, value):
+        return
+    if isinstance(owner, _NUMBERS):
+        owner[:] = value
         return
     if isinstance(owner, np.ndarray):
         owner[...] = value
@@ -177,6 +187,10 @@ def holds(owner: Any, value: Any) -> bool:
         # By bits: NaN is NaN, and -0.0 is not 0.0.
         same = owner.shape == value.shape and owner.dtype == value.dtype
         return same and owner.tobytes() == value.tobytes()
+    if isinstance(owner, _NUMBERS):
+        return _bits(owner) == _bits(value)
+    if isinstance(owner, MappingProxyType):
+        owner = dict(owner)
     base = _base(owner)
     if base.__len__(owner) != len(value):
         return False
@@ -186,6 +200,10 @@ def holds(owner: Any, value: Any) -> bool:
     if isinstance(owner, set):
         return set.__eq__(owner, value)
     return all(map(operator.is_, base.__iter__(owner), value))
+
+
+def _bits(numbers: Any) -> tuple[Any, bytes]:
+    return getattr(numbers, "typecode", None), bytes(memoryview(numbers).cast("B"))
 
 
 def is_same(now: Any, before: Any) -> bool:
@@ -207,7 +225,7 @@ def is_same(now: Any, before: Any) -> bool:
         return list(now) == list(before) and all(map(is_same, now.values(), before.values()))
     if isinstance(now, (set, frozenset)):
         return now == before
-    if isinstance(now, np.ndarray):
+    if isinstance(now, (np.ndarray, *_NUMBERS)):
         return holds(now, before)
     if isinstance(now, np.generic):
         return now.tobytes() == before.tobytes()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,6 +18,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
+from remat.graph_capture.python_state.hidden import (
+    GENERATORS,
+    environment,
+    hidden,
+    stream,
+)
 from remat.graph_capture.python_state.places import (
     CONTAINERS,
     MISSING,
@@ -26,65 +31,22 @@ from remat.graph_capture.python_state.places import (
     Cell,
     Contents,
     Entry,
-    Place,
     Slot,
     copied,
 )
-
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
-_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Of a module's ``__dict__``: compared by guards of their own."""
-_RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
-_NOT_RUN = frozenset(
-    [
-        "__init_subclass__",
-        "__repr__",
-        "__str__",
-        "__del__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__getstate__",
-        "__setstate__",
-        "__dir__",
-        "__copy__",
-        "__deepcopy__",
-        "__class_getitem__",
-        "__setattr__",
-        "__delattr__",
-    ]
+from remat.graph_capture.python_state.reached import (
+    AROUND_DATA,
+    NOT_RUN,
+    OF_DATA,
+    RUN_BY_TORCH,
+    STATE,
+    Instance,
+    LruCache,
+    Reached,
+    are_related,
+    functions_of,
+    is_library,
 )
-_OF_DATA = frozenset({"types", "argparse", "collections"})
-"""Modules of Python whose objects hold a user's data, such as a `SimpleNamespace`."""
-LruCache = type(functools.lru_cache(lambda: None))
-
-
-@dataclass
-class Reached:
-    """What a walk found.
-
-    Attributes
-    ----------
-    places : to be compared. watched : namespaces, with the names that must not appear in them,
-        since the class has them, or code looks for them. caches : of `functools`.
-    reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
-        instance, and its class.
-    stores : names of attributes that code sets, with the first ``file:line`` that does.
-    """
-
-    places: list[Place] = field(default_factory=list)
-    watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
-    caches: list[Any] = field(default_factory=list)
-    reads: dict[int, set[str]] = field(default_factory=dict)
-    kinds: dict[int, type] = field(default_factory=dict)
-    stores: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class _Instance:
-    text: str
-    value: Any
-    space: dict[str, Any]
-    done: set[str] = field(default_factory=set)
 
 
 class Walk:
@@ -94,17 +56,19 @@ class Walk:
         self.found = Reached()
         self._seen: dict[int, Any] = {}
         self._entries: set[tuple[int, Any]] = set()
-        self._instances: list[_Instance] = []
+        self._instances: list[Instance] = []
         self._classes: dict[type, set[str]] = {}
         self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._own: dict[type, set[str]] = {}
         self._called: set[type] = set()
-        self._others: set[str] = set(_RUN_BY_TORCH)
+        self._others: set[str] = set(RUN_BY_TORCH)
+        self._globals: set[str] = set()
         for path, module in model.named_modules():
             self._visit(module, path)
         self._visit(loss_fn, "loss_fn")
         self._until_nothing_is_new()
         self._watch_absent()
+        self._watch_environment()
 
     def _until_nothing_is_new(self) -> None:
         """Names that code loads make more code reachable, which loads more names."""
@@ -146,7 +110,17 @@ class Walk:
                 self._modules[id(value)] = value, set()
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
             self._visit_items(value, text)
-        elif not isinstance(value, BuiltinFunctionType):
+        elif isinstance(value, weakref.ref):
+            self._visit(value(), text)
+        elif isinstance(value, GENERATORS):
+            self._add_stream(text, value)
+        elif is_library(type(value).__module__) and (place := hidden(text, value)):
+            self.found.places.append(place)
+        elif isinstance(value, BuiltinFunctionType):
+            # A method such as `table.get`, of the object that it was taken from.
+            if not isinstance(value.__self__, ModuleType):
+                self._visit(value.__self__, text)
+        else:
             self._visit_instance(value, text)
 
     def _visit_function(self, function: FunctionType, text: str) -> None:
@@ -154,6 +128,9 @@ class Walk:
             return
         names = names_of(function.__code__)
         self._others |= names.others | names.own
+        self._globals |= names.global_names
+        # A function is an object too, which may keep something between calls.
+        self._instances.append(Instance(function.__qualname__, function, vars(function)))
         self._note_stores(function, names)
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -186,13 +163,13 @@ class Walk:
 
     def _visit_instance(self, value: Any, text: str) -> None:
         kind = type(value)
-        is_followed = isinstance(value, nn.Module) or kind.__module__ in _OF_DATA
+        is_followed = isinstance(value, nn.Module) or kind.__module__ in OF_DATA
         if is_library(kind.__module__) and not is_followed:
             return
         self._visit_class(kind)
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
-            self._instances.append(_Instance(text, value, space))
+            self._instances.append(Instance(text, value, space))
         for owner in kind.__mro__:
             slots = vars(owner).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
@@ -214,7 +191,7 @@ class Walk:
             if key not in named and not (is_special and self._is_run(kind, key)):
                 continue
             done.add(key)
-            functions = list(_functions(space[key]))
+            functions = list(functions_of(space[key]))
             for function in functions:
                 self._read_method(kind, function)
             if functions or not is_special:
@@ -224,7 +201,7 @@ class Walk:
         """Whether forward may run a method that no code names: a constructor, if the class is."""
         if special in ("__init__", "__new__", "__post_init__"):
             return any(issubclass(called, kind) for called in self._called)
-        return special not in _NOT_RUN
+        return special not in NOT_RUN
 
     def _read_method(self, kind: type, function: FunctionType) -> None:
         names = names_of(function.__code__)
@@ -234,13 +211,15 @@ class Walk:
 
     def _names_for(self, kind: type) -> set[str]:
         """Names that code loads of an object of that class; its bases' methods load some too."""
-        own = [names for base, names in self._own.items() if _related(kind, base)]
-        named = self._others.union(*own) - _STATE
+        own = [names for base, names in self._own.items() if are_related(kind, base)]
+        named = self._others.union(*own) - STATE
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
         return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
-    def _read_instance(self, instance: _Instance) -> None:
+    def _read_instance(self, instance: Instance) -> None:
         named = self._names_for(type(instance.value))
+        if isinstance(instance.value, AROUND_DATA):
+            named = instance.space.keys()
         for key in sorted((instance.space.keys() & named) - instance.done):
             instance.done.add(key)
             self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
@@ -256,6 +235,18 @@ class Walk:
             self.found.reads[id(one.space)] = named
             self.found.kinds[id(one.space)] = type(one.value)
             self.found.watched.append((one.text, one.space, named - one.space.keys()))
+
+    def _watch_environment(self) -> None:
+        """Variables that code which reads the environment names, in capitals as they are."""
+        if self._globals.union(self._others).isdisjoint(("environ", "getenv")):
+            return
+        names = tuple(sorted(name for name in self._others if name.isupper()))
+        self.found.places.append(environment(names))
+
+    def _add_stream(self, text: str, value: Any) -> None:
+        found = stream(text, value)
+        if found is not None:
+            self.found.streams.append(found)
 
     def _add_entry(self, text: str, space: Any, key: Any, owner: Any = None) -> None:
         if (id(owner or space), key) in self._entries:
@@ -282,24 +273,3 @@ class Walk:
         value = getattr(owner, key)
         self.found.places.append(Slot(text, owner, key, value))
         self._visit(value, text)
-
-
-def is_library(module: str | None) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-def _related(kind: type, base: type) -> bool:
-    return issubclass(kind, base) or issubclass(base, kind)
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions behind a class's attribute: a method of any kind, or a property."""
-    if isinstance(value, FunctionType):
-        yield value
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield from _functions(value.__func__)
-    elif isinstance(value, property):
-        yield from _functions(value.fget)
-    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
-        yield from _functions(value.func)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.places import (
     MISSING,
     Cell,
@@ -29,7 +30,7 @@ class Change:
     text: str
     before: Any
     now: Any
-    place: Place
+    place: Place | Hidden | Stream
 
 
 class PythonState:
@@ -43,6 +44,7 @@ class PythonState:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         found = Walk(model, loss_fn).found
         self.places, self.watched, self.caches = found.places, found.watched, found.caches
+        self.streams = found.streams
         self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None
@@ -52,8 +54,12 @@ class PythonState:
         return name in self._reads.get(id(space), ())
 
     def changes(self) -> list[Change]:
-        """Places that hold something else now, by what values are and not by who they are."""
-        return [*self._changed_places(), *self._appeared()]
+        """Places that hold something else now, by what values are and not by who they are.
+
+        Generators of random numbers too, though not in `first_change`: they may move between steps.
+        """
+        moved = [Change(one.text, "", "", one) for one in self.streams if one.has_moved()]
+        return [*self._changed_places(), *self._appeared(), *moved]
 
     def _changed_places(self) -> Generator[Change]:
         for place in self.places:
@@ -79,11 +85,13 @@ class PythonState:
         for _, space, names in self.watched:
             for name in space.keys() & names:
                 del space[name]
+        for one in self.streams:
+            one.put_back()
         for cache, before in zip(self.caches, self._caches_before, strict=True):
             if cache.cache_info().currsize != before:
                 cache.cache_clear()
 
-    def leave_out(self, places: Iterable[Place]) -> None:
+    def leave_out(self, places: Iterable[Place | Hidden]) -> None:
         """Compare these places no more, which forward itself sets."""
         gone = {_key(place) for place in places}
         if not gone:
@@ -126,14 +134,14 @@ class PythonState:
         self._test = space["test"]
 
 
-def _key(place: Place) -> tuple[int, Any]:
+def _key(place: Place | Hidden) -> tuple[int, Any]:
     """The same for two places that are one."""
     if isinstance(place, Entry):
         return id(place.space), place.key
     return (id(place.cell), None) if isinstance(place, Cell) else (id(place.owner), _name(place))
 
 
-def _name(place: Slot | Contents) -> str | None:
+def _name(place: Slot | Contents | Hidden) -> str | None:
     return place.key if isinstance(place, Slot) else None
 
 

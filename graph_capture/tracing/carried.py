@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.nodes import draws_randomness
+from remat.graph_capture.joint.nodes import storage_key
+from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, Place
 from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
 
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
@@ -33,6 +34,7 @@ class Carried:
     ----------
     path, name : of the module, and of its attribute. leaves : of the tree; None for each tensor.
     is_read : whether forward reads the attribute too, so that it keeps something for later.
+    before : storages of the tensors that it held until now.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Carried:
     leaves: tuple[Any, ...]
     tensors: int
     is_read: bool
+    before: frozenset[int] = frozenset()
 
     @property
     def text(self) -> str:
@@ -110,8 +113,9 @@ class ForwardWrites:
                 raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            before = storages_in(pytree.tree_leaves(written.held))
             self.carried.append(
-                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read)
+                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read, before)
             )
             tensors += own
         self._require_nothing_else()
@@ -141,6 +145,8 @@ class ForwardWrites:
         for change in changes:
             if any(text in change.text for text in texts):
                 continue
+            if isinstance(change.place, (Hidden, Stream)):
+                raise CaptureError(_taken_text(self._kind, change.text))
             if _is_first_value(change.before, change.now):
                 self.settled.append(Settled(change.place, change.now))
             else:
@@ -157,6 +163,14 @@ class ForwardWrites:
             f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
             "tensor there, which each step sets, or register a buffer, or set it outside forward"
         )
+
+
+def _taken_text(kind: str, text: str) -> str:
+    return (
+        f"forward of {kind} takes the next item or number of {text}, or sets it, and a step that "
+        "follows a plan would have the same one each time. Take it outside forward and pass it in "
+        "as a tensor, or draw with torch"
+    )
 
 
 def _is_first_value(before: Any, now: Any) -> bool:
@@ -195,55 +209,7 @@ def places_of(model: nn.Module, carried: Iterable[Carried]) -> list[Entry]:
     return [Entry(one.text, space, one.name, space.get(one.name)) for space, one in held]
 
 
-class Unread:
-    """Stands in an attribute that forward sets, to see whether it reads it before it does."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise CaptureError(f"what an earlier step left is read ({name})")
-
-
-def doubtful(
-    carried: Iterable[Carried], results: int, end: fx.Node, repeats: Repeats | None
-) -> list[Carried]:
-    """Attributes that forward may read from an earlier step, and sets from its batch.
-
-    What depends on neither batch, parameters nor random numbers, as a mask that is made at the
-    first call, is the same at each step.
-
-    Parameters
-    ----------
-    results : how many of the joint graph's are forward's, of which the carried tensors are last.
-    end : its output node. repeats : where the results repeat a tensor.
-    """
-    number = sum(one.tensors for one in carried)
-    if not number:
-        return []
-    described = _forward_results(end, results)
-    plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
-    distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
-    nodes = (repeats.of_leaves(distinct) if repeats else distinct)[-number:]
-    found: list[Carried] = []
-    for one in carried:
-        own, nodes = nodes[: one.tensors], nodes[one.tensors :]
-        if one.is_read and any(_depends_on_input(node) for node in own):
-            found.append(one)
-    return found
-
-
-def _forward_results(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
-    outputs = end.args[0]
-    assert isinstance(outputs, (tuple, list))
-    return list(zip(end.meta["desc"][:count], outputs[:count], strict=True))
-
-
-def _depends_on_input(node: Any) -> bool:
-    stack, seen = [node], set[Any]()
-    while stack:
-        one = stack.pop()
-        if not isinstance(one, fx.Node) or one in seen:
-            continue
-        seen.add(one)
-        if one.op == "placeholder" or draws_randomness(one):
-            return True
-        stack.extend(one.all_input_nodes)
-    return False
+def storages_in(leaves: Iterable[Any]) -> frozenset[int]:
+    """The storages of the tensors among these; a sparse tensor counts as its own."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return frozenset(storage_key(t) if t.layout is torch.strided else id(t) for t in tensors)

@@ -64,7 +64,14 @@ class Guards:
         self.taken = [i for i in range(len(self.facts)) if i not in self.tied]
         self.names = [path_in_model(self.live.names[i]) for i in self.taken]
         self.constants = _watched_constants(model, forward, backward)
+        self.read_in_backward = self._named(constants_of(backward))
         self.settings = settings()
+
+    def _named(self, constants: list[Tensor]) -> list[tuple[str, Tensor]]:
+        """The tensors of which it is known whether they were written to, by what they are."""
+        names = {id(tensor): f"attribute {path}" for path, _, _, tensor in self.constants}
+        known = {id(t): t for t in constants if not t.is_inference()}
+        return [(names.get(key, "a tensor that forward reads"), t) for key, t in known.items()]
 
     @property
     def captured_modes(self) -> dict[str, bool]:
