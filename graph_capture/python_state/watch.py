@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from remat.graph_capture.python_state.compiled_test import Names, compiled_test
 from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.places import (
     MISSING,
@@ -116,22 +117,10 @@ class PythonState:
 
     def _compile(self) -> None:
         """One function that is true while every place holds the object that it holds now."""
-        space: dict[str, Any] = {}
-        names: dict[int, str] = {}
-
-        def name(value: Any) -> str:
-            if id(value) not in names:
-                names[id(value)] = f"v{len(names)}"
-                space[names[id(value)]] = value
-            return names[id(value)]
-
-        terms = [replace(place, value=place.now()).term(name) for place in self.places]
-        terms += [f"len({name(space_)}) == {len(space_)}" for _, space_, _ in self.watched]
-        # In parts, since the compiler's stack is not made for an expression of 10,000 terms.
-        parts = [terms[i : i + 200] for i in range(0, len(terms), 200)]
-        lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
-        exec("\n".join(["def test():", *lines, "    return True"]), space)
-        self._test = space["test"]
+        names = Names()
+        terms = [replace(place, value=place.now()).term(names) for place in self.places]
+        terms += [f"len({names(space)}) == {len(space)}" for _, space, _ in self.watched]
+        self._test = compiled_test(terms, names)
 
 
 def _key(place: Place | Hidden) -> tuple[int, Any]:
