@@ -1,11 +1,13 @@
 """What the rewritten step costs beyond its recomputation: `python -m benchmarks.runtime`.
 
-There are three measurements. Each runs its steps in turn in one process, so that drift hits all,
+There are four measurements. Each runs its steps in turn in one process, so that drift hits all,
 and the allocator keeps freed memory, so that no step pays for what another gave back:
 
 - the runtime's overhead for each op: the step that keeps everything against eager's, on a GPT so
   small that its kernels take next to no time;
 - the step that keeps everything against eager's, on a GPT of width 256 with 6 layers;
+- the guards before each step, on a GPT of twelve layers and on a thousand modules
+  (`benchmarks.guards`);
 - overheads of plans at falling budgets, against the step that keeps everything, beside the
   planned ones.
 
@@ -20,7 +22,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks.guards import guards_rows, guards_text
 from benchmarks.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.devices.cpu_meter import cpu_title
@@ -133,15 +136,21 @@ def plans(device: str, rounds: int, time_limit_s: float) -> list[dict[str, Any]]
     return rows
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and keep what was found."""
     restart_keeping_memory("benchmarks.runtime")
     parser = argparse.ArgumentParser(prog="benchmarks.runtime", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--time-limit", type=float, default=30.0)
+    parser.add_argument("--only-guards", action="store_true", help="measure nothing else")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
+    guards = guards_rows(5 * asked.rounds)
+    for row in guards:
+        print(guards_text(row))
+    if asked.only_guards:
+        return 0
     small = per_op(asked.device, asked.rounds)
     print(
         f"runtime: {small['overhead_us_per_op']:.2f} us an op over eager "
@@ -157,7 +166,9 @@ def main() -> int:
     if asked.out:
         on = torch.cuda.get_device_name() if asked.device != "cpu" else cpu_title()
         facts = {"device": on, "torch": str(torch.__version__), "python": platform.python_version()}
-        asked.out.write_text(json.dumps({**facts, "per_op": small, "plans": rows}, indent=1) + "\n")
+        asked.out.write_text(
+            json.dumps({**facts, "guards": guards, "per_op": small, "plans": rows}, indent=1) + "\n"
+        )
     return 0
 
 

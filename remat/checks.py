@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remat.budgets import auto_bytes, unmodified
+from remat.differences import cause_text, differences_text
 from remat.formats import bytes_text
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
@@ -78,13 +79,10 @@ def require_equal(
     if found.differences:
         raise RewriteError(
             f"the rewritten {type(model).__name__} differs from eager in "
-            f"{', '.join(found.differences[:5])}: do not train with it. Please report this model"
+            f"{differences_text(found)}: do not train with it. {cause_text(found)}"
         )
     if budget_bytes is not None and found.exceeds(budget_bytes):
-        raise RewriteError(
-            f"the measured peak, {bytes_text(found.plan_peak_bytes)}, exceeds the budget of "
-            f"{bytes_text(budget_bytes)}. Give a smaller budget, and please report this model"
-        )
+        raise RewriteError(f"{_exceeding(found, budget_bytes)}. {_less(found, budget_bytes)}")
     for advice in advice_of(found, budget_bytes):
         warnings.warn(advice, stacklevel=3)
 
@@ -94,12 +92,28 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
     found = [
         f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
     ]
+    if check.differences:
+        found.append(f"{differences_text(check)}. {cause_text(check)}")
     if budget_bytes and check.exceeds(budget_bytes):
-        found.append(
-            f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
-            f"{bytes_text(budget_bytes)}"
-        )
+        found.append(_exceeding(check, budget_bytes))
     return found
+
+
+def _exceeding(check: Check, budget_bytes: int) -> str:
+    return (
+        f"the measured peak, {bytes_text(check.plan_peak_bytes)}, exceeds the budget of "
+        f"{bytes_text(budget_bytes)}"
+    )
+
+
+def _less(check: Check, budget_bytes: int) -> str:
+    """The way out of a peak above the budget: a budget that is smaller by what is beyond."""
+    beyond_bytes = check.plan_peak_bytes - check.plan_rounding_bytes - budget_bytes
+    return (
+        f"Something in the step takes {bytes_text(beyond_bytes)} that the trace does not see, such "
+        "as an op of an extension or a hook: give a budget that is smaller by that, "
+        f"{max(0, budget_bytes - beyond_bytes)} bytes"
+    )
 
 
 def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:

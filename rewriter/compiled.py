@@ -15,7 +15,7 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.tracing.carried import Carried, Settled
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.trace import Trace
-from remat.rewriter.graphs.boxed import compile_boxed
+from remat.rewriter.graphs.boxed import Boxed, compile_boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
@@ -98,8 +98,15 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor)
 
 
-def _boxed(*_: Any) -> tuple[Any, Any]:
-    return compile_boxed, compile_boxed
+def _boxed(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:
+    def compile_backward(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+        # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
+        # the user's tensors all the same, which may change in place.
+        for node in gm.graph.find_nodes(op="get_attr"):
+            setattr(gm, str(node.target), getattr(backward, str(node.target)))
+        return compile_boxed(gm, example_inputs)
+
+    return compile_boxed, compile_backward
 
 
 def _inductor(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:

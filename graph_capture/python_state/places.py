@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import operator
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -136,33 +136,13 @@ class Contents:
         return f"{name(holds)}({name(self.owner)}, {name(self.value)})"
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A context variable, of which each thread and task has a value of its own."""
-
-    text: str
-    variable: ContextVar[Any]
-    value: Any
-
-    def now(self) -> Any:
-        """Its value in this context; `MISSING` where it is not set."""
-        return self.variable.get(MISSING)
-
-    def put(self, value: Any) -> None:
-        """Set it, to None where `value` is `MISSING`: Python cannot unset it without a token."""
-        self.variable.set(None if value is MISSING else value)
-
-    def term(self, name: Callable[[Any], str]) -> str:
-        """An expression that is true while the very object is there."""
-        return f"{name(self.variable)}.get({name(MISSING)}) is {name(self.value)}"
-
-
-Place = Entry | Cell | Slot | Contents | Variable | ModuleHooks
+Place = Entry | Cell | Slot | Contents | ModuleHooks
 
 # A subclass may have methods of its own, as a dictionary that makes an object of each class that is
 # looked up. So items are read and written by the methods of the base.
 _BASES: tuple[Any, ...] = (list, deque, set, OrderedDict, dict)
-CONTAINERS = (*_BASES, np.ndarray)
+_NUMBERS = (bytearray, array)
+CONTAINERS = (*_BASES, *_NUMBERS, np.ndarray, MappingProxyType)
 
 
 def _base(owner: Any) -> Any:
@@ -173,6 +153,10 @@ def copied(owner: Any) -> Any:
     """A shallow copy of a container, in the plain type that it is made of."""
     if isinstance(owner, np.ndarray):
         return owner.copy()
+    if isinstance(owner, _NUMBERS):
+        return owner[:]
+    if isinstance(owner, MappingProxyType):
+        return dict(owner)
     if isinstance(owner, dict):
         return dict(dict.items(owner))
     base = _base(owner)
@@ -181,7 +165,11 @@ def copied(owner: Any) -> Any:
 
 def refill(owner: Any, value: Any) -> None:
     """Make a container hold `value`, a copy of it, again."""
-    if holds(owner, value):
+    # What is behind a view cannot be written through it.
+    if isinstance(owner, MappingProxyType) or holds(owner, value):
+        return
+    if isinstance(owner, _NUMBERS):
+        owner[:] = value
         return
     if isinstance(owner, np.ndarray):
         owner[...] = value
@@ -201,6 +189,10 @@ def holds(owner: Any, value: Any) -> bool:
         # By bits: NaN is NaN, and -0.0 is not 0.0.
         same = owner.shape == value.shape and owner.dtype == value.dtype
         return same and owner.tobytes() == value.tobytes()
+    if isinstance(owner, _NUMBERS):
+        return _bits(owner) == _bits(value)
+    if isinstance(owner, MappingProxyType):
+        owner = dict(owner)
     base = _base(owner)
     if base.__len__(owner) != len(value):
         return False
@@ -210,6 +202,10 @@ def holds(owner: Any, value: Any) -> bool:
     if isinstance(owner, set):
         return set.__eq__(owner, value)
     return all(map(operator.is_, base.__iter__(owner), value))
+
+
+def _bits(numbers: Any) -> tuple[Any, bytes]:
+    return getattr(numbers, "typecode", None), bytes(memoryview(numbers).cast("B"))
 
 
 def is_same(now: Any, before: Any) -> bool:
@@ -231,7 +227,7 @@ def is_same(now: Any, before: Any) -> bool:
         return list(now) == list(before) and all(map(is_same, now.values(), before.values()))
     if isinstance(now, (set, frozenset)):
         return now == before
-    if isinstance(now, np.ndarray):
+    if isinstance(now, (np.ndarray, *_NUMBERS)):
         return holds(now, before)
     if isinstance(now, np.generic):
         return now.tobytes() == before.tobytes()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,14 +18,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
-from remat.graph_capture.python_state.followed import (
-    NOT_RUN,
-    OF_DATA,
-    RUN_BY_TORCH,
-    STATE,
-    are_related,
-    functions_behind,
-    is_library,
+from remat.graph_capture.python_state.hidden import (
+    GENERATORS,
+    environment,
+    hidden,
+    stream,
 )
 from remat.graph_capture.python_state.module_hooks import (
     ModuleHooks,
@@ -40,42 +36,22 @@ from remat.graph_capture.python_state.places import (
     Cell,
     Contents,
     Entry,
-    Place,
     Slot,
-    Variable,
     copied,
 )
-
-LruCache = type(functools.lru_cache(lambda: None))
-
-
-@dataclass
-class Reached:
-    """What a walk found.
-
-    Attributes
-    ----------
-    places : to be compared. watched : namespaces, with the names that must not appear in them,
-        since the class has them, or code looks for them. caches : of `functools`.
-    reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
-        instance, and its class.
-    stores : names of attributes that code sets, with the first ``file:line`` that does.
-    """
-
-    places: list[Place] = field(default_factory=list)
-    watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
-    caches: list[Any] = field(default_factory=list)
-    reads: dict[int, set[str]] = field(default_factory=dict)
-    kinds: dict[int, type] = field(default_factory=dict)
-    stores: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class _Instance:
-    text: str
-    value: Any
-    space: dict[str, Any]
-    done: set[str] = field(default_factory=set)
+from remat.graph_capture.python_state.reached import (
+    AROUND_DATA,
+    NOT_RUN,
+    OF_DATA,
+    RUN_BY_TORCH,
+    STATE,
+    Instance,
+    LruCache,
+    Reached,
+    are_related,
+    functions_of,
+    is_library,
+)
 
 
 class Walk:
@@ -85,12 +61,13 @@ class Walk:
         self.found = Reached()
         self._seen: dict[int, Any] = {}
         self._entries: set[tuple[int, Any]] = set()
-        self._instances: list[_Instance] = []
+        self._instances: list[Instance] = []
         self._classes: dict[type, set[str]] = {}
         self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._own: dict[type, set[str]] = {}
         self._called: set[type] = set()
         self._others: set[str] = set(RUN_BY_TORCH)
+        self._globals: set[str] = set()
         for path, module in model.named_modules():
             self._visit(module, path)
         self._visit(loss_fn, "loss_fn")
@@ -98,6 +75,7 @@ class Walk:
             self._visit_hooks(place_of_hooks(path, module))
         self._until_nothing_is_new()
         self._watch_absent()
+        self._watch_environment()
 
     def _until_nothing_is_new(self) -> None:
         """Names that code loads make more code reachable, which loads more names."""
@@ -131,8 +109,6 @@ class Walk:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._visit(part, text)
-        elif isinstance(value, ContextVar):
-            self._add_variable(value)
         elif isinstance(value, type):
             self._called.add(value)
             self._visit_class(value)
@@ -141,7 +117,17 @@ class Walk:
                 self._modules[id(value)] = value, set()
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
             self._visit_items(value, text)
-        elif not isinstance(value, BuiltinFunctionType):
+        elif isinstance(value, weakref.ref):
+            self._visit(value(), text)
+        elif isinstance(value, GENERATORS):
+            self._add_stream(text, value)
+        elif is_library(type(value).__module__) and (place := hidden(text, value)):
+            self.found.places.append(place)
+        elif isinstance(value, BuiltinFunctionType):
+            # A method such as `table.get`, of the object that it was taken from.
+            if not isinstance(value.__self__, ModuleType):
+                self._visit(value.__self__, text)
+        else:
             self._visit_instance(value, text)
 
     def _visit_hooks(self, place: ModuleHooks) -> None:
@@ -162,6 +148,9 @@ class Walk:
             return
         names = names_of(function.__code__)
         self._others |= names.others | names.own
+        self._globals |= names.global_names
+        # A function is an object too, which may keep something between calls.
+        self._instances.append(Instance(function.__qualname__, function, vars(function)))
         self._note_stores(function, names)
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -200,7 +189,7 @@ class Walk:
         self._visit_class(kind)
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
-            self._instances.append(_Instance(text, value, space))
+            self._instances.append(Instance(text, value, space))
         for owner in kind.__mro__:
             slots = vars(owner).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
@@ -222,7 +211,7 @@ class Walk:
             if key not in named and not (is_special and self._is_run(kind, key)):
                 continue
             done.add(key)
-            functions = list(functions_behind(space[key]))
+            functions = list(functions_of(space[key]))
             for function in functions:
                 self._read_method(kind, function)
             if functions or not is_special:
@@ -247,8 +236,10 @@ class Walk:
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
         return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
-    def _read_instance(self, instance: _Instance) -> None:
+    def _read_instance(self, instance: Instance) -> None:
         named = self._names_for(type(instance.value))
+        if isinstance(instance.value, AROUND_DATA):
+            named = instance.space.keys()
         for key in sorted((instance.space.keys() & named) - instance.done):
             instance.done.add(key)
             self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
@@ -264,6 +255,18 @@ class Walk:
             self.found.reads[id(one.space)] = named
             self.found.kinds[id(one.space)] = type(one.value)
             self.found.watched.append((one.text, one.space, named - one.space.keys()))
+
+    def _watch_environment(self) -> None:
+        """Variables that code which reads the environment names, in capitals as they are."""
+        if self._globals.union(self._others).isdisjoint(("environ", "getenv")):
+            return
+        names = tuple(sorted(name for name in self._others if name.isupper()))
+        self.found.places.append(environment(names))
+
+    def _add_stream(self, text: str, value: Any) -> None:
+        found = stream(text, value)
+        if found is not None:
+            self.found.streams.append(found)
 
     def _add_entry(self, text: str, space: Any, key: Any, owner: Any = None) -> None:
         if (id(owner or space), key) in self._entries:
@@ -282,11 +285,6 @@ class Walk:
         if value is not MISSING:
             self.found.places.append(Cell(text, cell, value))
             self._visit(value, text)
-
-    def _add_variable(self, variable: ContextVar[Any]) -> None:
-        place = Variable(f"context variable {variable.name}", variable, variable.get(MISSING))
-        self.found.places.append(place)
-        self._visit(place.value, place.text)
 
     def _add_slot(self, text: str, owner: Any, key: str) -> None:
         if (id(owner), key) in self._entries:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from remat.graph_capture.python_state.compiled_test import Names, compiled_test
+from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import (
     MISSING,
@@ -18,7 +20,6 @@ from remat.graph_capture.python_state.places import (
     Entry,
     Place,
     Slot,
-    Variable,
     is_same,
 )
 from remat.graph_capture.python_state.reachable import Walk
@@ -31,7 +32,7 @@ class Change:
     text: str
     before: Any
     now: Any
-    place: Place
+    place: Place | Hidden | Stream
 
 
 class PythonState:
@@ -45,6 +46,7 @@ class PythonState:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         found = Walk(model, loss_fn).found
         self.places, self.watched, self.caches = found.places, found.watched, found.caches
+        self.streams = found.streams
         self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None
@@ -54,8 +56,12 @@ class PythonState:
         return name in self._reads.get(id(space), ())
 
     def changes(self) -> list[Change]:
-        """Places that hold something else now, by what values are and not by who they are."""
-        return [*self._changed_places(), *self._appeared()]
+        """Places that hold something else now, by what values are and not by who they are.
+
+        Generators of random numbers too, though not in `first_change`: they may move between steps.
+        """
+        moved = [Change(one.text, "", "", one) for one in self.streams if one.has_moved()]
+        return [*self._changed_places(), *self._appeared(), *moved]
 
     def _changed_places(self) -> Generator[Change]:
         for place in self.places:
@@ -81,11 +87,13 @@ class PythonState:
         for _, space, names in self.watched:
             for name in space.keys() & names:
                 del space[name]
+        for one in self.streams:
+            one.put_back()
         for cache, before in zip(self.caches, self._caches_before, strict=True):
             if cache.cache_info().currsize != before:
                 cache.cache_clear()
 
-    def leave_out(self, places: Iterable[Place]) -> None:
+    def leave_out(self, places: Iterable[Place | Hidden]) -> None:
         """Compare these places no more, which forward itself sets."""
         gone = {_key(place) for place in places}
         if not gone:
@@ -110,25 +118,13 @@ class PythonState:
 
     def _compile(self) -> None:
         """One function that is true while every place holds the object that it holds now."""
-        space: dict[str, Any] = {}
-        names: dict[int, str] = {}
-
-        def name(value: Any) -> str:
-            if id(value) not in names:
-                names[id(value)] = f"v{len(names)}"
-                space[names[id(value)]] = value
-            return names[id(value)]
-
-        terms = [replace(place, value=place.now()).term(name) for place in self.places]
-        terms += [f"len({name(space_)}) == {len(space_)}" for _, space_, _ in self.watched]
-        # In parts, since the compiler's stack is not made for an expression of 10,000 terms.
-        parts = [terms[i : i + 200] for i in range(0, len(terms), 200)]
-        lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
-        exec("\n".join(["def test():", *lines, "    return True"]), space)
-        self._test = space["test"]
+        names = Names()
+        terms = [replace(place, value=place.now()).term(names) for place in self.places]
+        terms += [f"len({names(space)}) == {len(space)}" for _, space, _ in self.watched]
+        self._test = compiled_test(terms, names)
 
 
-def _key(place: Place) -> tuple[int, Any]:
+def _key(place: Place | Hidden) -> tuple[int, Any]:
     """The same for two places that are one."""
     if isinstance(place, Entry):
         # A class makes another view of its namespace at each look.
@@ -138,13 +134,11 @@ def _key(place: Place) -> tuple[int, Any]:
     return id(_holder(place)), None
 
 
-def _holder(place: Cell | Contents | Variable | ModuleHooks) -> Any:
+def _holder(place: Cell | Contents | Hidden | ModuleHooks) -> Any:
     """The object that is a place as a whole."""
     if isinstance(place, ModuleHooks):
         return place.module._forward_hooks
-    if isinstance(place, Cell):
-        return place.cell
-    return place.variable if isinstance(place, Variable) else place.owner
+    return place.cell if isinstance(place, Cell) else place.owner
 
 
 @contextlib.contextmanager

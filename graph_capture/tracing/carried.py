@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.nodes import draws_randomness
+from remat.graph_capture.joint.nodes import storage_key
+from remat.graph_capture.python_state.hidden import Hidden
 from remat.graph_capture.python_state.module_hooks import (
     ModuleHooks,
 )
 from remat.graph_capture.python_state.places import Entry, Place, is_same
 from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.tracing.results import Repeats
 
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 """AOTAutograd has its own tensors in the place of these while forward runs."""
@@ -35,6 +35,7 @@ class Carried:
     ----------
     path, name : of the module, and of its attribute. leaves : of the tree; None for each tensor.
     is_read : whether forward reads the attribute too, so that it keeps something for later.
+    before : storages of the tensors that it held until now.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Carried:
     leaves: tuple[Any, ...]
     tensors: int
     is_read: bool
+    before: frozenset[int] = frozenset()
 
     @property
     def text(self) -> str:
@@ -65,7 +67,7 @@ class Settled:
     place : with what was there. value : what each step leaves there, as eager does.
     """
 
-    place: Place
+    place: Place | Hidden
     value: Any
 
     def put(self) -> None:
@@ -119,55 +121,7 @@ def places_of(model: nn.Module, carried: Iterable[Carried]) -> list[Entry]:
     return [Entry(one.text, space, one.name, space.get(one.name)) for space, one in held]
 
 
-class Unread:
-    """Stands in an attribute that forward sets, to see whether it reads it before it does."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise CaptureError(f"what an earlier step left is read ({name})")
-
-
-def doubtful(
-    carried: Iterable[Carried], results: int, end: fx.Node, repeats: Repeats | None
-) -> list[Carried]:
-    """Attributes that forward may read from an earlier step, and sets from its batch.
-
-    What depends on neither batch, parameters nor random numbers, as a mask that is made at the
-    first call, is the same at each step.
-
-    Parameters
-    ----------
-    results : how many of the joint graph's are forward's, of which the carried tensors are last.
-    end : its output node. repeats : where the results repeat a tensor.
-    """
-    number = sum(one.tensors for one in carried)
-    if not number:
-        return []
-    described = _forward_results(end, results)
-    plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
-    distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
-    nodes = (repeats.of_leaves(distinct) if repeats else distinct)[-number:]
-    found: list[Carried] = []
-    for one in carried:
-        own, nodes = nodes[: one.tensors], nodes[one.tensors :]
-        if one.is_read and any(_depends_on_input(node) for node in own):
-            found.append(one)
-    return found
-
-
-def _forward_results(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
-    outputs = end.args[0]
-    assert isinstance(outputs, (tuple, list))
-    return list(zip(end.meta["desc"][:count], outputs[:count], strict=True))
-
-
-def _depends_on_input(node: Any) -> bool:
-    stack, seen = [node], set[Any]()
-    while stack:
-        one = stack.pop()
-        if not isinstance(one, fx.Node) or one in seen:
-            continue
-        seen.add(one)
-        if one.op == "placeholder" or draws_randomness(one):
-            return True
-        stack.extend(one.all_input_nodes)
-    return False
+def storages_in(leaves: Iterable[Any]) -> frozenset[int]:
+    """The storages of the tensors among these; a sparse tensor counts as its own."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return frozenset(storage_key(t) if t.layout is torch.strided else id(t) for t in tensors)

@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     are_alike,
@@ -19,7 +20,7 @@ from remat.graph_capture.python_state.module_hooks import (
 from remat.graph_capture.python_state.places import MISSING, PLAIN
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.refuse import hook_tables, registered_hook
-from remat.graph_capture.tracing.carried import Carried, Settled, short
+from remat.graph_capture.tracing.carried import Carried, Settled, short, storages_in
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
 
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
@@ -71,8 +72,9 @@ class ForwardWrites:
                 raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            before = storages_in(pytree.tree_leaves(written.held))
             self.carried.append(
-                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read)
+                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read, before)
             )
             tensors += own
         self._note_hooks()
@@ -118,6 +120,8 @@ class ForwardWrites:
         for change in changes:
             if any(text in change.text for text in texts):
                 continue
+            if isinstance(change.place, (Hidden, Stream)):
+                raise CaptureError(_taken_text(self._kind, change.text))
             if _is_first_value(change.before, change.now):
                 self.settled.append(Settled(change.place, change.now))
             else:
@@ -135,6 +139,14 @@ class ForwardWrites:
             f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
             "tensor there, which each step sets, or register a buffer, or set it outside forward"
         )
+
+
+def _taken_text(kind: str, text: str) -> str:
+    return (
+        f"forward of {kind} takes the next item or number of {text}, or sets it, and a step that "
+        "follows a plan would have the same one each time. Take it outside forward and pass it in "
+        "as a tensor, or draw with torch"
+    )
 
 
 def _is_first_value(before: Any, now: Any) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import (
@@ -50,9 +50,8 @@ from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import (
     Carried,
     Settled,
-    Unread,
-    doubtful,
     places_of,
+    storages_in,
 )
 from remat.graph_capture.tracing.checking_ops import checks_kept
 from remat.graph_capture.tracing.checkpointed import (
@@ -65,6 +64,7 @@ from remat.graph_capture.tracing.kernels import (
     IdleDropout,
     kernels_of_eager,
 )
+from remat.graph_capture.tracing.next_call import Unread, doubtful, is_same_graph
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state, keep_recipe
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.results import Repeats
@@ -263,7 +263,7 @@ def _require_the_same_again(model: nn.Module, done: Trace) -> None:
     finally:
         for place, value in (*kept, *((entry, entry.value) for entry in before)):
             place.put(value)
-    if again is None or again.settled or again.graph.hash != done.graph.hash:
+    if again is None or again.settled or not is_same_graph(again.joint.module, done.joint.module):
         text = done.settled[0].place.text if done.settled else done.unsure[0].text
         raise CaptureError(
             f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "
@@ -318,7 +318,8 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)
-    unsure = tuple(doubtful(writes.carried, results, end, step.repeats))
+    constants = storages_in(_held_by(descriptors.graph_module))
+    unsure = tuple(doubtful(writes.carried, results, end, step.repeats, constants))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
     joint = build_joint(
         descriptors.graph_module,
@@ -330,6 +331,10 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     )
     carried, settled = tuple(writes.carried), tuple(writes.settled)
     return Trace(joint, recipe, descriptors, state, carried, settled, unsure, step.repeats)
+
+
+def _held_by(gm: fx.GraphModule) -> list[Any]:
+    return [getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:

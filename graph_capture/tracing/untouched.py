@@ -20,12 +20,18 @@ Attributes = dict[str, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Written:
-    """An attribute of a module that forward has set, changed in place or removed."""
+    """An attribute of a module that forward has set, changed in place or removed.
+
+    Attributes
+    ----------
+    before : the object that was there. held : that, or a copy from then where it is a container.
+    """
 
     path: str
     module: nn.Module
     name: str
     before: Any
+    held: Any
 
     @property
     def text(self) -> str:
@@ -61,7 +67,7 @@ class ModuleAttributes:
     def written(self) -> list[Written]:
         """Plain attributes that are not as they were; not those of torch, such as hooks."""
         return [
-            Written(path, module, name, _before(module, name, attributes))
+            Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
             if name not in _OF_TORCH and not _is_torchs_own(module, name)
@@ -81,11 +87,12 @@ def _is_torchs_own(module: nn.Module, name: str) -> bool:
     return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
-def _before(module: nn.Module, name: str, attributes: Attributes) -> Any:
-    """What the instance held, or else its class."""
-    if name in attributes:
-        return attributes[name][0]
-    return getattr(type(module), name, MISSING)
+def _before(module: nn.Module, name: str, attributes: Attributes) -> tuple[Any, Any]:
+    """What the instance held, or else its class; and a copy of it where it is a container."""
+    if name not in attributes:
+        return (getattr(type(module), name, MISSING),) * 2
+    value, kept = attributes[name]
+    return value, value if kept is None else kept
 
 
 @contextlib.contextmanager

@@ -31,7 +31,14 @@ from remat.graph_capture.tracing.step_module import (
     without_own_hooks,
 )
 from remat.graph_capture.tracing.untouched import untouched
-from remat.rewriter.checking.outcomes import TOLERANCE, compared, compared_nearly
+from remat.rewriter.checking.first_other_op import first_other_line
+from remat.rewriter.checking.outcomes import (
+    TOLERANCE,
+    compared,
+    compared_nearly,
+    distance,
+    not_repeated,
+)
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.guards.forward import constants_of
@@ -56,10 +63,13 @@ class Check(msgspec.Struct, frozen=True):
     differences : names of what differs.
     unsteady : names of what eager itself does not repeat to the last bit, such as sums by atomic
         additions on a CUDA device. Of these, `differences` names those that are further from eager
-        than runs of eager are from each other.
+        than runs of eager are from each other; on a CPU, where eager repeats itself, all of them.
     plan_rounding_bytes : the part of the plan's peak that the allocator gave without being asked.
     baseline_reserved_bytes, plan_reserved_bytes : the peak, and what the allocator held beside it;
         None on a CPU, whose allocator holds nothing.
+    distances : how far from eager's each of `differences` is at most; NaN for what is no tensor.
+    other_line : the first ``file:line`` at which eager runs an op that the plan does not; empty
+        where all are the plan's, None where that was not looked at.
     tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
     largest_error : how far off the worst result is; 0 if bits were compared.
     """
@@ -81,6 +91,8 @@ class Check(msgspec.Struct, frozen=True):
     plan_reserved_bytes: int | None = None
     tolerance: float = 0.0
     largest_error: float = 0.0
+    distances: tuple[float, ...] = ()
+    other_line: str | None = None
 
     @property
     def equal(self) -> bool:
@@ -155,6 +167,12 @@ def check(
         if allowed and differences:
             moved = moved_by_rounding(lambda: state.outcome(eager), expected)
             differences, error = compared_nearly(expected, outcome, allowed, moved)
+        distances = tuple(distance(expected[name], outcome.get(name)) for name in differences)
+        other_line = None
+        # Other ranks may have found no difference, and would not join in collectives.
+        if differences and again is expected and not _has_other_ranks():
+            unsteady = not_repeated(expected, state.outcome(eager))
+            other_line = _other_line(state, eager, module)
         del again, outcome
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
         memory = [
@@ -185,7 +203,18 @@ def check(
         plan_reserved_bytes=reserved[1],
         tolerance=allowed,
         largest_error=error,
+        distances=distances,
+        other_line=other_line,
     )
+
+
+def _other_line(state: StepState, eager: Run, module: nn.Module) -> str | None:
+    """Where eager first runs another op than the plan; None where its ops are not known."""
+    if not isinstance(module, RematModule) or module._remat_compiled_step.by_inductor:
+        return None
+    state.reset()
+    step = module._remat_compiled_step
+    return first_other_line(eager, (step.forward, step.backward))
 
 
 def _overwrites(module: nn.Module) -> bool:

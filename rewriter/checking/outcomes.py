@@ -43,8 +43,7 @@ def compared(
     expected, again : of two runs of eager from the same state; the same object if eager is known
         to repeat itself. found : of the rewritten step.
     """
-    changing = [name for name in expected if not same(expected[name], again.get(name))]
-    unsteady = tuple(name for name in changing if isinstance(expected[name], Tensor))
+    unsteady = not_repeated(expected, again)
     differing = [name for name in expected if not same(expected[name], found.get(name))]
     wrong = tuple(
         name
@@ -52,6 +51,19 @@ def compared(
         if name not in unsteady or not _as_near(expected[name], again[name], found.get(name))
     )
     return wrong, unsteady
+
+
+def not_repeated(expected: Outcome, again: Outcome) -> tuple[str, ...]:
+    """Names of tensors that two runs of eager, from the same state, do not give alike."""
+    changing = [name for name in expected if not same(expected[name], again.get(name))]
+    return tuple(name for name in changing if isinstance(expected[name], Tensor))
+
+
+def distance(expected: Any, found: Any) -> float:
+    """The largest difference between elements; NaN where there is none to take."""
+    if not _has_error(expected, found):
+        return float("nan")
+    return float((found.double() - expected.double()).abs().max())
 
 
 def compared_nearly(

@@ -33,12 +33,19 @@ class BackwardGuards:
     model : the user's. names : of its parameters and buffers.
     inputs : what the step was called with, parameters and buffers first.
     facts : of the step's gradients.
+    constants : tensors that backward's graph holds itself, by what they are.
     """
 
     def __init__(
-        self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts
+        self,
+        model: nn.Module,
+        names: list[str],
+        inputs: list[Any],
+        facts: GradientFacts,
+        constants: list[tuple[str, Tensor]],
     ) -> None:
         self.model, self.names, self.facts = model, names, facts
+        self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
@@ -56,6 +63,7 @@ class BackwardGuards:
                 "original model for steps that need second derivatives"
             )
         self._require_own_pass()
+        self._require_unchanged()
         for i in self._unreached(tangents):
             tensor = self.trained[i]()
             if tensor is not None and _has_hook(tensor):
@@ -79,6 +87,19 @@ class BackwardGuards:
         if self.facts.through <= given:
             return []
         return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
+
+    def _require_unchanged(self) -> None:
+        """Refuse to read a tensor that is no longer what forward read.
+
+        Eager refuses it too where it has saved the tensor. Where it has saved what was made of it,
+        the plan might make that again.
+        """
+        for name, tensor, version in self.constants:
+            if tensor._version != version:
+                raise RewriteError(
+                    f"{name} was changed in place between forward and backward of the rewritten "
+                    f"{self._kind}, which reads it again in backward. Change it after backward"
+                )
 
     def _require_own_pass(self) -> None:
         """Refuse a second backward of the model in one pass if a gradient is a sum of terms.

@@ -133,10 +133,13 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
     """AOTAutograd may add inputs of its own after it has called the partitioner."""
     given = [node.target for node in gm.graph.find_nodes(op="placeholder")]
     known = [node.target for node in phase.graph.graph.find_nodes(op="placeholder")]
-    if given != known[: len(known) - len(phase.constants) - len(phase.devices)]:
+    known = known[: len(known) - len(phase.constants) - len(phase.devices)]
+    if given != known:
+        other = next((n for n in (*given, *known) if n not in given or n not in known), given[0])
         raise RewriteError(
-            "AOTAutograd has changed the inputs of the step, so it cannot be compiled: "
-            "rewrite without compile=True. Please report this model"
+            f"AOTAutograd calls the step with other inputs than were planned ({other}), as where "
+            "forward makes random numbers or tokens of effects by an op of its own. Leave out "
+            "compile=True, which runs eager's ops"
         )
 
 

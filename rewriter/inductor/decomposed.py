@@ -19,6 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.dropout import DROPOUT_BACKWARD
 from remat.graph_capture.joint.nodes import is_getitem, mutates, target_name
+from remat.graph_capture.joint.provenance import FUNCTION_KEY, SOURCE_KEY
 from remat.rewriter.inductor.emit import MOVED, REALIZE
 from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_view
 
@@ -36,10 +37,18 @@ def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     for node in graph.graph.nodes:
         if node.op == "call_function" and mutates(node):
             raise RewriteError(
-                f"Inductor decomposes an op of this step into {target_name(node)}, which writes to "
-                "its argument: rewrite without compile=True. Please report this model"
+                f"Inductor decomposes {_place_of(node)} into {target_name(node)}, which writes to "
+                "its argument, so a plan's order cannot be kept in its code. Leave out "
+                "compile=True, which runs eager's ops"
             )
     return _with_stored_results(graph)
+
+
+def _place_of(node: fx.Node) -> str:
+    """The user's call behind a node, with its line where it is known."""
+    place = node.meta.get("custom") or {}
+    name, line = place.get(FUNCTION_KEY) or "an op of this step", place.get(SOURCE_KEY, "")
+    return f"{name} ({line})" if line else name
 
 
 def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:

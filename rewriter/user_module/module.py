@@ -87,7 +87,9 @@ class RematModule(SharedState, fx.GraphModule):
         for one in step.settled:
             one.put()
         inputs = [*state, *leaves]
-        BackwardGuards(guards.model, guards.names, inputs, step.gradients).watch(output)
+        BackwardGuards(
+            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward
+        ).watch(output)
         return output
 
     def _remat_set(self, attributes: tuple[Carried, ...], tensors: list[Tensor]) -> None:

@@ -240,5 +240,5 @@ def test_a_context_variable_that_forward_reads_is_compared() -> None:
             scale.set(2.0)
 
     train_beside_eager(Scaled)
-    with pytest.raises(StateChangedError, match="context variable scale"):
+    with pytest.raises(StateChangedError, match="global scale of"):
         train_beside_eager(Scaled, change)

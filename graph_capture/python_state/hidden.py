@@ -1,0 +1,146 @@
+"""State that is in no attribute and no container: how far an iterator or a generator has come.
+
+Taking the next item, or the next number, changes nothing that a walk sees, and a step that follows
+a plan would take the same one each time. Context variables and the environment are asked too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+
+from remat.graph_capture.python_state.places import MISSING, is_same
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
+"""The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Something that is asked for its state, and what it said. It is not written to.
+
+    Attributes
+    ----------
+    ask : from the owner to its state.
+    """
+
+    text: str
+    owner: Any
+    ask: Callable[[Any], Any]
+    value: Any
+
+    def now(self) -> Any:
+        """Its state now."""
+        return self.ask(self.owner)
+
+    def put(self, value: Any) -> None:
+        """Nothing: an iterator only goes on."""
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while its state is the same."""
+        return f"{name(is_same)}({name(self.ask)}({name(self.owner)}), {name(self.value)})"
+
+
+def hidden(text: str, owner: Any) -> Hidden | None:
+    """The place of an object that hides a state; None for any other."""
+    ask = _context if isinstance(owner, ContextVar) else _progress
+    if isinstance(owner, (ContextVar, Iterator)):
+        return Hidden(text, owner, ask, ask(owner))
+    return None
+
+
+def environment(names: tuple[str, ...]) -> Hidden:
+    """The environment variables of these names."""
+    text = "one of the environment variables that the code names"
+    return Hidden(text, names, _environment, _environment(names))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A user's own generator of random numbers, and where it was. It may move between steps."""
+
+    text: str
+    owner: Any
+    state: Any
+
+    def has_moved(self) -> bool:
+        """Whether numbers were drawn from it, or it was seeded."""
+        return pickle.dumps(_state_of(self.owner)) != self.state[0]
+
+    def put_back(self) -> None:
+        """Set it to where it was."""
+        if self.has_moved():
+            _set_state(self.owner, self.state[1])
+
+
+def stream(text: str, owner: Any) -> Stream | None:
+    """A generator of its own; None for the streams that all share, and where no state is."""
+    if any(owner is one for one in _OF_ALL):
+        return None
+    with contextlib.suppress(NotImplementedError):  # random.SystemRandom
+        state = _state_of(owner)
+        return Stream(text, owner, (pickle.dumps(state), state))
+    return None
+
+
+def _state_of(owner: Any) -> Any:
+    if isinstance(owner, random.Random):
+        return owner.getstate()
+    return owner.get_state() if hasattr(owner, "get_state") else owner.bit_generator.state
+
+
+def _set_state(owner: Any, state: Any) -> None:
+    if isinstance(owner, random.Random):
+        owner.setstate(state)
+    elif hasattr(owner, "get_state"):
+        owner.set_state(state)
+    else:
+        owner.bit_generator.state = state
+
+
+def _context(variable: ContextVar[Any]) -> Any:
+    return variable.get(MISSING)
+
+
+def _environment(names: tuple[str, ...]) -> Any:
+    return tuple(os.environ.get(name) for name in names)
+
+
+def _progress(iterator: Any) -> Any:
+    """What differs as soon as an iterator has given an item; `MISSING` where nothing can be seen.
+
+    Counters show their number, iterators over containers how much is left, generators their frame.
+    Those that wrap others are taken apart.
+    """
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    left = getattr(iterator, "__length_hint__", None)
+    if left is not None:
+        return left()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return _taken_apart(iterator.__reduce__())
+    except TypeError:  # newer Pythons do not take some of them apart
+        return MISSING
+
+
+def _taken_apart(parts: Any) -> Any:
+    if isinstance(parts, tuple):
+        return tuple(map(_taken_apart, parts))
+    return _progress(parts) if isinstance(parts, Iterator) else parts

@@ -1,0 +1,97 @@
+"""What a walk over Python's state finds, and what of it is followed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import ChainMap, UserDict, UserList, UserString
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from remat.graph_capture.python_state.hidden import Hidden, Stream
+from remat.graph_capture.python_state.places import Place
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
+STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Of a module's ``__dict__``: compared by guards of their own."""
+RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
+NOT_RUN = frozenset(
+    [
+        "__init_subclass__",
+        "__repr__",
+        "__str__",
+        "__del__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__dir__",
+        "__copy__",
+        "__deepcopy__",
+        "__class_getitem__",
+        "__setattr__",
+        "__delattr__",
+    ]
+)
+OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
+"""Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
+AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
+"""Of these, Python's own code reads all attributes, whatever a user's code names."""
+LruCache = type(functools.lru_cache(lambda: None))
+
+
+@dataclass
+class Reached:
+    """What a walk found.
+
+    Attributes
+    ----------
+    places : to be compared. watched : namespaces, with the names that must not appear in them,
+        since the class has them, or code looks for them. caches : of `functools`.
+    streams : generators of random numbers that are the user's own.
+    reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
+        instance, and its class.
+    stores : names of attributes that code sets, with the first ``file:line`` that does.
+    """
+
+    places: list[Place | Hidden] = field(default_factory=list)
+    watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    reads: dict[int, set[str]] = field(default_factory=dict)
+    kinds: dict[int, type] = field(default_factory=dict)
+    stores: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Instance:
+    """An object with a ``__dict__``, and which names of it are compared already."""
+
+    text: str
+    value: Any
+    space: dict[str, Any]
+    done: set[str] = field(default_factory=set)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def are_related(kind: type, base: type) -> bool:
+    """Whether one of two classes derives from the other."""
+    return issubclass(kind, base) or issubclass(base, kind)
+
+
+def functions_of(value: Any) -> Iterator[FunctionType]:
+    """The functions behind a class's attribute: a method of any kind, or a property."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from functions_of(value.__func__)
+    elif isinstance(value, property):
+        yield from functions_of(value.fget)
+    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+        yield from functions_of(value.func)
