@@ -49,11 +49,10 @@ def _same_facts(state: Sequence[Tensor], names: ObjectNames) -> Iterator[str]:
     """By dynamo's guards, which compare in C++; a tensor that they are not made for, here."""
     known = list({id(t): t for t in state if _is_plain(t)}.values())
     if known:
-        guards = TensorGuards(
-            *known,
-            dynamic_dims_sizes=[list(t.shape) for t in known],
-            dynamic_dims_strides=[list(t.stride()) for t in known],
-        )
+        # A list for each tensor, unlike what torch's stub says.
+        sizes: Any = [list(t.shape) for t in known]
+        strides: Any = [list(t.stride()) for t in known]
+        guards = TensorGuards(*known, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         yield f"{names(guards.check)}(*{names(tuple(known))})"
     for tensor in state:
         if not _is_plain(tensor):
