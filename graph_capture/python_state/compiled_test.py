@@ -9,8 +9,8 @@ PART = 200
 """Terms in one expression. The compiler's stack is not made for one of 10,000."""
 
 
-class Names:
-    """Names for objects, in the space that a compiled test reads them from."""
+class ObjectNames:
+    """ObjectNames for objects, in the space that a compiled test reads them from."""
 
     def __init__(self) -> None:
         self.space: dict[str, Any] = {}
@@ -24,7 +24,7 @@ class Names:
         return self._known[id(value)]
 
 
-def compiled_test(terms: Iterable[str], names: Names) -> Callable[[], bool]:
+def compiled_test(terms: Iterable[str], names: ObjectNames) -> Callable[[], bool]:
     """One function that is true while every term, an expression of `names`, is."""
     terms = list(terms)
     parts = [terms[i : i + PART] for i in range(0, len(terms), PART)]

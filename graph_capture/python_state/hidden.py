@@ -55,9 +55,10 @@ class Hidden:
 
 def hidden(text: str, owner: Any) -> Hidden | None:
     """The place of an object that hides a state; None for any other."""
-    ask = _context if isinstance(owner, ContextVar) else _progress
-    if isinstance(owner, (ContextVar, Iterator)):
-        return Hidden(text, owner, ask, ask(owner))
+    if isinstance(owner, ContextVar):
+        return Hidden(text, owner, _context, _context(owner))
+    if isinstance(owner, Iterator):
+        return Hidden(text, owner, _progress, _progress(owner))
     return None
 
 

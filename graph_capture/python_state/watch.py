@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.graph_capture.python_state.compiled_test import Names, compiled_test
+from remat.graph_capture.python_state.compiled_test import ObjectNames, compiled_test
 from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import (
@@ -118,7 +118,7 @@ class PythonState:
 
     def _compile(self) -> None:
         """One function that is true while every place holds the object that it holds now."""
-        names = Names()
+        names = ObjectNames()
         terms = [replace(place, value=place.now()).term(names) for place in self.places]
         terms += [f"len({names(space)}) == {len(space)}" for _, space, _ in self.watched]
         self._test = compiled_test(terms, names)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
-from remat.graph_capture.python_state.compiled_test import Names, compiled_test
+from remat.graph_capture.python_state.compiled_test import ObjectNames, compiled_test
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -30,7 +31,7 @@ def same_objects(
     ----------
     state : parameters and buffers of the model. modes, hooks : as of `Guards`; no hooks are there.
     """
-    names = Names()
+    names = ObjectNames()
     tables = [(vars(m), name, getattr(m, name)) for m in model.modules() for name in _TABLES]
     empty = tuple(table for _, _, table in tables if not table)
     no_hooks = tuple(registered for _, _, _, registered in hooks)
@@ -44,15 +45,14 @@ def same_objects(
     return compiled_test(terms, names)
 
 
-def _same_facts(state: Sequence[Tensor], names: Names) -> Iterator[str]:
+def _same_facts(state: Sequence[Tensor], names: ObjectNames) -> Iterator[str]:
     """By dynamo's guards, which compare in C++; a tensor that they are not made for, here."""
     known = list({id(t): t for t in state if _is_plain(t)}.values())
     if known:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *known,
-            dynamic_dims_sizes=[list(t.shape) for t in known],
-            dynamic_dims_strides=[list(t.stride()) for t in known],
-        )
+        # A list for each tensor, unlike what torch's stub says.
+        sizes: Any = [list(t.shape) for t in known]
+        strides: Any = [list(t.stride()) for t in known]
+        guards = TensorGuards(*known, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         yield f"{names(guards.check)}(*{names(tuple(known))})"
     for tensor in state:
         if not _is_plain(tensor):
