@@ -1,1 +1,1 @@
-"""Numbers of Python's that are inputs of the step: found, followed, and read at each step."""
+"""Numbers of Python's that each step reads anew."""

@@ -144,9 +144,9 @@ def _are_equal(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        return is_alike and torch.equal(_bits(one), _bits(other))
+        return is_alike and torch.equal(_bytes_of(one), _bytes_of(other))
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -12,10 +12,10 @@ from torch import fx
 
 from remat.graph_capture.errors import FloatInputError
 from remat.graph_capture.float_inputs.traced_float import Step, run
-from remat.graph_capture.python_state.places import Cell, Entry, Place, Slot
+from remat.graph_capture.python_state.places import Cell, Entry, Slot
 from remat.graph_capture.python_state.watch import PythonState
 
-FLOAT_PLACES = (Entry, Cell, Slot)
+FloatPlace = Entry | Cell | Slot
 SHOWN = 8
 """Names that an error shows."""
 SPECIAL = (0.0, 1.0)
@@ -48,7 +48,7 @@ class FloatInputs:
     at : the argument's index, by the name of a node and the index of a leaf of its arguments.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[FloatPlace, ...]
     steps: tuple[Step, ...]
     answers: tuple[tuple[int, Any], ...]
     arguments: tuple[Argument, ...]
@@ -85,7 +85,7 @@ class FloatInputs:
         assert not by_name, "a node that takes a number is not in the graph"
 
 
-def named_places(state: PythonState, names: Sequence[str]) -> list[Place]:
+def named_places(state: PythonState, names: Sequence[str]) -> list[FloatPlace]:
     """The places of these names, as refusals print them.
 
     Raises
@@ -93,7 +93,7 @@ def named_places(state: PythonState, names: Sequence[str]) -> list[Place]:
     FloatInputError : there is none of that name, or it holds no float now, or one for which torch
         may leave out ops.
     """
-    known = {place.text: place for place in state.places if isinstance(place, FLOAT_PLACES)}
+    known = {place.text: place for place in state.places if isinstance(place, FloatPlace)}
     unfit = {name: why for name in names if (why := _why_unfit(known.get(name)))}
     if not unfit:
         return [known[name] for name in names]
@@ -107,7 +107,7 @@ def named_places(state: PythonState, names: Sequence[str]) -> list[Place]:
     raise error
 
 
-def _why_unfit(place: Place | None) -> str:
+def _why_unfit(place: FloatPlace | None) -> str:
     if place is None:
         return "forward does not read"
     value = place.value

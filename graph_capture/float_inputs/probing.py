@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from remat.graph_capture.float_inputs.arguments import Arguments, Probe
-from remat.graph_capture.float_inputs.inputs import FloatInputs
+from remat.graph_capture.float_inputs.inputs import FloatInputs, FloatPlace
 from remat.graph_capture.float_inputs.traced_float import Log, run, traced_by_math
-from remat.graph_capture.python_state.places import Place
 from remat.graph_capture.python_state.watch import PythonState
 
 PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
@@ -26,7 +25,7 @@ PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
 
 
 @contextlib.contextmanager
-def holding(places: Sequence[Place], values: Sequence[float]) -> Generator[None]:
+def holding(places: Sequence[FloatPlace], values: Sequence[float]) -> Generator[None]:
     """Let places hold other values meanwhile."""
     kept = [place.now() for place in places]
     try:
@@ -39,7 +38,7 @@ def holding(places: Sequence[Place], values: Sequence[float]) -> Generator[None]
 
 
 def probed(
-    places: Sequence[Place], state: PythonState, base: Probe, trace: Callable[[Log], Probe]
+    places: Sequence[FloatPlace], state: PythonState, base: Probe, trace: Callable[[Log], Probe]
 ) -> FloatInputs | str:
     """Where the numbers go, by two further traces; or why they cannot be inputs.
 
@@ -59,7 +58,7 @@ def probed(
 
 
 def _matched(
-    places: Sequence[Place], state: PythonState, base: Probe, others: Sequence[Probe]
+    places: Sequence[FloatPlace], state: PythonState, base: Probe, others: Sequence[Probe]
 ) -> FloatInputs | str:
     if why := _unfollowed(state, others):
         return why

@@ -104,12 +104,12 @@ def applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
         return NotImplemented
     log = next(one.log for one in operands if isinstance(one, TracedFloat))
     # Of plain floats, so that nothing is noted twice.
-    value = function(*(_plain(operand) for operand in operands))
+    value = function(*(_as_float(operand) for operand in operands))
     taken = tuple(one.ref if isinstance(one, TracedFloat) else one for one in operands)
     return log.note(Step(name, taken, function, is_asked=type(value) is not float), value)
 
 
-def _plain(value: Any) -> Any:
+def _as_float(value: Any) -> Any:
     return float.__float__(value) if isinstance(value, TracedFloat) else value
 
 

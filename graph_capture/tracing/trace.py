@@ -35,16 +35,17 @@ from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.errors import CaptureError, FloatInputError
 from remat.graph_capture.float_inputs.arguments import Probe
-from remat.graph_capture.float_inputs.inputs import FloatInputs, named_places
+from remat.graph_capture.float_inputs.inputs import FloatInputs, FloatPlace, named_places
 from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.joint.checking_ops import checks_kept
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.weight_casts import cast_weights_once
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
-from remat.graph_capture.python_state.places import MISSING, Entry, Place
+from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import (
@@ -53,7 +54,6 @@ from remat.graph_capture.tracing.carried import (
     places_of,
     storages_in,
 )
-from remat.graph_capture.tracing.checking_ops import checks_kept
 from remat.graph_capture.tracing.checkpointed import (
     checkpointed_modules,
     refuse_checkpointed_writes,
@@ -149,7 +149,7 @@ def trace(
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
     batch = (tuple(args), dict(kwargs or {}), target)
-    numbers: list[Place] = []
+    numbers: list[FloatPlace] = []
     if float_inputs:
         numbers = named_places(PythonState(model, loss_fn), float_inputs)
     check_batch(batch, device)

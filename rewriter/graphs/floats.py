@@ -88,10 +88,12 @@ def _after_inputs(graph: fx.Graph) -> Any:
 
 
 def _takes_floats(graph: fx.Graph) -> bool:
-    return any(isinstance(leaf, FloatArgument) for node in graph.nodes for leaf in _leaves(node))
+    return any(
+        isinstance(leaf, FloatArgument) for node in graph.nodes for leaf in _arguments_of(node)
+    )
 
 
-def _leaves(node: fx.Node) -> list[Any]:
+def _arguments_of(node: fx.Node) -> list[Any]:
     return pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
 
 
@@ -113,7 +115,7 @@ def _replace(graph: fx.Graph, listed: Callable[..., Any], taken: tuple[fx.Node, 
         return made[leaf.index]
 
     for node in list(graph.nodes):
-        if any(isinstance(leaf, FloatArgument) for leaf in _leaves(node)):
+        if any(isinstance(leaf, FloatArgument) for leaf in _arguments_of(node)):
             node.args, node.kwargs = pytree.tree_map(read, (tuple(node.args), dict(node.kwargs)))
 
 
