@@ -151,7 +151,8 @@ def trace(
     batch = (tuple(args), dict(kwargs or {}), target)
     numbers: list[FloatPlace] = []
     if float_inputs:
-        numbers = named_places(PythonState(model, loss_fn), float_inputs)
+        names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
+        numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
     recipe = Recipe(
         name=type(model).__name__,

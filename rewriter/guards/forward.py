@@ -108,9 +108,7 @@ class Guards:
         self.recipe.signature.require(leaves, spec, self.kind)
         state = self._model_state()
         if change := self.python_state.first_change():
-            error = self._changed(*_in_words(change))
-            error.numbers = _numbers(self.python_state.changes())
-            raise error
+            raise self._changed_state(change)
         if self.settled and (left := out_of_step(self.settled)):
             one, now = left
             raise self._changed(*_in_words(Change(one.place.text, one.value, now, one.place)))
@@ -178,6 +176,17 @@ class Guards:
         name = next((n for n in (*before, *now) if n in missing or n in added), before[0])
         words = ("there", "missing") if name in missing else ("missing", "there")
         return self._changed(name, *words)
+
+    def _changed_state(self, change: Change) -> StateChangedError:
+        error = self._changed(*_in_words(change))
+        if numbers := _numbers(self.python_state.changes()):
+            named = ", ".join(map(repr, numbers))
+            error = StateChangedError(
+                f"{error}; or let each step read it: remat.rematerialize(..., "
+                f"float_inputs=[{named}])"
+            )
+            error.numbers = numbers
+        return error
 
     def _changed(self, what: str, before: str, now: str) -> StateChangedError:
         return StateChangedError(

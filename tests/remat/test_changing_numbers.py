@@ -188,7 +188,7 @@ def test_backward_has_the_numbers_of_its_own_forward() -> None:
 
 def test_a_named_number_is_refused_beyond_what_the_trace_holds_for() -> None:
     model, x = Net(lambda m, x: x / m.number if m.number > 0.1 else x, 1.0), torch.randn(8, WIDTH)
-    fast = remat.rematerialize(model, (x,), budget="100%", float_inputs=["number"])
+    fast = remat.rematerialize(model, (x,), budget="100%", float_inputs="number")
     for value in (0.5, 2.0, 1.0):
         model.number = value
         assert torch.equal(fast(x), model(x))
@@ -200,7 +200,7 @@ def test_a_named_number_is_refused_beyond_what_the_trace_holds_for() -> None:
 
 def test_a_copy_reads_its_own_number() -> None:
     model, x = Net(lambda m, x: x / m.number, 0.5), torch.randn(8, WIDTH)
-    fast = remat.rematerialize(model, (x,), budget="100%", float_inputs=["number"])
+    fast = remat.rematerialize(model, (x,), budget="100%", float_inputs=["number", "number"])
     model.number = 0.7
     other: Any = copy.deepcopy(fast)
     other.number = 0.9
@@ -224,3 +224,15 @@ def test_what_cannot_be_an_input_is_refused_with_the_reason() -> None:
         remat.rematerialize(
             Net(READ["divides"], 0.3), (x,), budget="100%", compile=True, float_inputs=["number"]
         )
+
+
+def test_the_refusal_of_a_changed_number_says_how_to_make_it_an_input() -> None:
+    model, x = Net(READ["divides"], 0.3), torch.randn(8, WIDTH)
+    fast = remat.rematerialize(model, (x,), budget="100%")
+    model.number = 0.4
+    with pytest.raises(StateChangedError, match=r"float_inputs=\['number'\]\)$") as refused:
+        fast(x)
+    assert refused.value.numbers == ("number",)
+    fast = remat.rematerialize(model, (x,), budget="100%", float_inputs=refused.value.numbers)
+    model.number = 0.5
+    assert torch.equal(fast(x), model(x))
