@@ -44,7 +44,7 @@ REFUSED = {
     "too_little": ("BudgetError", r"the least that a schedule is known to reach"),
     "sharded_first": ("CaptureError", r"parameter scale is a DTensor: .* make the plan first"),
     "parallelised": ("CaptureError", r"parameter layers\.1\.up\.weight is a DTensor"),
-    "sharded_inside": ("RewriteError", r"hook on submodule up \(FSDPLinear\)"),
+    "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
 }
 
 
