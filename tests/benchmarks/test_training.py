@@ -79,7 +79,8 @@ def test_a_row_without_what_judges_its_gradients_has_that_measured_anew(results:
     results.write_text(json.dumps(kept))
     (training.WORK / "smoke" / MODEL / GRADIENTS).unlink()
     printed = [line[13:41].strip() for line in suite(results).stdout.splitlines()]
-    assert printed == [TORCHS_KEPT, lost]
+    # They run side by side, and either may end first.
+    assert sorted(printed) == sorted([TORCHS_KEPT, lost])
     after = json.loads(results.read_text())["rows"][MODEL]
     assert after.keys() == before.keys()
     assert after[lost]["is_right"] == before[lost]["is_right"]
