@@ -92,7 +92,7 @@ def test_never_better_than_exhaustive_search_and_mostly_equal(computations: int)
 def test_results_are_valid_and_claim_no_more_than_cut(
     graph: TrainingGraph, less_bytes: int, computations: int
 ) -> None:
-    budget_bytes = peak_bytes_of(graph) - less_bytes
+    budget_bytes = max(0, peak_bytes_of(graph) - less_bytes)  # some need less than 9 bytes
     result = Retention(computations=computations).solve(graph, budget_bytes)
     optimum = least_time_us(graph, budget_bytes)
     if optimum is None:
