@@ -20,20 +20,16 @@ from remat.graph_capture.joint.dropout import scale_of_eager
 _PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _scale(dtype: torch.dtype, p: float) -> float:
-    return scale_of_eager(p, dtype)
-
-
-_RULES: dict[str, Callable[[float], float]] = {
-    "x": lambda x: x,
-    "-x": lambda x: -x,
-    "1 - x": lambda x: 1 - x,
-    "1 / (1 - x)": lambda x: 1.0 / (1.0 - x),
-    "1 / x": lambda x: 1.0 / x,
-    "x - 1": lambda x: x - 1,
-    "x * x": lambda x: x * x,
-    **{f"dropout's scale in {dtype}": functools.partial(_scale, dtype) for dtype in _PRECISIONS},
-}
+_RULES: tuple[Callable[[float], float], ...] = (
+    lambda x: x,
+    lambda x: -x,
+    lambda x: 1 - x,
+    lambda x: 1.0 / (1.0 - x),
+    lambda x: 1.0 / x,
+    lambda x: x - 1,
+    lambda x: x * x,
+    *(functools.partial(scale_of_eager, dtype=dtype) for dtype in _PRECISIONS),
+)
 """What torch itself computes of a number before it becomes an op's argument."""
 
 
@@ -99,7 +95,7 @@ class Arguments:
     def _rule(self, constants: Sequence[float]) -> Argument | None:
         for step in self._numbers:
             values = [results[step] for results in self._results]
-            for rule in (*_RULES.values(), *_scaled(values[0], constants[0])):
+            for rule in (*_RULES, *_scaled(values[0], constants[0])):
                 if _fits(rule, values, constants):
                     return Argument(step, rule)
         return None

@@ -23,9 +23,6 @@ from remat.graph_capture.python_state.module_hooks import (
 from remat.graph_capture.python_state.places import Entry, Place, is_same
 from remat.graph_capture.python_state.watch import PythonState
 
-_HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
-"""AOTAutograd has its own tensors in the place of these while forward runs."""
-
 
 @dataclass(frozen=True)
 class Carried:

@@ -188,10 +188,11 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
     names, values = zip(*recipe.float_inputs, strict=True)
-    with holding(named_places(PythonState(model, recipe.loss_fn), names), values):
+    state = PythonState(model, recipe.loss_fn)
+    found_at = named_places(state, names)
+    places = [dataclasses.replace(p, value=v) for p, v in zip(found_at, values, strict=True)]
+    with holding(places, values):
         done = _trace_recipe(model, recipe)
-        state = PythonState(model, recipe.loss_fn)
-        places = named_places(state, names)
         found = probed(
             places,
             state,
