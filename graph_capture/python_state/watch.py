@@ -1,4 +1,4 @@
-"""Compares the places of a walk with what they were, in one compiled expression."""
+"""Compares the places of a walk with what they were, all at once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from remat.graph_capture.python_state.places import (
     is_same,
 )
 from remat.graph_capture.python_state.reachable import Walk
+from remat.graph_capture.python_state.watched_dicts import Watched, WatchedDicts
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,23 @@ class PythonState:
     def _compile(self) -> None:
         """One function that is true while every place holds the object that it holds now."""
         names = ObjectNames()
-        terms = [replace(place, value=place.now()).term(names) for place in self.places]
-        terms += [f"len({names(space)}) == {len(space)}" for _, space, _ in self.watched]
-        self._test = compiled_test(terms, names)
+        by_space: dict[int, Watched] = {}
+        others: list[str] = []
+        for space, term in self._terms(names):
+            if type(space) is dict:
+                by_space.setdefault(id(space), (space, []))[1].append(term)
+            else:
+                others.append(term)
+        entries, rest = WatchedDicts(list(by_space.values()), names), compiled_test(others, names)
+        self._test = lambda: entries.hold() and rest()
+
+    def _terms(self, names: ObjectNames) -> Generator[tuple[Any, str]]:
+        """An expression for each place and each namespace, beside the mapping that it reads."""
+        for place in self.places:
+            space = place.space if isinstance(place, Entry) else None
+            yield space, replace(place, value=place.now()).term(names)
+        for _, space, _ in self.watched:
+            yield space, f"len({names(space)}) == {len(space)}"
 
 
 def _key(place: Place | Hidden) -> tuple[int, Any]:

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
@@ -33,6 +32,7 @@ from remat.graph_capture.tracing.carried import Settled, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
 from remat.graph_capture.tracing.ties import tied_places
+from remat.rewriter.guards.leaves import FlatBatches
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.same_objects import same_objects
 from remat.rewriter.guards.settings import first_difference, settings
@@ -64,6 +64,7 @@ class Guards:
         self.kind = type(model).__name__
         self.model = model
         self.recipe = recipe
+        self.batches = FlatBatches(recipe.signature)
         self.python_state = python_state
         self.takes_target = recipe.signature.has_target
         self.settled = settled
@@ -104,9 +105,9 @@ class Guards:
         ------
         RewriteError : something is not as at capture; names the first difference.
         """
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = self.batches.leaves(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
-        state = self._model_state()
+        taken = self._model_state()
         if change := self.python_state.first_change():
             raise self._changed_state(change)
         if self.settled and (left := out_of_step(self.settled)):
@@ -116,26 +117,27 @@ class Guards:
             if getattr(module, attribute, None) is not tensor:
                 raise self._changed(f"attribute {path}", "one tensor", "another one")
         self._require_context()
-        return [state[i] for i in self.taken], leaves
+        return taken, leaves
 
     def _model_state(self) -> list[Tensor]:
-        """Parameters and buffers, of modules with the modes of the capture and without hooks."""
+        """What the step takes of the model: its modules have the modes of the capture, no hooks."""
         if unheard := unheard_hook([]):  # of all modules, which no object of the model shows
             raise RewriteError(unheard)
         with contextlib.suppress(KeyError):  # a name of another one, or none
             if self._is_same is not None and self._is_same():
-                return self._last
+                return list(self._last)
         if unheard := unheard_hook(self.unhooked):
             raise StateChangedError(unheard)
         for path, module, mode in self.modes:
             if module.training is not mode:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         state = self._state()
+        taken = [state[i] for i in self.taken]
         if self._looks < MOST_LOOKS:
             self._looks += 1
-            self._last = state
+            self._last = list(taken)
             self._is_same = same_objects(self.step, state, self.modes, self.unhooked)
-        return state
+        return taken
 
     def _require_context(self) -> None:
         now = autocast_state()
