@@ -76,7 +76,9 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, **recipe.facts()
         )
         schedule.check_made_for(joint.graph)
-        emitted.extend(emit(joint, schedule, floats))
+        # Inductor's kernels are made for the strides of the trace.
+        metadata = None if by_inductor else state.fw_metadata
+        emitted.extend(emit(joint, schedule, floats, metadata))
         compilers.extend(make_compilers(joint, *emitted))
         return emitted[0], emitted[1]
 

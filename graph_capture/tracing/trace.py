@@ -300,6 +300,8 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        # A loss made of elementwise ops sends gradients back in the strides of the results.
+        stack.enter_context(functorch_config.patch(guess_tangent_strides_as_outputs=True))
         # torch 2.14 would trace the function inside of one that torch.compile has wrapped, without
         # a word, while the user's own step runs Inductor's kernels. So it fails, as before.
         stack.enter_context(dynamo_config.patch(force_compile_during_fx_trace=True))

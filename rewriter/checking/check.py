@@ -268,14 +268,13 @@ def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -
 def _backward(output: Any) -> None:
     """Backward from every differentiable leaf, with random gradients for those that are no scalar.
 
-    It runs outside autocast, as torch's documentation asks.
+    They have the leaves' strides, as those that elementwise losses make. It runs outside autocast,
+    as torch's documentation asks.
     """
     roots = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
     tangents = [
-        None
-        if root.numel() == 1
-        else torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator)
+        None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)
         for root in roots
     ]
     with torch.autocast(roots[0].device.type, enabled=False):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.batch_norm import AGAIN
@@ -22,6 +23,7 @@ from remat.graph_capture.joint.nodes import (
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter, as_module, emit_both
 from remat.rewriter.graphs.fewer_views import leave_out_views
 from remat.rewriter.graphs.floats import FloatSource, read_floats
+from remat.rewriter.graphs.gradient_strides import take_as_they_come
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state
 from remat.schedules.schedule import Schedule
 
@@ -195,11 +197,18 @@ def _fake_state(node: fx.Node, device: str) -> Tensor:
 
 
 def emit(
-    joint: Joint, schedule: Schedule, floats: FloatSource | None = None
+    joint: Joint,
+    schedule: Schedule,
+    floats: FloatSource | None = None,
+    metadata: ViewAndMutationMeta | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
-    `floats` is what each step reads the numbers from that the joint graph marks.
+    Parameters
+    ----------
+    joint, schedule : the trace, and what to do with it.
+    floats : what each step reads the numbers from that the joint graph marks.
+    metadata : AOTAutograd's, if backward is to have gradients in the strides that they come in.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
@@ -208,6 +217,8 @@ def emit(
         return EagerEmitter(joint, demand, again, repeated, left_live)
 
     graphs = emit_both(joint, schedule, joint.num_forward_outputs, start)
+    if metadata is not None:
+        take_as_they_come(metadata, graphs[1])
     for graph in graphs:
         leave_out_views(graph)
     forward, backward = graphs
