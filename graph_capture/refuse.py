@@ -28,8 +28,10 @@ from remat.graph_capture.python_state.module_hooks import (
     tells_a_person,
 )
 
-VECTOR_BYTES = 64
-"""The widest vectors that CPU kernels compute in."""
+VECTORS_BYTES = {"AVX512": 128}
+"""What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
+OTHER_VECTORS_BYTES = 64
+"""Of AVX2, and no less of others."""
 
 _DATA_DEPENDENT = (
     "DataDependentOutputException",
@@ -122,7 +124,7 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     if is_cuda(device) and isinstance(module, nn.RNNBase) and torch.backends.cudnn.enabled:
         raise CaptureError(cudnn_rnn_message(path))
     if device == CPU and isinstance(module, (nn.GRU, nn.GRUCell)):
-        lanes = VECTOR_BYTES // next(module.parameters()).element_size()
+        lanes = _elements_at_a_time(module)
         if module.hidden_size % lanes:
             raise CaptureError(
                 f"{path} is a {type(module).__name__} of hidden_size {module.hidden_size}. A CPU "
@@ -131,6 +133,12 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
                 f"hidden_size {-(-module.hidden_size // lanes) * lanes}, or write the cell in "
                 "tensor ops"
             )
+
+
+def _elements_at_a_time(module: nn.Module) -> int:
+    capability = torch.backends.cpu.get_cpu_capability()
+    at_a_time = VECTORS_BYTES.get(capability, OTHER_VECTORS_BYTES)
+    return at_a_time // next(module.parameters()).element_size()
 
 
 def is_distributed(tensor: Tensor) -> bool:

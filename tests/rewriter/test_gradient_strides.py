@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
+from remat.graph_capture.errors import CaptureError
 
 
 class Then(nn.Module):
@@ -104,12 +105,24 @@ def gradients(step: nn.Module, model: nn.Module, x: Tensor, loss: Any) -> list[T
     return [None if p.grad is None else p.grad.clone() for p in (*model.parameters(), x)]
 
 
+def planned(model: nn.Module, x: Tensor) -> nn.Module | None:
+    """None where the plan is refused, as no trace shows the strides of eager."""
+    try:
+        return remat.rematerialize(model, (x,), budget="100%", solver="store_all")
+    except CaptureError as error:
+        if "gives strides" not in str(error):
+            raise
+        return None
+
+
 @pytest.mark.parametrize("what", MODELS)
 def test_gradients_in_any_strides_give_eagers_bits(what: str) -> None:
     torch.manual_seed(0)
     make, batch = MODELS[what]
     model, x = make(), batch().requires_grad_()
-    fast = remat.rematerialize(model, (x,), budget="100%", solver="store_all")
+    fast = planned(model, x)
+    if fast is None:
+        pytest.skip(f"torch {torch.__version__} traces it in strides that it has not")
     unlike = []
     for name, loss in LOSSES.items():
         expected, found = (gradients(step, model, x, loss) for step in (model, fast))

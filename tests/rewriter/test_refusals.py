@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import remat
 from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, ScheduleError
 from remat.rewriter import RematModule, check, rewrite
@@ -118,13 +120,42 @@ def test_ops_with_effects_are_refused_with_their_line() -> None:
         capture(Cholesky(), (batch(),))
 
 
-def test_gates_of_rows_that_no_vector_fits_are_refused_by_name() -> None:
+class FirstResult(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = self.inner(x)
+        return results[0] if isinstance(results, tuple) else results
+
+
+@pytest.mark.parametrize(("can", "elements"), [("AVX512", 32), ("AVX2", 16), ("DEFAULT", 16)])
+def test_gates_of_rows_that_no_vector_fits_are_refused_by_name(
+    can: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: can)
     x = torch.randn(4, 8)
-    with pytest.raises(CaptureError, match=r"^0 is a GRU of hidden_size 24.*hidden_size 32"):
-        capture(nn.Sequential(nn.GRU(8, 24)), (x,))
-    with pytest.raises(CaptureError, match=r"^0 is a GRUCell of hidden_size 12.*hidden_size 16"):
-        capture(nn.Sequential(nn.GRUCell(8, 12)), (x,))
-    assert capture(nn.Sequential(nn.GRUCell(8, 24).double()), (x.double(),)).ops
+    with pytest.raises(CaptureError, match=rf"^0 is a GRU of hidden_size 8.*size {elements}"):
+        capture(nn.Sequential(nn.GRU(8, 8)), (x,))
+    with pytest.raises(
+        CaptureError, match=r"^0 is a GRUCell of hidden_size 40.*hidden_size (48|64)"
+    ):
+        capture(nn.Sequential(nn.GRUCell(8, 40)), (x,))
+    double = nn.Sequential(nn.GRUCell(8, elements // 2)).double()
+    assert capture(double, (x.double(),)).ops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_gru_that_is_not_refused_here_is_exact(kind: type[Any], dtype: torch.dtype) -> None:
+    for width in (8, 16, 24, 32, 48):
+        torch.manual_seed(0)
+        cell = FirstResult(kind(8, width).to(dtype))
+        x = torch.randn(4, 8, dtype=dtype)
+        with contextlib.suppress(CaptureError):
+            remat.rematerialize(cell, (x,), budget="100%", solver="store_all")  # checks bits
 
 
 def test_scripted_modules_are_refused_by_name() -> None:
