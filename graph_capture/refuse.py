@@ -6,7 +6,7 @@ traced gets its place and a way out by `refusal`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_modules
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.joint.known_values import RANDOM
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.python_state.module_hooks import (
@@ -205,8 +206,16 @@ def _hook_message(path: str, module: nn.Module, table: str) -> str:
     )
 
 
-def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
-    """A `CaptureError` for what the trace raised, with its place and a way out."""
+def refusal(
+    error: Exception, model: nn.Module, module: str, read: Sequence[str] = ()
+) -> CaptureError:
+    """A `CaptureError` for what the trace raised, with its place and a way out.
+
+    Parameters
+    ----------
+    read : the arguments whose values were looked at, and `RANDOM`, if nothing else had a part in
+        them.
+    """
     source = source_of_error(error.__traceback__)
     place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
     kind = type(error).__name__
@@ -222,12 +231,7 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
             'with torch.compile(model, backend="remat")'
         )
     if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
-        return CaptureError(
-            f"control flow or a shape depends on tensor data ({place}): one static graph cannot "
-            "hold both branches. Replace the `if`, `.item()` or index by tensor ops such as "
-            "torch.where or masking, or plan the parts before and after it separately. "
-            f"torch said: {_first_line(error)}"
-        )
+        return _branch_on_values(place, read, _first_line(error))
     if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
         return CaptureError(
             f"forward draws from a generator of its own ({place}), which torch "
@@ -237,6 +241,28 @@ def refusal(error: Exception, model: nn.Module, module: str) -> CaptureError:
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
+
+
+def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
+    named = " and ".join(name for name in read if name != RANDOM)
+    what, ways = "", list[str]()
+    if named:
+        what = f", the values of {named},"
+        ways.append(f"Leave {named} out, if the model can do without it.")
+    elif read:
+        what = f", {RANDOM},"
+        ways.append(
+            "Set the option that has it drawn (layerdrop, stochastic depth) to 0, or draw it "
+            "outside forward and pass a Python number, of which remat.plan_cache makes a plan each."
+        )
+    ways.append(
+        "Replace the `if`, `.item()` or index by tensor ops such as torch.where or masking, or "
+        "plan the parts before and after it separately."
+    )
+    return CaptureError(
+        f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
+        f"hold both branches. {' Or: '.join(ways)} torch said: {said}"
+    )
 
 
 _WAYS_OUT = {

@@ -35,10 +35,16 @@ _RULES: tuple[Callable[[float], float], ...] = (
 
 @dataclass(frozen=True)
 class Probe:
-    """One trace: its joint graph, what it leaves behind, and what became of the numbers."""
+    """One trace: its joint graph, what it leaves behind, and what became of the numbers.
+
+    Attributes
+    ----------
+    looked_at : values of tensors that code has looked at, and those that they come from.
+    """
 
     gm: fx.GraphModule
     left: Any
+    looked_at: bytes
     log: Log
 
 
@@ -62,6 +68,8 @@ class Arguments:
                 return why
         if any(not _are_equal(probe.left, probes[0].left) for probe in probes):
             return "a result or an attribute that forward sets depends on it"
+        if any(probe.looked_at != probes[0].looked_at for probe in probes):
+            return "forward looks at the values of a tensor that is made of it"
         return ""
 
     def _read_node(self, nodes: Sequence[fx.Node], gms: Sequence[fx.GraphModule]) -> str:

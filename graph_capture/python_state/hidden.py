@@ -7,12 +7,13 @@ a plan would take the same one each time. Context variables and the environment 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import GeneratorType
@@ -65,7 +66,8 @@ def hidden(text: str, owner: Any) -> Hidden | None:
 def environment(names: tuple[str, ...]) -> Hidden:
     """The environment variables of these names."""
     text = "one of the environment variables that the code names"
-    return Hidden(text, names, _environment, _environment(names))
+    ask = functools.partial(_variables, names)
+    return Hidden(text, os.environ, ask, ask(os.environ))
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ def _context(variable: ContextVar[Any]) -> Any:
     return variable.get(MISSING)
 
 
-def _environment(names: tuple[str, ...]) -> Any:
-    return tuple(os.environ.get(name) for name in names)
+def _variables(names: tuple[str, ...], environ: Mapping[str, str]) -> Any:
+    return tuple(environ.get(name) for name in names)
 
 
 def _progress(iterator: Any) -> Any:

@@ -8,6 +8,7 @@ not followed; of their modules, only what forward itself loads is of interest.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import weakref
 from collections.abc import Callable
@@ -39,8 +40,10 @@ from remat.graph_capture.python_state.places import (
     Slot,
     copied,
 )
+from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.reached import (
     AROUND_DATA,
+    LONGEST_NAME,
     NOT_RUN,
     OF_DATA,
     RUN_BY_TORCH,
@@ -48,23 +51,37 @@ from remat.graph_capture.python_state.reached import (
     Instance,
     LruCache,
     Reached,
-    are_related,
     functions_of,
     is_library,
+    slot_names,
 )
+
+_NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
 class Walk:
-    """One walk from a model and its loss. `found` is filled when it is made."""
+    """One walk from a model and its loss. `found` is filled when it is made.
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    Parameters
+    ----------
+    ran : follow this code alone; left at None, all code.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        ran: CodeThatRan | None = None,
+    ) -> None:
         self.found = Reached()
+        self._ran = ran
         self._seen: dict[int, Any] = {}
         self._entries: set[tuple[int, Any]] = set()
         self._instances: list[Instance] = []
         self._classes: dict[type, set[str]] = {}
         self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._own: dict[type, set[str]] = {}
+        self._heirs: dict[type, list[type]] = {}
         self._called: set[type] = set()
         self._others: set[str] = set(RUN_BY_TORCH)
         self._globals: set[str] = set()
@@ -90,11 +107,13 @@ class Walk:
                 self._read_module(module, done)
 
     def _size(self) -> tuple[int, ...]:
-        names = len(self._others) + sum(map(len, self._own.values()))
+        names = len(self._others) + len(self.found.texts) + sum(map(len, self._own.values()))
         return len(self._seen), len(self._entries), names, len(self._instances)
 
     def _visit(self, value: Any, text: str) -> None:
         """Follow a value, once."""
+        if isinstance(value, str):
+            self._add_name(value)
         if isinstance(value, (Tensor, *PLAIN)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -119,6 +138,8 @@ class Walk:
             self._visit_items(value, text)
         elif isinstance(value, weakref.ref):
             self._visit(value(), text)
+        elif isinstance(value, _NAMES_OF_ATTRIBUTES):
+            self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):
             self._add_stream(text, value)
         elif is_library(type(value).__module__) and (place := hidden(text, value)):
@@ -143,14 +164,22 @@ class Walk:
             for key in space:
                 self._add_entry(f"{key} of the {place.text}", space, key)
 
+    def _add_name(self, text: str) -> None:
+        """`getattr(self, self.key)` reads the attribute that a text in reach names."""
+        if len(text) < LONGEST_NAME:
+            self.found.texts.update(text.split("."))
+
     def _visit_function(self, function: FunctionType, text: str) -> None:
         if is_library(function.__module__):
+            return
+        # A function is an object too, which may keep something between calls.
+        self._instances.append(Instance(function.__qualname__, function, vars(function)))
+        self.found.functions.setdefault(function.__name__, []).append(function)
+        if not self._is_followed(function):
             return
         names = names_of(function.__code__)
         self._others |= names.others | names.own
         self._globals |= names.global_names
-        # A function is an object too, which may keep something between calls.
-        self._instances.append(Instance(function.__qualname__, function, vars(function)))
         self._note_stores(function, names)
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -165,6 +194,9 @@ class Walk:
             where = function.__globals__.get("__name__", "its file")
             self._add_entry(f"global {name} of {where}", function.__globals__, name)
 
+    def _is_followed(self, function: FunctionType) -> bool:
+        return self._ran is None or function.__code__ in self._ran
+
     def _note_stores(self, function: FunctionType, names: Names) -> None:
         for name, line in names.stored.items():
             place = f"{os.path.relpath(function.__code__.co_filename)}:{line}"
@@ -176,6 +208,7 @@ class Walk:
             value = copied(value)
         if isinstance(value, dict):
             for key, item in value.items():
+                self._visit(key, text)
                 self._visit(item, f"{text}[{key!r}]")
         elif not isinstance(value, np.ndarray):
             for i, item in enumerate(value):
@@ -190,11 +223,9 @@ class Walk:
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
             self._instances.append(Instance(text, value, space))
-        for owner in kind.__mro__:
-            slots = vars(owner).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name):
-                    self._add_slot(f"{text}.{name}".lstrip("."), value, name)
+        for name in slot_names(kind):
+            if hasattr(value, name):
+                self._add_slot(f"{text}.{name}".lstrip("."), value, name)
 
     def _visit_class(self, kind: type) -> None:
         for owner in kind.__mro__:
@@ -205,14 +236,15 @@ class Walk:
     def _read_class(self, kind: type) -> None:
         """The methods and attributes of a class that some code names."""
         space, done = vars(kind), self._classes[kind]
-        named = self._names_for(kind)
+        is_named = self._is_named(kind)
         for key in sorted(space.keys() - done):
             is_special = key.startswith("__") and key.endswith("__")
-            if key not in named and not (is_special and self._is_run(kind, key)):
+            if not is_named(key) and not (is_special and self._is_run(kind, key)):
                 continue
             done.add(key)
             functions = list(functions_of(space[key]))
             for function in functions:
+                self.found.functions.setdefault(key, []).append(function)
                 self._read_method(kind, function)
             if functions or not is_special:
                 self._add_entry(f"{kind.__name__}.{key}", space, key, owner=kind)
@@ -220,27 +252,45 @@ class Walk:
     def _is_run(self, kind: type, special: str) -> bool:
         """Whether forward may run a method that no code names: a constructor, if the class is."""
         if special in ("__init__", "__new__", "__post_init__"):
-            return any(issubclass(called, kind) for called in self._called)
+            return any(kind in called.__mro__ for called in self._called)
         return special not in NOT_RUN
 
     def _read_method(self, kind: type, function: FunctionType) -> None:
-        names = names_of(function.__code__)
-        self._own.setdefault(kind, set()).update(names.own)
-        self._others |= names.others
+        if self._is_followed(function):
+            names = names_of(function.__code__)
+            if kind not in self._own:
+                self._own[kind] = set()
+                for base in kind.__mro__[1:]:
+                    self._heirs.setdefault(base, []).append(kind)
+            self._own[kind] |= names.own
+            self._others |= names.others
         self._visit(function, function.__qualname__)
 
-    def _names_for(self, kind: type) -> set[str]:
-        """Names that code loads of an object of that class; its bases' methods load some too."""
-        own = [names for base, names in self._own.items() if are_related(kind, base)]
-        named = self._others.union(*own) - STATE
+    def _is_named(self, kind: type) -> Callable[[str], bool]:
+        """Whether code loads a name of objects of that class; methods of its bases do too."""
+        related = (*kind.__mro__, *self._heirs.get(kind, ()))
+        own = [self._own[one] for one in related if one in self._own]
+        sets = [self._others, self.found.texts, *own]
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
+        hides = is_library(kind.__module__)
+
+        def is_named(name: str) -> bool:
+            is_out = name in STATE or (hides and name[:1] == "_")
+            return not is_out and any(name in one for one in sets)
+
+        return is_named
+
+    def _names_for(self, kind: type) -> set[str]:
+        """All that code itself names of objects of that class."""
+        related = (*kind.__mro__, *self._heirs.get(kind, ()))
+        named = self._others.union(*(self._own.get(one, ()) for one in related)) - STATE
         return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
     def _read_instance(self, instance: Instance) -> None:
-        named = self._names_for(type(instance.value))
-        if isinstance(instance.value, AROUND_DATA):
-            named = instance.space.keys()
-        for key in sorted((instance.space.keys() & named) - instance.done):
+        keys = instance.space.keys() - instance.done
+        if not isinstance(instance.value, AROUND_DATA):
+            keys = filter(self._is_named(type(instance.value)), keys)
+        for key in sorted(keys):
             instance.done.add(key)
             self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
 
@@ -250,8 +300,9 @@ class Walk:
             self._add_entry(f"{key} of {module.__name__}", vars(module), key)
 
     def _watch_absent(self) -> None:
+        by_kind = {kind: self._names_for(kind) for kind in {type(i.value) for i in self._instances}}
         for one in self._instances:
-            named = self._names_for(type(one.value))
+            named = by_kind[type(one.value)]
             self.found.reads[id(one.space)] = named
             self.found.kinds[id(one.space)] = type(one.value)
             self.found.watched.append((one.text, one.space, named - one.space.keys()))
@@ -260,7 +311,8 @@ class Walk:
         """Variables that code which reads the environment names, in capitals as they are."""
         if self._globals.union(self._others).isdisjoint(("environ", "getenv")):
             return
-        names = tuple(sorted(name for name in self._others if name.isupper()))
+        texts = self._others | self.found.texts
+        names = tuple(sorted(name for name in texts if name.isupper()))
         self.found.places.append(environment(names))
 
     def _add_stream(self, text: str, value: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import ChainMap, UserDict, UserList, UserString
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 from remat.graph_capture.python_state.hidden import Hidden, Stream
@@ -39,6 +40,8 @@ OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
 AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
 """Of these, Python's own code reads all attributes, whatever a user's code names."""
+LONGEST_NAME = 64
+"""Of a text that may name an attribute."""
 LruCache = type(functools.lru_cache(lambda: None))
 
 
@@ -50,7 +53,8 @@ class Reached:
     ----------
     places : to be compared. watched : namespaces, with the names that must not appear in them,
         since the class has them, or code looks for them. caches : of `functools`.
-    streams : generators of random numbers that are the user's own.
+    streams : generators of random numbers that are the user's own. functions : of the user's and
+        of other libraries, by the names that they are called by. texts : that may name attributes.
     reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
         instance, and its class.
     stores : names of attributes that code sets, with the first ``file:line`` that does.
@@ -60,6 +64,8 @@ class Reached:
     watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
+    functions: dict[str, list[FunctionType]] = field(default_factory=dict)
+    texts: set[str] = field(default_factory=set)
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
     stores: dict[str, str] = field(default_factory=dict)
@@ -80,9 +86,13 @@ def is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-def are_related(kind: type, base: type) -> bool:
-    """Whether one of two classes derives from the other."""
-    return issubclass(kind, base) or issubclass(base, kind)
+def slot_names(kind: type) -> Iterator[str]:
+    """Attributes of instances that are in slots, and that no property of a class hides."""
+    for owner in kind.__mro__:
+        for name, slot in vars(owner).items():
+            is_slot = "__slots__" in vars(owner) and isinstance(slot, MemberDescriptorType)
+            if is_slot and inspect.getattr_static(kind, name) is slot:
+                yield name
 
 
 def functions_of(value: Any) -> Iterator[FunctionType]:

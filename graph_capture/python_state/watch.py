@@ -22,6 +22,7 @@ from remat.graph_capture.python_state.places import (
     Slot,
     is_same,
 )
+from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.reachable import Walk
 from remat.graph_capture.python_state.watched_dicts import Watched, WatchedDicts
 
@@ -45,16 +46,19 @@ class PythonState:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
+        self._roots = model, loss_fn
         found = Walk(model, loss_fn).found
         self.places, self.watched, self.caches = found.places, found.watched, found.caches
         self.streams = found.streams
         self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
+        self._functions, self._texts = found.functions, found.texts
+        self.grown: list[Contents] = []
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None
 
     def reads(self, space: dict[str, Any], name: str) -> bool:
         """Whether code may load that name of the instance whose ``__dict__`` this is."""
-        return name in self._reads.get(id(space), ())
+        return name in self._reads.get(id(space), ()) or name in self._texts
 
     def changes(self) -> list[Change]:
         """Places that hold something else now, by what values are and not by who they are.
@@ -105,6 +109,31 @@ class PythonState:
             for text, space, names in self.watched
         ]
         self._test = None
+
+    def compare_what_ran(self, ran: CodeThatRan) -> None:
+        """Compare no more than the code that ran may read."""
+        ran.add_behind(self.caches, self._functions)
+        found = Walk(*self._roots, ran).found
+        keys = {_key(place) for place in found.places}
+        names = {id(space): absent for _, space, absent in found.watched}
+        self.places = [place for place in self.places if _key(place) in keys]
+        self.watched = [
+            (text, space, absent & names[id(space)])
+            for text, space, absent in self.watched
+            if id(space) in names
+        ]
+        self._test = None
+
+    def compare_items_of(self, places: Iterable[Contents]) -> None:
+        """Compare what these dictionaries hold, and nothing that they are given later."""
+        grown = list(places)
+        self.leave_out(grown)
+        self.grown += grown
+        self.places += [
+            Entry(place.text, place.owner, key, value)
+            for place in grown
+            for key, value in place.value.items()
+        ]
 
     def first_change(self) -> Change | None:
         """The first place that holds something else; fast where each holds the very same object."""

@@ -8,7 +8,7 @@ that forward reads and changes, as a counter, would need another graph at each s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,11 +104,20 @@ def short(value: Any) -> str:
 
 
 def state_guarded(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, carried: Iterable[Carried]
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    carried: Iterable[Carried],
+    traced: PythonState,
 ) -> PythonState:
-    """Python's state as it is now, without the attributes that each step sets."""
+    """Python's state as it is now, without what each step sets.
+
+    Parameters
+    ----------
+    traced : the state of a model of the same step, as it was traced.
+    """
     state = PythonState(model, loss_fn)
     state.leave_out(places_of(model, carried))
+    state.compare_items_of(replace(place, value=place.now()) for place in traced.grown)
     return state
 
 

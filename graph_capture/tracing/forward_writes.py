@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.python_state.hidden import Hidden, Stream
+from remat.graph_capture.python_state.memos import Memo, added_to_library
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     are_alike,
@@ -18,7 +19,7 @@ from remat.graph_capture.python_state.module_hooks import (
     place_of_hooks,
 )
 from remat.graph_capture.python_state.places import MISSING, PLAIN
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import hook_tables, registered_hook
 from remat.graph_capture.tracing.carried import Carried, Settled, short, storages_in
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
@@ -32,7 +33,8 @@ class ForwardWrites:
 
     Attributes
     ----------
-    carried, settled : what the last run has set.
+    carried, settled : what the last run has set. memos : what it has added to dictionaries of
+        libraries. No step adds it.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ForwardWrites:
         self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
         self.carried: list[Carried] = []
         self.settled: list[Settled] = []
+        self.memos: list[Memo] = []
         self._in_forward: set[str] = set()
 
     def begin(self) -> None:
@@ -61,7 +64,7 @@ class ForwardWrites:
         CaptureError : it has changed something that no step could set again.
         """
         tensors: list[Tensor] = []
-        self.carried, self.settled = [], []
+        self.carried, self.settled, self.memos = [], [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
@@ -124,13 +127,19 @@ class ForwardWrites:
                 raise CaptureError(_taken_text(self._kind, change.text))
             if _is_first_value(change.before, change.now):
                 self.settled.append(Settled(change.place, change.now))
+            elif memo := added_to_library(change):
+                self.memos.append(memo)
             else:
-                raise CaptureError(
-                    f"forward of {self._kind} changes {change.text}: it was "
-                    f"{short(change.before)} and is {short(change.now)} after it, and a step that "
-                    "follows a plan would not change it. Do that outside forward, before each "
-                    f"step{', or remove the hook that does it' * any(p.value for p in self._hooks)}"
-                )
+                raise self._changed(change)
+
+    def _changed(self, change: Change) -> CaptureError:
+        return CaptureError(
+            f"forward of {self._kind} changes {change.text}: it was {short(change.before)} and is "
+            f"{short(change.now)} after it, and a step that follows a plan would not change it. Do "
+            "that outside forward, before each step; or, if only the first call does it, call the "
+            "model once on a batch first"
+            f"{'; or remove the hook that does it' * any(p.value for p in self._hooks)}"
+        )
 
     def _refused(self, written: Written) -> CaptureError:
         line = self._state.stores.get(written.name)

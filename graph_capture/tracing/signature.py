@@ -29,7 +29,7 @@ class Signature:
 
     def __init__(self, batch: Any) -> None:
         paths, self.spec = leaves_with_paths(batch), pytree.tree_structure(batch)
-        self.names = [_argument_name(path) for path, _ in paths]
+        self.names = [argument_name(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -110,7 +110,7 @@ def _empty(facts: Facts) -> Tensor:
     )
 
 
-def _argument_name(path: Any) -> str:
+def argument_name(path: Any) -> str:
     """``args[0]``, ``kwargs['mask']`` or ``target`` for a path into (args, kwargs, target)."""
     head = ("args", "kwargs", "target")[path[0].idx]
     return head + pytree.keystr(path[1:])
@@ -145,7 +145,7 @@ def check_batch(batch: Any, device: str) -> None:
     DeviceError : a leaf is not where the step for `device` is captured.
     """
     for path, leaf in leaves_with_paths(batch):
-        name = _argument_name(path)
+        name = argument_name(path)
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
             raise CaptureError(
                 f"{name} is a {leaf.layout} tensor; only strided tensors can be planned. "

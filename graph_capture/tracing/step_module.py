@@ -12,14 +12,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
+from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.tracing.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.results import Repeats, distinct_results
-from remat.graph_capture.tracing.signature import unknown_leaf_message
+from remat.graph_capture.tracing.signature import argument_name, unknown_leaf_message
 
 LossFunction = Callable[..., Any]
 
@@ -33,21 +35,28 @@ class StepModule(nn.Module):
     Parameters
     ----------
     writes : what forward sets on attributes. Where it does, the result is a pair: with the tensors.
+    ran : notes which code runs.
 
     Attributes
     ----------
     repeats : where the results of the last run repeat a tensor. They are the distinct ones then.
+    known : what the last run has known of values.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None, writes: ForwardWrites
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        writes: ForwardWrites,
+        ran: CodeThatRan | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self._writes = writes
+        self._writes, self._ran = writes, ran
         self._casts_once = torch.is_autocast_cache_enabled()
         self.repeats: Repeats | None = None
+        self.known = KnownValues()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """Run the model, then the loss.
@@ -58,7 +67,10 @@ class StepModule(nn.Module):
         """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
-        with autocast_cache(enabled=self._casts_once):
+        batch = leaves_with_paths((args, kwargs, target))
+        self.known = KnownValues((argument_name(path), leaf) for path, leaf in batch)
+        recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
+        with autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
@@ -75,6 +87,8 @@ class StepModule(nn.Module):
                 "self.name.copy_(...) under torch.no_grad()"
             )
         result = apply_loss(self.loss_fn, output, target)
+        if self.known.failure is not None and not torch.compiler.is_compiling():
+            raise self.known.failure  # the user's code has caught what eager would not raise
 
         def again() -> Any:
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)

@@ -44,8 +44,10 @@ from remat.graph_capture.joint.checking_ops import checks_kept
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.weight_casts import cast_weights_once
+from remat.graph_capture.python_state.memos import Memo
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
+from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
 from remat.graph_capture.tracing.carried import (
@@ -90,8 +92,10 @@ class Trace:
     descriptors : AOTAutograd's own record. It can be compiled once.
     python_state : what forward and the loss read of Python's state, as it was.
     carried, settled : what forward sets on modules and elsewhere. Each step sets it too.
-    unsure : of these, what forward may read from an earlier step.
+    memos : what forward adds to dictionaries of libraries, at its first call.
+    unsure : of what is carried, what forward may read from an earlier step.
     repeats : where the results repeat a tensor.
+    looked_at : values that code has looked at, and those that they come from.
     floats : the numbers that each step reads anew, if there are any.
     compiled : whether the record has been compiled.
     """
@@ -102,8 +106,10 @@ class Trace:
     python_state: PythonState
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
+    memos: tuple[Memo, ...] = ()
     unsure: tuple[Carried, ...] = ()
     repeats: Repeats | None = None
+    looked_at: bytes = b""
     floats: FloatInputs | None = None
     compiled: bool = False
 
@@ -212,14 +218,15 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 def _probe(done: Trace, log: Log) -> Probe:
     """What is compared between traces with different numbers."""
     left = ([(one.text, one.leaves) for one in done.carried], [one.value for one in done.settled])
-    return Probe(done.descriptors.graph_module, left, log)
+    return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
+    ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            done = _trace_with(model, dataclasses.replace(recipe, flags=flags))
+            done = _trace_with(model, dataclasses.replace(recipe, flags=flags), ran)
         except CaptureError as error:
             if error.__cause__ is None:  # refused by us, not by torch: no flag changes that
                 raise
@@ -233,7 +240,10 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
                 "such as an attention_mask of ones",
                 stacklevel=3,
             )
-        _require_the_same_again(model, done)
+        _require_the_same_again(model, done, ran)
+        # As if compiled, code takes another way than eager, which may read something else.
+        if ran.is_all and not any(flags):
+            done.python_state.compare_what_ran(ran)
         return done
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
@@ -243,30 +253,32 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     ) from first
 
 
-def _require_the_same_again(model: nn.Module, done: Trace) -> None:
+def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:
     """Refuse a forward that does something else at its second call, for what the first has set.
 
     A flag that only says that it was set may be set by each step. One that stands for a first
     call which initialises something may not, nor a result that the next call reads.
     """
-    if not done.settled and not done.unsure:
+    first_only = (*done.settled, *(memo for memo in done.memos if memo.added))
+    if not first_only and not done.unsure:
         return
     spaces = [(vars(model.get_submodule(one.path)), one.name) for one in done.unsure]
     before = [Entry("", space, name, space.get(name, MISSING)) for space, name in spaces]
-    kept = [(one.place, one.place.now()) for one in done.settled]
+    kept = [(one.place, one.place.now()) for one in first_only]
     again: Trace | None = None
     try:
-        for one in done.settled:
+        for one in first_only:
             one.put()
         for space, name in spaces:
             space[name] = Unread()
         with contextlib.suppress(CaptureError):
-            again = _trace_with(model, done.recipe)
+            again = _trace_with(model, done.recipe, ran)
     finally:
         for place, value in (*kept, *((entry, entry.value) for entry in before)):
             place.put(value)
-    if again is None or again.settled or not is_same_graph(again.joint.module, done.joint.module):
-        text = done.settled[0].place.text if done.settled else done.unsure[0].text
+    is_same = again is not None and is_same_graph(again.joint.module, done.joint.module)
+    if again is None or not is_same or again.settled or any(memo.added for memo in again.memos):
+        text = first_only[0].place.text if first_only else done.unsure[0].text
         raise CaptureError(
             f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "
             "something else for it. If it is made once, call the model once on a batch, then plan. "
@@ -276,10 +288,11 @@ def _require_the_same_again(model: nn.Module, done: Trace) -> None:
         # Hooks that forward sets are code of forward, which the first trace did not look into.
         done.python_state = again.python_state
         done.python_state.leave_out(one.place for one in done.settled)
+        done.python_state.compare_items_of(one.place for one in done.memos)
 
 
-def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
-    """Trace with the flags of the recipe."""
+def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
+    """Trace with the flags of the recipe, and note which code runs."""
     fake = fake_with_true_strides()
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
@@ -289,7 +302,9 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
         writes = ForwardWrites(model, recipe.loss_fn, state)
-        step = StepModule(model, recipe.loss_fn, writes)
+        step = StepModule(model, recipe.loss_fn, writes, ran)
+        if ran is not None:
+            stack.callback(ran.stop)
         provenance = Provenance(step)
         stack.enter_context(told(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
@@ -317,7 +332,8 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         except CaptureError:
             raise
         except Exception as error:  # whatever a model raises is refused, with its place
-            raise refusal(error, model, provenance.module_of(error)) from error
+            place = provenance.module_of(error)
+            raise refusal(error, model, place, step.known.read) from error
     _refuse_no_backward(model, descriptors)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
@@ -325,6 +341,7 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
     constants = storages_in(_held_by(descriptors.graph_module))
     unsure = tuple(doubtful(writes.carried, results, end, step.repeats, constants))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
+    state.compare_items_of(one.place for one in writes.memos)
     joint = build_joint(
         descriptors.graph_module,
         results,
@@ -333,8 +350,9 @@ def _trace_with(model: nn.Module, recipe: Recipe) -> Trace:
         step.repeats.gradients() if step.repeats else None,
         **recipe.facts(),
     )
-    carried, settled = tuple(writes.carried), tuple(writes.settled)
-    return Trace(joint, recipe, descriptors, state, carried, settled, unsure, step.repeats)
+    sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)
+    looked_at = step.known.looked_at
+    return Trace(joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at)
 
 
 def _held_by(gm: fx.GraphModule) -> list[Any]:

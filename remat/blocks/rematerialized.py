@@ -178,6 +178,7 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
             step, state = compile_step(fresh, schedule), fresh.python_state
             compiled[key] = step
         else:
-            state = state_guarded(block, recipe.loss_fn, step.carried)
+            traced_as = one.trace.python_state
+            state = state_guarded(block, recipe.loss_fn, step.carried, traced_as)
         replaced[block] = make_module(block, schedule, recipe, step, state)
     return with_replaced(model, replaced)

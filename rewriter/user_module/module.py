@@ -112,7 +112,8 @@ class RematModule(SharedState, fx.GraphModule):
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
         recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_priced)
-        state = state_guarded(model, recipe.loss_fn, cls._remat_compiled_step.carried)
+        carried = cls._remat_compiled_step.carried
+        state = state_guarded(model, recipe.loss_fn, carried, guards.python_state)
         return make_module(
             model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known
         )

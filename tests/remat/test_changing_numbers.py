@@ -114,6 +114,7 @@ PLANNED_EACH: dict[str, Forward] = {
     "by numpy": lambda m, x: x * float(np.sin(m.number)),
     "a tensor": lambda m, x: x * torch.tensor(m.number),
     "an attribute that forward sets": set_of_result,
+    "a border of a tensor": lambda m, x: x if torch.full((), m.number) < 0.4 else x.tanh(),
     "a border": lambda m, x: x if m.number < 0.4 else x.tanh(),
 }
 
@@ -216,6 +217,7 @@ def test_what_cannot_be_an_input_is_refused_with_the_reason() -> None:
         (READ["divides"], ["do"], "holds <function.* and no float"),
         (PLANNED_EACH["a text"], ["number"], "read by __format__"),
         (PLANNED_EACH["by numpy"], ["number"], "global np .* cannot be followed"),
+        (PLANNED_EACH["a border of a tensor"], ["number"], "looks at the values of a tensor"),
         (PLANNED_EACH["a tensor"], ["number"], "a constant tensor depends on it"),
     ):
         with pytest.raises(FloatInputError, match=text):

@@ -456,3 +456,56 @@ def test_a_first_call_that_initialises_something_is_refused() -> None:
         remat.capture(model, (x,))
     model(x)
     assert torch.equal(planned(model, x)(x), model(x))
+
+
+def test_code_that_looks_at_values_made_of_numbers_alone_takes_the_way_of_eager() -> None:
+    class Positions(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[0])[None]
+            steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+            kept = torch.ones(3, dtype=torch.bool)
+            kept[1] = False
+            scale = 2.0 if (steps == 1).all() and not kept[1] else 100.0
+            return self.linear(x).sum() * scale * torch.tensor([1, 3]).tolist()[1]
+
+    model, x = Positions(), batch()
+    fast = planned(model, x)
+    pairs = zip(gradients(model, lambda: model(x)), gradients(model, lambda: fast(x)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_a_known_tensor_that_is_given_values_of_the_batch_is_known_no_more() -> None:
+    class Written(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            total = torch.zeros(2)
+            first = total[:1]
+            total[0] = x.sum()
+            return self.linear(x).sum() * (2.0 if first.item() > 0 else 1.0)
+
+    with pytest.raises(CaptureError, match=r"the values of args\[0\].*Leave args\[0\] out"):
+        planned(Written(), batch())
+
+
+def test_an_option_that_draws_is_named_as_the_way_out_of_a_branch_on_a_random_number() -> None:
+    class LayerDrop(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sum() if torch.rand([]) < 0.5 else x.sum()
+
+    with pytest.raises(CaptureError, match=r"a random number.*layerdrop.*to 0"):
+        planned(LayerDrop(), batch())
+
+
+def test_code_that_catches_what_only_a_trace_raises_is_refused() -> None:
+    class Careful(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                scale = 2.0 if x.sum() > 0 else 1.0
+            except RuntimeError:
+                scale = 3.0
+            return self.linear(x).sum() * scale
+
+    with (
+        pytest.warns(UserWarning, match="traced as if it were compiled"),
+        pytest.raises(RewriteError),
+    ):
+        planned(Careful(), batch())

@@ -1,0 +1,143 @@
+"""Which code runs while a step is traced: what did not run has read nothing.
+
+Names alone say too much: a method of a common name makes all that it could read seem read. A step
+whose values are as they were takes the same way through the same code, so what other code could
+read is no concern of its plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd import graph
+
+from remat.graph_capture.python_state.code_names import names_of
+
+_BY_OTHER_THREADS = (
+    threading.Thread.start.__code__,
+    threading.Condition.notify.__code__,
+    threading.Condition.wait.__code__,
+    ThreadPoolExecutor.submit.__code__,
+)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
+"""It reads code without running it."""
+_CALLED_BY_BACKWARD = (
+    torch.autograd.Function.apply.__code__,
+    torch.Tensor.register_hook.__code__,
+    graph.register_multi_grad_hook.__code__,
+    graph.saved_tensors_hooks.__init__.__code__,
+)
+_HOOKS_OF_NODES = frozenset({"register_hook", "register_prehook"})
+"""Methods that are not written in Python."""
+_OPS_OF_TORCH = frozenset({"aten", "prims", "prim"})
+
+FunctionsByName = Mapping[str, Sequence[FunctionType]]
+Tracer = Callable[[FrameType, str, Any], None]
+
+
+class CodeThatRan:
+    """Code objects, by their identity: that compares faster than they do."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, CodeType] = {}
+        self._is_seen = True
+        self._note = _tracer_into(self._codes)
+
+    def __contains__(self, code: CodeType) -> bool:
+        return id(code) in self._codes
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this is all code that ran, as far as can be known."""
+        elsewhere = any(code in self for code in _BY_OTHER_THREADS)
+        is_read = any(code.co_filename == _DYNAMO for code in self._codes.values())
+        return self._is_seen and not elsewhere and not is_read
+
+    @contextlib.contextmanager
+    def recorded(self) -> Generator[None]:
+        """Note the Python code that this thread begins to run: forward's, and what follows it.
+
+        What follows, a backward, is left out if it runs code of torch alone. A debugger, or a
+        test's coverage, has the only place for that: then nothing is known.
+        """
+        before = sys.gettrace()
+        if before is not None and before is not self._note:
+            self._is_seen = False
+            yield
+            return
+        sys.settrace(self._note)
+        try:
+            yield
+        finally:
+            # Python drops a tracer at a stack that is too deep, and code may set its own.
+            self._is_seen = self._is_seen and sys.gettrace() is self._note
+            self.stop()
+            if self._is_seen and self._may_run_in_backward():
+                sys.settrace(self._note)
+
+    def stop(self) -> None:
+        """Note no more."""
+        if sys.gettrace() is self._note:
+            sys.settrace(None)
+
+    def _may_run_in_backward(self) -> bool:
+        if any(code in self for code in _CALLED_BY_BACKWARD):
+            return True
+        return any(
+            not _HOOKS_OF_NODES.isdisjoint(code.co_names)
+            and not code.co_filename.startswith(_TORCH)
+            for code in self._codes.values()
+        )
+
+    def add_behind(self, caches: Iterable[Any], functions: FunctionsByName) -> None:
+        """Count code behind a cache of `functools`, which may have run at an earlier call.
+
+        Parameters
+        ----------
+        functions : that a walk over all code has found, by the names that code calls them by.
+        """
+        waiting: list[Any] = [c.__wrapped__ for c in caches]
+        waiting = [one for one in waiting if getattr(one, "__code__", None) not in self]
+        special = [name for name in functions if name.startswith("__")] if waiting else []
+        while waiting:
+            function = waiting.pop()
+            code = getattr(function, "__code__", None)
+            if code is None or code in self:
+                continue
+            self._codes[id(code)] = code
+            names = names_of(code)
+            waiting += [function.__globals__.get(name) for name in names.global_names]
+            for name in (*names.own, *names.others, *names.global_names, *special):
+                waiting += functions.get(name, ())
+
+
+def _tracer_into(codes: dict[int, CodeType]) -> Tracer:
+    # Called for each frame; as it returns None, for no line in it.
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        codes[id(code)] = code
+
+    note.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
+    return note
+
+
+def unrecorded(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call an op, and note no code if it is torch's: to trace it takes thousands of calls."""
+    tracer = sys.gettrace()
+    if not hasattr(tracer, "is_ours") or op.namespace not in _OPS_OF_TORCH:
+        return op(*args, **kwargs)
+    sys.settrace(None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        sys.settrace(tracer)
