@@ -71,13 +71,19 @@ def price_with(
     profile: Profile | None = None,
 ) -> tuple[TrainingGraph, Prices]:
     """`price` by this `meter`, and its prices; what it measures is added to `cache`."""
+    with trace.python_state.streams_kept():  # an op that draws from one draws when it is measured
+        return _measured(trace, meter, cache, progress or _silent, profile)
+
+
+def _measured(
+    trace: Trace, meter: Meter, cache: PriceCache, told: Counted, profile: Profile | None
+) -> tuple[TrainingGraph, Prices]:
     joint, graph = trace.joint, trace.graph
     keys = _keys(joint)
     nodes = _first_nodes(joint, keys)
     known: Mapping[str, Price] = {} if profile is None else taken(nodes, profile, meter)
     rounds = step_rounds(joint, graph, meter, cache, profile)
     between = rounds.some if rounds else None
-    told = progress or _silent
     prices = known_or_measured(joint, nodes, meter, cache, known, told, between)
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: prices[key] for name, key in keys.items()}

@@ -20,10 +20,12 @@ from types import GeneratorType
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.python_state.places import MISSING, is_same
 
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
 """The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
 
@@ -90,7 +92,7 @@ class Stream:
 
 def stream(text: str, owner: Any) -> Stream | None:
     """A generator of its own; None for the streams that all share, and where no state is."""
-    if any(owner is one for one in _OF_ALL):
+    if any(owner is one for one in (*_OF_ALL, torch.default_generator, *_of_cuda())):
         return None
     with contextlib.suppress(NotImplementedError):  # random.SystemRandom
         state = _state_of(owner)
@@ -98,15 +100,25 @@ def stream(text: str, owner: Any) -> Stream | None:
     return None
 
 
+def _of_cuda() -> tuple[torch.Generator, ...]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+
+
 def _state_of(owner: Any) -> Any:
     if isinstance(owner, random.Random):
         return owner.getstate()
+    if isinstance(owner, torch.Generator):
+        with _disable_current_modes():  # a trace's own would make a tensor without data
+            return owner.get_state().numpy()
     return owner.get_state() if hasattr(owner, "get_state") else owner.bit_generator.state
 
 
 def _set_state(owner: Any, state: Any) -> None:
     if isinstance(owner, random.Random):
         owner.setstate(state)
+    elif isinstance(owner, torch.Generator):
+        with _disable_current_modes():
+            owner.set_state(torch.from_numpy(state))
     elif hasattr(owner, "get_state"):
         owner.set_state(state)
     else:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from remat.graph_capture.python_state.compiled_test import ObjectNames, compiled_test
-from remat.graph_capture.python_state.hidden import Hidden, Stream
+from remat.graph_capture.python_state.hidden import Hidden, Stream, stream
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import (
     MISSING,
@@ -97,6 +97,16 @@ class PythonState:
         for cache, before in zip(self.caches, self._caches_before, strict=True):
             if cache.cache_info().currsize != before:
                 cache.cache_clear()
+
+    @contextlib.contextmanager
+    def streams_kept(self) -> Generator[None]:
+        """Leave the user's own generators of random numbers where they stand now."""
+        kept = [stream(one.text, one.owner) for one in self.streams]
+        try:
+            yield
+        finally:
+            for one in filter(None, kept):
+                one.put_back()
 
     def leave_out(self, places: Iterable[Place | Hidden]) -> None:
         """Compare these places no more, which forward itself sets."""

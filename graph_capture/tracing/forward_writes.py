@@ -18,7 +18,7 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
     place_of_hooks,
 )
-from remat.graph_capture.python_state.places import MISSING, PLAIN
+from remat.graph_capture.python_state.places import MISSING, PLAIN, is_same
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import hook_tables, registered_hook
 from remat.graph_capture.tracing.carried import Carried, Settled, short, storages_in
@@ -64,6 +64,7 @@ class ForwardWrites:
         CaptureError : it has changed something that no step could set again.
         """
         tensors: list[Tensor] = []
+        earlier = self._plain_values()
         self.carried, self.settled, self.memos = [], [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
@@ -82,7 +83,27 @@ class ForwardWrites:
             tensors += own
         self._note_hooks()
         self._require_nothing_else()
+        self._require_as_in(earlier)
         return tensors
+
+    def _plain_values(self) -> dict[str, Any]:
+        """What is not a tensor of all that the last run has set, by what it is."""
+        values = {one.place.text: one.value for one in self.settled}
+        for one in self.carried:
+            items = enumerate(leaf for is_tensor, leaf in one.leaves if not is_tensor)
+            values |= {f"item {i} of {one.text}" if i else one.text: leaf for i, leaf in items}
+        return {text: value for text, value in values.items() if isinstance(value, PLAIN)}
+
+    def _require_as_in(self, earlier: dict[str, Any]) -> None:
+        """Refuse what is another value in each run of the same forward, as a clock's."""
+        now = self._plain_values()
+        for text in earlier.keys() & now.keys():
+            if not is_same(now[text], earlier[text]):
+                raise CaptureError(
+                    f"forward of {self._kind} sets {text} to {short(now[text])}, and to "
+                    f"{short(earlier[text])} when it is run again on the same batch: a step that "
+                    "follows a plan would set one value each time. Set it outside forward"
+                )
 
     def _note_hooks(self) -> None:
         """Hooks that forward itself has set on submodules, as a library may at its first call."""
