@@ -98,7 +98,11 @@ class Values:
         names: list[str] = []
         for node in nodes:
             if is_tangent(node):
-                self.register(node.name, node, node.meta["val"], "tangents", "tangent")
+                gradient: Tensor = node.meta["val"]
+                self.register(node.name, node, gradient, "tangents", "tangent")
+                # That of a view has the view's strides in the trace, but not a storage as large.
+                size_bytes = gradient.numel() * gradient.element_size()
+                self.changed(node.name, size_bytes=size_bytes)
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
+from remat.graph_capture.joint.returned_views import views_told_apart
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
@@ -101,7 +102,8 @@ class StepModule(nn.Module):
         carried = self._writes.end()
         mark_forward()
         returned = (result, carried) if self._writes.carried else result
-        distinct, self.repeats = distinct_results(returned, len(pytree.tree_leaves(result)))
+        told = views_told_apart(returned)
+        distinct, self.repeats = distinct_results(told, len(pytree.tree_leaves(result)))
         return distinct
 
     def _refuse_own_hooks(self) -> None:

@@ -7,9 +7,6 @@ wrong gradients for custom autograd functions, and `make_fx` fails on tied weigh
 
 `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers,
 and replaces it.
-
-Not in the graph: gradients of outputs that are views of other outputs. Autograd forms them outside
-the captured step, and their memory is not predicted.
 """
 
 from __future__ import annotations
@@ -43,6 +40,7 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.checking_ops import checks_kept
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
+from remat.graph_capture.joint.returned_views import take_out_of
 from remat.graph_capture.joint.weight_casts import cast_weights_once
 from remat.graph_capture.python_state.memos import Memo
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
@@ -338,6 +336,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)
+    take_out_of(descriptors.graph_module.graph)
     constants = storages_in(_held_by(descriptors.graph_module))
     unsure = tuple(doubtful(writes.carried, results, end, step.repeats, constants))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
