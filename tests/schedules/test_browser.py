@@ -52,17 +52,25 @@ def file(planned: Planned, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["light", "dark", "phone"])
-def opened(request: pytest.FixtureRequest, browser: Any, file: Path) -> Iterator[Opened]:
+@pytest.fixture(scope="module", params=["light", "dark", "phone"])
+def screen(request: pytest.FixtureRequest, browser: Any) -> Iterator[Opened]:
+    """A tab that the tests of a screen share: another one would compile the page's scripts anew."""
     width = 390 if request.param == "phone" else 1200
     scheme = "dark" if request.param == "dark" else "light"
     tab = browser.new_page(viewport={"width": width, "height": 850}, color_scheme=scheme)
     tab.set_default_timeout(600_000)
-    page = Opened(tab)
-    tab.goto(file.as_uri())
-    yield page
+    yield Opened(tab)
     tab.close()
-    assert page.wrong == []
+
+
+@pytest.fixture
+def opened(screen: Opened, file: Path) -> Iterator[Opened]:
+    """The page as it is when it is opened."""
+    screen.tab.goto("about:blank")
+    screen.wrong.clear()
+    screen.tab.goto(file.as_uri())
+    yield screen
+    assert screen.wrong == []
 
 
 def run_in(text: str) -> int:
