@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import json
 import resource
@@ -131,12 +132,18 @@ class Exported(nn.Module):
         return self.body(x * scale).mean()
 
 
-@pytest.fixture
-def small() -> tuple[Exported, Tensor, Plan]:
+@functools.cache
+def small_plan() -> Plan:
     model, x = Exported(), torch.randn(16, 8)
     graph = remat.capture(model, (x,), {"scale": float("inf"), "mode": "a\nb"})
     schedule = remat.solve(graph, "100%", solver="cut").schedule
-    return model, x, plan_of(remat.rewrite(model, schedule))
+    return plan_of(remat.rewrite(model, schedule))
+
+
+@pytest.fixture
+def small() -> tuple[Exported, Tensor, Plan]:
+    """A model and a batch of this test's own, which the one plan is for."""
+    return Exported(), torch.randn(16, 8), small_plan()
 
 
 def test_an_archive_holds_a_program_beside_the_plan(
