@@ -32,7 +32,7 @@ settings.load_profile("busy")
 def pytest_collection_finish() -> None:
     """Python's collector walks torch's million objects no more, and the others less often.
 
-    Tracing makes so many objects that it took a tenth of the time of all tests.
+    Tracing makes so many objects that it took a tenth of the time of tests that trace.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
