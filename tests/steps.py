@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from remat import solver
-from remat.graph_capture import TrainingGraph, capture
+from remat.graph_capture import TrainingGraph, price, trace
 from remat.rewriter import RematModule, rewrite
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
@@ -30,5 +30,5 @@ def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
 def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tuple[Any, ...]]:
     """The model of that name, its rewritten module and its batch."""
     model, args, kwargs, loss_fn, target = make(name)
-    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
-    return model, rewrite(model, schedule_of(graph, kind)), args
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
+    return model, rewrite(model, schedule_of(price(traced), kind), trace=traced), args

@@ -25,7 +25,11 @@ MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_fu
 CASTS_KEY = "remat_casts"
 """Which region of autocast an op is in, if casts of weights are kept there."""
 
-_ACCESSORS = ("__get__", "__set__")
+_MAKES_NO_NODE = frozenset({
+    "__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "numel", "size",
+    "storage_offset", "stride", "untyped_storage",
+})  # fmt: skip
+"""Functions that tell of a tensor what it is: most calls, by torch's own code above all."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NUMPY = os.path.dirname(np.__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -55,7 +59,7 @@ class Provenance(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func` with the place that called it written on its nodes."""
-        if func.__name__ in _ACCESSORS:
+        if func.__name__ in _MAKES_NO_NODE:
             return func(*args, **(kwargs or {}))
         place = {
             MODULE_KEY: self.stack[-1],

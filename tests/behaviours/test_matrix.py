@@ -57,8 +57,25 @@ def tried(behaviour: str, it: Trainee) -> Observed:
     return BEHAVIOURS[behaviour](it)
 
 
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
-@pytest.mark.parametrize("name", MODELS)
+PICKLED_TWICE = (
+    "plain",
+    "dropout",
+    "batch_norm_in_place_relu",
+    "tied_weights",
+    "noise",
+    "bfloat16",
+)
+"""Models that are also pickled in training by default; all are in eval mode. Each reads its plan
+anew, and traces for it."""
+PAIRS = [
+    pytest.param(name, behaviour, marks=[pytest.mark.slow] if is_slow else [])
+    for behaviour in BEHAVIOURS
+    for name in MODELS
+    for is_slow in (behaviour == "pickled_in_training" and name not in PICKLED_TWICE,)
+]
+
+
+@pytest.mark.parametrize(("name", "behaviour"), PAIRS)
 def test_a_rewritten_module_behaves_as_the_eager_one(name: str, behaviour: str) -> None:
     eager, module = planned(name)
     planned_one = eager.with_module(copy.deepcopy(module))

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture import capture
+from remat.graph_capture import price, trace
 from remat.rewriter import RematModule, rewrite
 from tests.models import make
 from tests.steps import schedule_of
@@ -87,5 +87,6 @@ def _same(expected: Any, found: Any) -> bool:
 def planned(name: str) -> tuple[Trainee, RematModule]:
     """An eager module and its rewritten one; both are copied before they are used."""
     model, args, kwargs, _, _ = make(name)
-    graph = capture(model, args, kwargs)
-    return Trainee(model, args, kwargs), rewrite(model, schedule_of(graph, "chen_sqrt"))
+    traced = trace(model, args, kwargs)
+    module = rewrite(model, schedule_of(price(traced), "chen_sqrt"), trace=traced)
+    return Trainee(model, args, kwargs), module

@@ -191,13 +191,13 @@ def test_solvers_are_run_in_their_own_processes_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results.json"
-    asked = (["chain64"], ["0.5", "least"], ["chen_sqrt", "cut:gap=0.1"])
+    asked = (["chain64"], ["0.5", "least"], ["chen_sqrt", "cut:gap=2"])
     run(Results(path), *asked, limit_s=AMPLE_S)
     assert capsys.readouterr().out.count("\n") == 4
     run(Results(path), *asked, limit_s=AMPLE_S)
     assert capsys.readouterr().out == ""
     results = Results(path)
-    facts, cell = results.graphs["chain64"], results.cells["chain64|0.5|cut:gap=0.1"]
+    facts, cell = results.graphs["chain64"], results.cells["chain64|0.5|cut:gap=2"]
     assert facts["working_set_bytes"] < facts["least_bytes"] < facts["peak_bytes"]
     assert cell["budget_bytes"] == budget_bytes(facts, "0.5") == 106 * MIB
     assert cell["peak_bytes"] <= cell["budget_bytes"]

@@ -12,11 +12,12 @@ from tests.distributed.launch import Found, ranks, torchrun
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All cases on two ranks, in one launch, since starting takes longest."""
-    return ranks("worker.py", tmp_path_factory.mktemp("two"), 2)
+    """The quick cases on two ranks, in one launch, since starting takes longest."""
+    quick = (*TRAINED, "ddp_no_sync", *REFUSED)
+    return ranks("worker.py", tmp_path_factory.mktemp("two"), 2, *quick)
 
 
-TRAINED = ("ddp", "ddp_blocks", "fsdp2", "fsdp2_blocks", "fsdp2_blocks_min")
+TRAINED = ("ddp", "ddp_blocks", "fsdp2", "fsdp2_blocks")
 
 
 @pytest.mark.parametrize("case", [*TRAINED, "ddp_no_sync"])
@@ -54,6 +55,16 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(two: Found, case: str)
     for found in two:
         assert found[case]["error"] == kind
         assert re.search(text, found[case]["text"])
+
+
+@pytest.mark.slow
+def test_the_least_budget_trains_too(tmp_path: Path) -> None:
+    """As the quick cases do: eager's bits, the predicted peak, one plan."""
+    case = "fsdp2_blocks_min"
+    found = ranks("worker.py", tmp_path, 2, case)
+    test_gradients_are_those_of_the_wrapped_eager_model(found, case)
+    test_each_rank_has_the_predicted_peak(found, case)
+    test_ranks_follow_one_plan(found, case)
 
 
 @pytest.mark.slow

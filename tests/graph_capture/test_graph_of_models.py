@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -14,14 +16,17 @@ from tests.models import BATCH, MODELS, WIDTH, make
 from tests.steps import schedule_of
 
 
-def graph_of(name: str) -> TrainingGraph:
+def captured_anew(name: str) -> TrainingGraph:
     model, args, kwargs, loss_fn, target = make(name)
     return trace(model, args, kwargs, loss_fn=loss_fn, target=target).graph
 
 
+graph_of = functools.cache(captured_anew)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_two_captures_give_the_same_graph_and_json_gives_it_back(name: str) -> None:
-    first, second = graph_of(name), graph_of(name)
+    first, second = graph_of(name), captured_anew(name)
     assert first.hash == second.hash
     assert first == second
     assert TrainingGraph.from_json(first.to_json()) == first

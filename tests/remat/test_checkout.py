@@ -35,11 +35,16 @@ sys.meta_path.append(Finder())
 """
 FILES = """
 import json, sys
-import remat.cli.main, remat.job.pipeline, remat.solver.table, remat.rewriter.graphs.emit
-import remat.graph_capture.capturing
-files = {k: m.__file__ for k, m in list(sys.modules.items()) if k.split(".")[0] == "remat"}
+from importlib.util import find_spec
+import remat.cli.main, remat.job.pipeline, remat.solver.table, remat.schedules.schedule
+import remat.graph_capture.graph
+if {with_torch}:
+    import remat.graph_capture.capturing, remat.rewriter.graphs.emit
+files = {{k: m.__file__ for k, m in list(sys.modules.items()) if k.split(".")[0] == "remat"}}
+files["remat.rewriter"] = find_spec("remat.rewriter").origin
 print(json.dumps(files))
 """
+WITH_TORCH, WITHOUT_TORCH = FILES.format(with_torch=True), FILES.format(with_torch=False)
 INSTANCE = {
     "nodes": [{"id": one, "cost": 1, "bytes": 1} for one in range(3)],
     "edges": [[0, 1], [1, 2]],
@@ -80,8 +85,15 @@ def run(environment: dict[str, str], *words: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_each_module_is_the_checkouts_and_is_imported_once(environment: dict[str, str]) -> None:
-    files = json.loads(run(environment, "-c", FILES))
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(WITH_TORCH, marks=pytest.mark.slow, id="all"),
+     pytest.param(WITHOUT_TORCH, id="those without torch")],
+)  # fmt: skip
+def test_each_module_is_the_checkouts_and_is_imported_once(
+    environment: dict[str, str], code: str
+) -> None:
+    files = json.loads(run(environment, "-c", code))
     assert {name.split(".")[1] for name in files if "." in name} >= {*BESIDE, "cli", "job"}
     assert [file for file in files.values() if not Path(file).is_relative_to(ROOT)] == []
     assert len(set(files.values())) == len(files)
@@ -99,7 +111,7 @@ def test_elsewhere_the_installed_one_is_imported(installed: Path, tmp_path: Path
     (tmp_path / "sitecustomize.py").write_text(NO_EDITABLE)
     folders = os.pathsep.join(map(str, (tmp_path, installed)))
     environment = {**os.environ, "PYTHONPATH": folders}
-    files = json.loads(run(environment, "-c", FILES, cwd=tmp_path))
+    files = json.loads(run(environment, "-c", WITH_TORCH, cwd=tmp_path))
     assert [file for file in files.values() if not Path(file).is_relative_to(installed)] == []
     assert "Usage: python -m remat" in run(environment, "-m", "remat", "--help", cwd=tmp_path)
 

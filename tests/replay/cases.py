@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ SHARES = {"chain": 0.6, "gpt": 0.6, "resnet": 0.8, "unet": 0.6, "captured_gpt": 
 """Budgets, of the peak of the step that keeps everything."""
 
 
+@functools.cache
 def captured_gpt() -> TrainingGraph:
     """Two layers with dropout, at the modelled prices of a GPU, so that no clock decides."""
     sizes = Sizes(layers=2, width=64, heads=2, seq=32, batch=2, vocab=64)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import CaptureError, StateChangedError
+from tests.limits import AMPLE_S
 
 WIDTH = 32
 BFLOAT16 = torch.bfloat16
@@ -136,7 +137,7 @@ def require_eagers_bits(
 ) -> None:
     x = batch()
     with torch.autocast("cpu", dtype, enabled=enabled):
-        fast = remat.rematerialize(model, (x,), budget=budget, time_limit_s=5)
+        fast = remat.rematerialize(model, (x,), budget=budget, solver="cut", time_limit_s=AMPLE_S)
     found = []
     for step in (model, fast):
         model.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from remat.graph_capture import capture, trace
+from remat.graph_capture import price, trace
 from remat.graph_capture.tracing.kernels import kernels_of_eager
 from remat.rewriter import check, rewrite
 from remat.solver import solve
@@ -98,12 +98,13 @@ NAMED = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in
 def test_kept_and_recomputed_both_train_as_eager_does(name: str) -> None:
     torch.manual_seed(0)
     model, x = CASES[name]()
-    graph = capture(model, (x,))
+    traced = trace(model, (x,))
+    graph = price(traced)
     least = solve(graph, 0, "chen_greedy").least_feasible_bytes
     for solver, budget_bytes in (("store_all", 1 << 60), ("chen_greedy", least)):
         result = solve(graph, budget_bytes, solver)
         assert result.schedule is not None
-        found = check(model, rewrite(model, result.schedule), (x,))
+        found = check(model, rewrite(model, result.schedule, trace=traced), (x,))
         assert found.differences == ()
         assert found.plan_peak_bytes == result.peak_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import json
 import resource
@@ -35,12 +36,15 @@ import remat
 from tests.models import make
 from remat.rewriter import check
 
-model, args, kwargs, loss_fn, target = make(sys.argv[1])
-fast = remat.load(sys.argv[2], model, loss_fn=loss_fn)
-found = check(model, fast, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
-solvers = [name for name in sys.modules if name.startswith(("ortools", "remat.solver"))]
-print(json.dumps({"peak": found.plan_peak_bytes, "differences": found.differences,
-                  "gradients": found.gradients, "solvers": solvers}))
+said = {}
+for name in sys.argv[2:]:
+    model, args, kwargs, loss_fn, target = make(name)
+    fast = remat.load(f"{sys.argv[1]}/{name}.json", model, loss_fn=loss_fn)
+    found = check(model, fast, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
+    solvers = [name for name in sys.modules if name.startswith(("ortools", "remat.solver"))]
+    said[name] = {"peak": found.plan_peak_bytes, "differences": found.differences,
+                  "gradients": found.gradients, "solvers": solvers}
+print(json.dumps(said))
 """
 
 
@@ -61,18 +65,29 @@ def planned(name: str, budget: str = "70%") -> tuple[Any, Plan, int]:
     return case, plan_of(module), found.plan_peak_bytes
 
 
-@pytest.mark.parametrize("name", ["loss_function_with_target", "transformer_layers"])
-def test_loaded_in_another_process_with_the_same_peak_and_gradients(
-    name: str, tmp_path: Path
-) -> None:
-    _, plan, peak_bytes = planned(name)
-    path = tmp_path / "plan.json"
-    save_plan(plan, path)
+LOADED = ("loss_function_with_target", "transformer_layers")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan, int, Any]]:
+    """Plans, their peaks here, and what was found in one other process that loads them all."""
+    folder = tmp_path_factory.mktemp("plans")
+    made = {name: planned(name)[1:] for name in LOADED}
+    for name, (plan, _) in made.items():
+        save_plan(plan, folder / f"{name}.json")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS, name, str(path)],
+        [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS, str(folder), *LOADED],
         capture_output=True, text=True, cwd=ROOT, check=True,
     )  # fmt: skip
     said = json.loads(done.stdout.splitlines()[-1])
+    return {name: (*made[name], said[name]) for name in LOADED}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_loaded_in_another_process_with_the_same_peak_and_gradients(
+    name: str, elsewhere: dict[str, tuple[Plan, int, Any]]
+) -> None:
+    plan, peak_bytes, said = elsewhere[name]
     assert said["differences"] == []
     assert said["gradients"] > 0
     assert said["peak"] == peak_bytes == plan.prediction.peak_bytes
@@ -117,12 +132,18 @@ class Exported(nn.Module):
         return self.body(x * scale).mean()
 
 
-@pytest.fixture
-def small() -> tuple[Exported, Tensor, Plan]:
+@functools.cache
+def small_plan() -> Plan:
     model, x = Exported(), torch.randn(16, 8)
     graph = remat.capture(model, (x,), {"scale": float("inf"), "mode": "a\nb"})
     schedule = remat.solve(graph, "100%", solver="cut").schedule
-    return model, x, plan_of(remat.rewrite(model, schedule))
+    return plan_of(remat.rewrite(model, schedule))
+
+
+@pytest.fixture
+def small() -> tuple[Exported, Tensor, Plan]:
+    """A model and a batch of this test's own, which the one plan is for."""
+    return Exported(), torch.randn(16, 8), small_plan()
 
 
 def test_an_archive_holds_a_program_beside_the_plan(

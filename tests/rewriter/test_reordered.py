@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture import TrainingGraph, capture
+from remat.graph_capture import TrainingGraph, capture, price, trace
 from remat.graph_capture.joint.build import STATISTICS
 from remat.rewriter import check, rewrite
 from remat.rewriter.user_module.module import RematModule
@@ -65,10 +65,11 @@ def first_runs(schedule: Schedule) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_allowed_order_is_equal_to_eager(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
-    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
+    graph = price(traced)
     schedule = solved_in(graph, random_order(graph, 1))
     assert first_runs(schedule) != [op.name for op in graph.ops]
-    module = rewrite(model, schedule)
+    module = rewrite(model, schedule, trace=traced)
     found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
     assert found.outputs_equal

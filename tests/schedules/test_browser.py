@@ -52,17 +52,27 @@ def file(planned: Planned, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["light", "dark", "phone"])
-def opened(request: pytest.FixtureRequest, browser: Any, file: Path) -> Iterator[Opened]:
+@pytest.fixture(
+    scope="module", params=["light", pytest.param("dark", marks=pytest.mark.slow), "phone"]
+)
+def screen(request: pytest.FixtureRequest, browser: Any) -> Iterator[Opened]:
+    """A tab that the tests of a screen share: another one would compile the page's scripts anew."""
     width = 390 if request.param == "phone" else 1200
     scheme = "dark" if request.param == "dark" else "light"
     tab = browser.new_page(viewport={"width": width, "height": 850}, color_scheme=scheme)
     tab.set_default_timeout(600_000)
-    page = Opened(tab)
-    tab.goto(file.as_uri())
-    yield page
+    yield Opened(tab)
     tab.close()
-    assert page.wrong == []
+
+
+@pytest.fixture
+def opened(screen: Opened, file: Path) -> Iterator[Opened]:
+    """The page as it is when it is opened."""
+    screen.tab.goto("about:blank")
+    screen.wrong.clear()
+    screen.tab.goto(file.as_uri())
+    yield screen
+    assert screen.wrong == []
 
 
 def run_in(text: str) -> int:
@@ -167,11 +177,16 @@ def test_sizes_are_rounded_as_in_the_tables(browser: Any, tmp_path: Path) -> Non
 
 def test_the_page_follows_the_colour_scheme(browser: Any, file: Path) -> None:
     tab = browser.new_page(color_scheme="light")
+    page = Opened(tab)
     tab.goto(file.as_uri())
     ink = "getComputedStyle(document.body).color"
     light = tab.evaluate(ink)
     tab.emulate_media(color_scheme="dark")
-    assert tab.evaluate(ink) != light
+    dark = tab.evaluate(ink)
+    assert dark != light
+    tab.goto(file.as_uri())
+    assert tab.evaluate(ink) == dark
+    assert page.wrong == []
     tab.close()
 
 

@@ -43,7 +43,7 @@ def test_schedules_and_sequences_are_heard_too() -> None:
 
 @pytest.mark.parametrize("solver", ["auto", "cut"])
 def test_a_listener_hears_the_first_schedule_before_the_search_ends(solver: str) -> None:
-    graph = resnet_like(8)
+    graph = resnet_like(5)
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
     heard: list[Progress] = []
     result = solve(graph, budget_bytes, solver, progress=heard.append, time_limit_s=AMPLE_S)

@@ -25,6 +25,9 @@ from tests.limits import AMPLE_S
 from tests.models import make
 from tests.solver.traced_gpt import priced_gpt, traced_gpt
 
+GAP = 0.01
+"""At which the solves of a GPT end, and soon."""
+
 
 def chain() -> TrainingGraph:
     """x -> a -> b -> c -> loss; backward reads c, b, a in turn and leaves 10 bytes."""
@@ -100,7 +103,7 @@ def test_by_hand_why_a_is_recomputed_and_b_is_kept() -> None:
 @functools.cache
 def planned() -> tuple[TrainingGraph, Result]:
     graph = priced_gpt()
-    return graph, solve(graph, peak_bytes_of(graph) * 3 // 4, "cut")
+    return graph, solve(graph, peak_bytes_of(graph) * 3 // 4, "cut", gap=GAP)
 
 
 @functools.cache
@@ -113,8 +116,8 @@ def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
     found = explained()
     step = found.price.step_bytes
     assert step == result.peak_bytes // 20
-    more = solve(graph, result.budget_bytes + step, "cut")
-    less = solve(graph, result.budget_bytes - step, "cut")
+    more = solve(graph, result.budget_bytes + step, "cut", gap=GAP)
+    less = solve(graph, result.budget_bytes - step, "cut", gap=GAP)
     assert found.price.saved_us == pytest.approx(result.time_us - more.time_us, rel=0.01)
     assert found.price.cost_us is not None
     assert found.price.cost_us == pytest.approx(less.time_us - result.time_us, rel=0.01)

@@ -100,8 +100,15 @@ def refuse(*args: object) -> None:
     raise AssertionError("a kernel is written")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(
+    ("in_order", "dtype"),
+    [
+        (True, torch.float32),
+        (False, torch.float32),
+        (True, torch.bfloat16),
+        pytest.param(False, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_events_are_those_of_written_kernels(
     function: Callable[..., list[Tensor]],
