@@ -69,7 +69,8 @@ _OPS = (aten.unsqueeze.default, aten.unbind.int, aten.stack.default)
 
 
 def _is_one_row(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.unsqueeze.default and node.args[1] == 0
+    is_unsqueezed = isinstance(node, fx.Node) and node.target is aten.unsqueeze.default
+    return is_unsqueezed and node.args[1:] == (0,)
 
 
 def _replace(node: fx.Node, by: Any) -> None:
