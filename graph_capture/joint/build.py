@@ -27,6 +27,7 @@ from remat.graph_capture.joint.batch_norm import (
 )
 from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
+from remat.graph_capture.joint.eager_memory import held_until
 from remat.graph_capture.joint.gradient_layout import lay_out_gradients
 from remat.graph_capture.joint.nodes import (
     Places,
@@ -100,9 +101,13 @@ class _Builder:
             if node.op == "call_function":
                 self._add_call(node)
         given, ends = self._ends(tangents)
+        ops = (*self.forward, *self.backward)
+        held = held_until(ops, self.node_of_op, self.values.of_node)
+        for value, op in held.items():
+            self.values.changed(value, held_until=op)
         graph = TrainingGraph(
             name=name,
-            ops=(*self.forward, *self.backward),
+            ops=ops,
             values=tuple(self.values.by_name.values()),
             forward_outputs=given,
             outputs=ends,

@@ -17,7 +17,13 @@ class Head(nn.Module):
     """A trunk, and a head whose logits never are there at once."""
 
     def __init__(
-        self, loss: Loss, vocabulary: int, *, bias: bool = False, frozen: str = "", width: int = WIDTH
+        self,
+        loss: Loss,
+        vocabulary: int,
+        *,
+        bias: bool = False,
+        frozen: str = "",
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(width, width), nn.GELU())
