@@ -1,7 +1,7 @@
-"""How long eager holds what forward makes, and where it writes in place: seen while tracing.
+"""How long eager holds what a step makes, and where it writes in place: seen while tracing.
 
 Eager frees a tensor when its last reference goes: a variable of the user's code, a list, what
-autograd saves. While forward is traced the same code holds stand-ins, which die when eager's would.
+autograd saves. While a step is traced the same code holds stand-ins, which die when eager's would.
 A trace is functional, so that an op that writes in place becomes one that makes a new tensor.
 """
 
@@ -42,12 +42,11 @@ class _Held:
 
 
 class EagerMemory(TorchDispatchMode):
-    """Marks nodes while forward is traced. Where nothing is traced, it does nothing."""
+    """Marks the nodes of a trace. Where nothing is traced, it does nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        mode = get_proxy_mode()
-        self._tracer: Any = None if mode is None else mode.tracer
+        self._tracer: Any = None
         self._held: dict[int, _Held] = {}
         self._alive: set[int] = set()
         self._n_nodes = 0
@@ -61,8 +60,10 @@ class EagerMemory(TorchDispatchMode):
     ) -> Any:
         """Run `func`, and note what it writes to and makes."""
         given = kwargs or {}
-        if self._tracer is None:
+        mode = get_proxy_mode()
+        if mode is None:
             return func(*args, **given)
+        self._tracer = mode.tracer
         if func._schema.is_mutable and not torch.is_grad_enabled():
             with fx_traceback.annotate({WRITTEN_KEY: str(func)}):
                 results = func(*args, **given)
@@ -72,6 +73,12 @@ class EagerMemory(TorchDispatchMode):
             if isinstance(leaf, FunctionalTensor):
                 self._note(leaf)
         return results
+
+    def __exit__(self, *what: Any) -> None:
+        """The trace is over: what goes from now on goes for other reasons."""
+        self._held.clear()
+        self._tracer = None
+        super().__exit__(*what)
 
     def _note(self, tensor: FunctionalTensor) -> None:
         node = self._node_of(tensor)
@@ -95,7 +102,7 @@ class EagerMemory(TorchDispatchMode):
     def _let_go(self, tensor: int, key: int, held: _Held) -> None:
         self._alive.discard(tensor)
         held.alive -= 1
-        if held.alive == 0:
+        if held.alive == 0 and self._tracer is not None:
             self._held.pop(key, None)
             n_nodes = self._numbered()
             for node in held.nodes:

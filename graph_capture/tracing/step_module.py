@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.eager_memory import EagerMemory
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
@@ -59,7 +58,7 @@ class StepModule(nn.Module):
         """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
-        with autocast_cache(enabled=self._casts_once), EagerMemory():
+        with autocast_cache(enabled=self._casts_once):
             return self._run(args, kwargs, target)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
