@@ -76,7 +76,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, **recipe.facts()
         )
         schedule.check_made_for(joint.graph)
-        emitted.extend(emit(joint, schedule, floats))
+        emitted.extend(emit(joint, schedule, floats, writes=not by_inductor))
         compilers.extend(make_compilers(joint, *emitted))
         return emitted[0], emitted[1]
 
