@@ -27,7 +27,8 @@ from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.nodes import storage_key
 
 WRITTEN_KEY = "remat_written"
-"""Among the annotations of a node: the op that eager runs, in place, without recording it."""
+"""Among the annotations of a node that autograd does not record: the op that eager runs there, if
+that writes to its argument; else empty."""
 MADE_AS, DIED_AS = "remat_made_as", "remat_died_as"
 """On the meta of nodes: their number in the order of the trace, and how many there were when eager
 let go of what the node has made."""
@@ -64,11 +65,12 @@ class EagerMemory(TorchDispatchMode):
         if mode is None:
             return func(*args, **given)
         self._tracer = mode.tracer
-        if func._schema.is_mutable and not torch.is_grad_enabled():
-            with fx_traceback.annotate({WRITTEN_KEY: str(func)}):
-                results = func(*args, **given)
-        else:
+        if torch.is_grad_enabled():
             results = func(*args, **given)
+        else:
+            written = str(func) if func._schema.is_mutable else ""
+            with fx_traceback.annotate({WRITTEN_KEY: written}):
+                results = func(*args, **given)
         for leaf in pytree.tree_leaves(results):
             if isinstance(leaf, FunctionalTensor):
                 self._note(leaf)
@@ -132,10 +134,10 @@ def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op returns a view of its first argument."""
+    """Whether the op returns a view of its first argument, and no list of views."""
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     is_aliased = len(returns) == 1 and returns[0].alias_info is not None
-    return is_aliased and isinstance(node.args[0], fx.Node)
+    return is_aliased and isinstance(node.meta.get("val"), Tensor)
 
 
 def held_until(

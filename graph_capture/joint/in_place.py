@@ -5,8 +5,8 @@ gradient as large as the head of a language model that is more than eager has. S
 value here, and what writes to it an op without a storage of its own.
 
 The price is that none of these ops may run twice. So it is done where that costs nothing: where
-what is written to was made for it (zeros, or what autograd itself has begun to add up), outside of
-what autograd records, and where nothing reads the sum before it is done.
+what is written to was made for it, as zeros are, or is the first term of a sum; outside of what
+autograd records; and where nothing reads the sum before it is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.eager_memory import WRITTEN_KEY, is_view
-from remat.graph_capture.joint.nodes import made_by_autograd
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem
 
 aten = torch.ops.aten
 
@@ -30,6 +30,9 @@ _BEGIN_EMPTY = frozenset(
     f"{prefix}{name}{suffix}"
     for name in ("zeros", "ones", "empty", "full")
     for prefix, suffix in (("", ""), ("", "_like"), ("new_", ""))
+)
+_ADD = frozenset(
+    {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", "index_add"}
 )
 _SCATTER_OF = {
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -83,9 +86,11 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
     found = InPlace()
     known: set[fx.Node] = set()
     for node in nodes:
-        if node in in_forward and node not in known and _may_begin(node):
+        if node in in_forward and node not in known and _is_whole(node):
             first = _as_written(node)
             for before, write in _writes_to(first, in_forward):
+                if not (_is_made_for_it(node) or _adds_to_term(node, write.node)):
+                    break
                 found.begins[node] = first
                 found.targets[write.node] = write.target
                 found.before[write.result] = before
@@ -94,24 +99,39 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
     return found
 
 
-def _may_begin(node: fx.Node) -> bool:
-    """Whether what `node` makes is there to be added up in."""
+def _is_whole(node: fx.Node) -> bool:
+    """Whether `node` makes one tensor, with a storage of its own that it fills."""
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor) or is_view(node):
+    if node.op != "call_function" or not isinstance(value, Tensor):
         return False
-    name = getattr(node.target, "_opname", "")
-    is_whole = value.untyped_storage().nbytes() == value.numel() * value.itemsize
-    return is_whole and (name in _BEGIN_EMPTY or made_by_autograd(node))
+    is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
+    return is_full and not is_view(node) and not is_getitem(node)
+
+
+def _is_made_for_it(node: fx.Node) -> bool:
+    return _name(node) in _BEGIN_EMPTY
+
+
+def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
+    """Whether `write` adds to what `node` has made, which autograd does not record."""
+    return WRITTEN_KEY in _annotations(node) and _name(write) in _ADD
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "_opname", "")
 
 
 def _as_written(node: fx.Node) -> fx.Node:
     """`node`, or the last of its views if each is all that reads the one before it."""
+    first = node
     while len(node.users) == 1:
         (user,) = node.users
         if not is_view(user) or user.meta["val"].numel() != node.meta["val"].numel():
             break
         node = user
-    return node
+        if not is_alias_of_input(node):
+            first = node
+    return first
 
 
 def _writes_to(first: fx.Node, in_forward: Collection[fx.Node]) -> Iterator[tuple[fx.Node, _Write]]:
@@ -138,7 +158,7 @@ def _only_write(tensor: fx.Node) -> _Write | None:
         if scatter is None:
             return None
         scattered.append(scatter)
-        source = source.args[0]
+        source = _whole_of(source)
     write = _Write(node, _in_place(node), tuple(scattered))
     is_only = {node, *scattered} == set(readers) and _alike(write.result, tensor)
     return write if is_only else None
@@ -150,7 +170,7 @@ def _readers(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
     waiting = [tensor]
     while waiting:
         for user in waiting.pop().users:
-            if is_view(user):
+            if is_view(user) or _is_split(user) or is_getitem(user):
                 views.add(user)
                 waiting.append(user)
             else:
@@ -170,19 +190,41 @@ def _annotations(node: fx.Node) -> Any:
 
 def _in_place(node: fx.Node) -> Any:
     """The op that does in place what `node` does, if eager has run that one."""
-    name = getattr(node.target, "_opname", "")
-    packet = getattr(aten, f"{name}_", None)
+    packet = getattr(aten, f"{_name(node)}_", None)
     op = getattr(packet, getattr(node.target, "_overloadname", ""), None)
     return op if op is not None and str(op) == _annotations(node).get(WRITTEN_KEY) else None
+
+
+def _is_split(node: fx.Node) -> bool:
+    """Whether the op returns a list of views."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
+
+
+def _whole_of(view: fx.Node) -> Any:
+    """What `view` is a view of."""
+    source = view.args[0]
+    return source.args[0] if is_getitem(view) and isinstance(source, fx.Node) else source
 
 
 def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
     """What puts `part`, written in the place of `view`, back into the whole."""
     users = list(part.users)
-    if len(users) != 1 or users[0].target is not _SCATTER_OF.get(view.target):  # pyright: ignore
+    if len(users) != 1 or users[0].args[0] is not _whole_of(view) or users[0].args[1] is not part:
         return None
-    same = users[0].args[0] is view.args[0] and users[0].args[1] is part
-    return users[0] if same and users[0].args[2:] == view.args[1:] else None
+    if is_getitem(view):
+        return users[0] if _is_put_there(users[0], view) else None
+    is_inverse = users[0].target is _SCATTER_OF.get(view.target)  # pyright: ignore
+    return users[0] if is_inverse and users[0].args[2:] == view.args[1:] else None
+
+
+def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
+    """Whether a write to a part of a split is put back where `view` is."""
+    if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
+        return False
+    whole, (dim, start) = _whole_of(view).meta["val"], scatter.args[2:4]
+    offset = whole.storage_offset() + start * whole.stride(dim)
+    return view.meta["val"].storage_offset() == offset
 
 
 def _alike(one: fx.Node, other: Any) -> bool:

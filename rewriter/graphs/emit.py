@@ -144,6 +144,9 @@ class EagerEmitter(Emitter[Joint]):
         else:
             self.put(node, copy)
             self._wait(node)
+            first = self.joint.in_place.begins.get(node, node)
+            if first is not node:  # a view, which stands for the value from now on
+                self.put(first, self._copy(first, first.name))
 
     def _write(self, node: fx.Node, copy: fx.Node) -> None:
         """Let `copy`, which writes to a tensor or a part of it, stand for what that is now."""

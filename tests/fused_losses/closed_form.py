@@ -13,15 +13,17 @@ class Options(NamedTuple):
 
     Attributes
     ----------
-    adds : how the gradient of the weight is added up: ``anew``, ``+=``, ``addmm_`` or ``add_``.
-    slices : whether the gradient of the rows is written into slices, or made of a list.
+    adds : how the gradient of the weight is added up: ``anew``, ``+=``, ``addmm_``, ``add_``, or
+        from the ``first`` term on.
+    slices : whether the gradient of the rows is written into slices, or made of a list; into
+        which of them, ``views`` that were made before or by ``True`` those of the moment.
     scales : how backward multiplies by what arrives: ``anew`` or ``mul_``.
     wide_sum : add the weight's gradient up in float32.
     """
 
     chunks: int = 8
     adds: str = "anew"
-    slices: bool = False
+    slices: bool | str = False
     scales: str = "anew"
     reduction: str = "mean"
     ignore_index: int = -100
@@ -40,8 +42,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = torch.float32 if how.wide_sum else weight.dtype
         to_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        if how.adds == "first":
+            to_weight = None
         to_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
         to_rows = torch.zeros_like(rows) if needs_rows and how.slices else None
+        views = to_rows.chunk(how.chunks) if to_rows is not None else ()
         parts: list[Tensor] = []
         losses: list[Tensor] = []
         z_losses: list[Tensor] = []
@@ -56,11 +61,15 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             by_logits = by_logits.to(chunk.dtype)
             losses.append(loss)
             z_losses.append(z_loss)
-            if to_rows is not None:
+            if how.slices == "views" and needs_rows:
+                views[len(losses) - 1].copy_(by_logits @ weight)
+            elif to_rows is not None:
                 to_rows[start : start + len(chunk)] = by_logits @ weight
             elif needs_rows:
                 parts.append(by_logits @ weight)
-            if to_weight is not None:
+            if how.adds == "first" and start == 0 and needs_weight:
+                to_weight = by_logits.t() @ chunk
+            elif to_weight is not None:
                 to_weight = _added(to_weight, by_logits, chunk, how.adds)
             if to_bias is not None:
                 to_bias += by_logits.sum(0)
@@ -120,7 +129,7 @@ def _chunk(
 def _added(total: Tensor, by_logits: Tensor, chunk: Tensor, adds: str) -> Tensor:
     if adds == "anew":
         return total + by_logits.t() @ chunk
-    if adds == "+=":
+    if adds in ("+=", "first"):
         total += torch.mm(by_logits.t(), chunk)
         return total
     if adds == "add_":
