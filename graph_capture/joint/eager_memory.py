@@ -150,7 +150,7 @@ def held_until(
             ends[value] = max(ends.get(value, 0), node.meta[DIED_AS])
     last_use = {name: i for i, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
     # A later phase comes later, whatever the order of the trace is.
-    made = list(accumulate((_made_as(node_of_op.get(op.name)) for op in ops), max))
+    made = list(accumulate((_number_of(node_of_op.get(op.name)) for op in ops), max))
     found: dict[str, str] = {}
     for value, n_nodes in ends.items():
         last = bisect_left(made, n_nodes) - 1
@@ -159,5 +159,5 @@ def held_until(
     return found
 
 
-def _made_as(node: fx.Node | None) -> float:
+def _number_of(node: fx.Node | None) -> float:
     return 0 if node is None else node.meta.get(MADE_AS, math.inf)
