@@ -1,4 +1,4 @@
-"""Prints what each variant takes: ``python -m tests.fused_losses.table [--large | --wide] [NAME ...]``."""
+"""Prints what each variant takes: ``python -m tests.fused_losses.table [--wide] [NAME ...]``."""
 
 from __future__ import annotations
 
