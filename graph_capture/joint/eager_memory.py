@@ -45,6 +45,18 @@ class _Held:
 class EagerMemory(TorchDispatchMode):
     """Marks the nodes of a trace. Where nothing is traced, it does nothing."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As `is_infra_mode`."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self._tracer: Any = None
@@ -68,7 +80,8 @@ class EagerMemory(TorchDispatchMode):
         if torch.is_grad_enabled():
             results = func(*args, **given)
         else:
-            written = str(func) if func._schema.is_mutable else ""
+            schema = getattr(func, "_schema", None)  # an operator of higher order has none
+            written = str(func) if schema is not None and schema.is_mutable else ""
             with fx_traceback.annotate({WRITTEN_KEY: written}):
                 results = func(*args, **given)
         for leaf in pytree.tree_leaves(results):

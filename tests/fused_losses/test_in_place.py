@@ -93,9 +93,15 @@ def read_as_a_view(x: Tensor) -> Tensor:
     return total.t()[1:].sum(0) + low.mean()
 
 
+def drawn(x: Tensor) -> Tensor:
+    total = torch.rand_like(x)
+    total += torch.empty_like(x).uniform_(-1, 1)
+    return total.mul_(torch.rand_like(x))
+
+
 BODIES = (
     read_between, transposed, part_of_a_part, rows, to_itself, by_index, in_lower_precision,
-    first_term, two_of_one_storage, read_as_a_view,
+    first_term, two_of_one_storage, read_as_a_view, drawn,
 )  # fmt: skip
 
 
