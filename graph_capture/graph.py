@@ -44,6 +44,8 @@ class Value(msgspec.Struct, frozen=True):
         (parameters, buffers, the batch, constants), which lives through the step.
     kind : what the bytes are for.
     dtype, shape : of the tensor that created the storage, for people to read.
+    held_until : name of the last op that finds it in memory in eager, where a variable of the
+        user's code holds it after its last use. No schedule needs to.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Value(msgspec.Struct, frozen=True):
     kind: Kind = "activation"
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    held_until: str = ""
 
 
 class Op(msgspec.Struct, frozen=True):

@@ -13,9 +13,10 @@ from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_
 from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_eager_frees import as_eager_frees
 from remat.solver.budgets.worth import least_peak
 from remat.solver.problem import kept_with
-from remat.solver.result import Result
+from remat.solver.result import Result, judged
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
 # fragmentation come on top of it.
@@ -164,13 +165,18 @@ def auto_bytes(device: str = CPU) -> int:
 
 
 def unmodified(graph: TrainingGraph) -> Result:
-    """The step as eager runs it: every op once, nothing dropped before its last use.
+    """The step as eager runs it: every op once, nothing dropped before eager drops it.
 
     Its sizes are those of eager, which keeps larger dropout masks than a trace. Checkpoints of the
     user's own are not in it: a plan replaces them.
     """
 
     def kept_whole() -> Result:
-        return solvers.solve(as_eager(graph), UNBOUNDED_BYTES, solver="store_all")
+        eager = as_eager(graph)
+        found = solvers.solve(eager, UNBOUNDED_BYTES, solver="store_all")
+        assert found.schedule is not None
+        schedule = as_eager_frees(eager, found.schedule)
+        bound_us = found.lower_bound_us
+        return judged(eager, schedule, budget_bytes=UNBOUNDED_BYTES, lower_bound_us=bound_us)
 
     return kept_with(graph, "unmodified", kept_whole)

@@ -78,7 +78,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         schedule.check_made_for(joint.graph)
         # Inductor's kernels are made for the strides of the trace.
         metadata = None if by_inductor else state.fw_metadata
-        emitted.extend(emit(joint, schedule, floats, metadata))
+        emitted.extend(emit(joint, schedule, floats, metadata, writes=not by_inductor))
         compilers.extend(make_compilers(joint, *emitted))
         return emitted[0], emitted[1]
 

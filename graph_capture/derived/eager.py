@@ -1,8 +1,9 @@
 """The step as eager runs it, where its memory differs from that of the captured graph.
 
 The prediction of the unmodified step is made of it. It keeps everything, also what the user's own
-checkpoints make again; the step that is measured has these checkpoints. Not predicted: what
-variables of `forward` hold until it returns, and temporaries inside a C++ backward function.
+checkpoints make again; the step that is measured has these checkpoints. How long variables hold
+values is on the values (`Value.held_until`). Not predicted: temporaries of kernels that a trace
+takes apart.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ from remat.graph_capture.joint.batch_norm import (
 )
 from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
+from remat.graph_capture.joint.eager_memory import held_until
 from remat.graph_capture.joint.gradient_layout import lay_out_gradients
+from remat.graph_capture.joint.in_place import BEGUN, WRITES, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
     drawn_on,
@@ -57,6 +59,7 @@ class Joint:
     node_of_op : fx node behind each op, but for the ops that are ours.
     value_of_node : name of the value that a tensor node belongs to.
     base_of_value : the node that first returns a value; absent if nothing reads it.
+    in_place : the writes that stay in place.
     """
 
     module: fx.GraphModule
@@ -65,6 +68,7 @@ class Joint:
     node_of_op: dict[str, fx.Node]
     value_of_node: dict[fx.Node, str]
     base_of_value: dict[str, fx.Node]
+    in_place: InPlace
 
 
 @dataclass
@@ -89,6 +93,7 @@ class _Builder:
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
+        self.in_place = writes_in_place(self.nodes, self.in_forward)
         self.overwritten = overwritten_values(self.nodes, self.overwritten_inputs)
 
     def build(self, name: str, resident: Resident, **facts: Any) -> Joint:
@@ -100,9 +105,13 @@ class _Builder:
             if node.op == "call_function":
                 self._add_call(node)
         given, ends = self._ends(tangents)
+        ops = (*self.forward, *self.backward)
+        held = held_until(ops, self.node_of_op, self.values.of_node)
+        for value, op in held.items():
+            self.values.changed(value, held_until=op)
         graph = TrainingGraph(
             name=name,
-            ops=(*self.forward, *self.backward),
+            ops=ops,
             values=tuple(self.values.by_name.values()),
             forward_outputs=given,
             outputs=ends,
@@ -111,7 +120,7 @@ class _Builder:
         )
         return Joint(
             self.gm, self.num_forward_outputs, graph,
-            self.node_of_op, self.values.of_node, self.values.base_of,
+            self.node_of_op, self.values.of_node, self.values.base_of, self.in_place,
         )  # fmt: skip
 
     def _ends(self, tangents: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -142,6 +151,9 @@ class _Builder:
     def _add_call(self, node: fx.Node) -> None:
         """Add the op of a call, or, if it runs nothing, the value that it stands for."""
         refuse_op(node, self.places.of)
+        if node in self.in_place.targets or node in self.in_place.before:
+            self._add_write(node)
+            return
         keys = {storage_key(t) for t in tensors_of(node) if t is not None}
         if is_getitem(node) or is_alias_of_input(node) or is_wait(node):
             self._add_name(node)
@@ -151,6 +163,22 @@ class _Builder:
                 self.values.of_node[node] = self.values.of_storage[keys.pop()]
         else:
             self._add_op(node)
+
+    def _add_write(self, node: fx.Node) -> None:
+        """Add the op of a write in place; what a trace makes of it beside that is no op."""
+        if node not in self.in_place.targets:
+            return
+        module, source = self.places.of(node)
+        read = self.values.read_by(node)
+        inputs = (*read, *self.values.writes_before(read))
+        token = self.values.add_write((node, *self.in_place.scattered[node]))
+        self.node_of_op[node.name] = node
+        self.forward.append(
+            Op(
+                node.name, target_name(node), "forward", inputs, (token,),
+                pinned=WRITES, module=module, source=source,
+            )
+        )  # fmt: skip
 
     def _add_name(self, node: fx.Node) -> None:
         """Note what a node stands for that picks a result of another, or repeats its input."""
@@ -177,6 +205,8 @@ class _Builder:
         ops = self.forward if phase == "forward" else self.backward
         outputs = self.values.add_outputs(node, phase)
         inputs = self.values.read_by(node)
+        if phase == "forward":
+            inputs = (*inputs, *self.values.writes_before(inputs))
         workspace_bytes = 0
         pinned = why_pinned(node, phase, inputs, self.overwritten, (module, source))
         if phase == "forward" and draws_randomness(node):
@@ -188,6 +218,9 @@ class _Builder:
         if makes_statistics(node):
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
             pinned = ""
+        if node in self.in_place.begins:
+            pinned = pinned or BEGUN
+            self.values.base_of[outputs[0]] = self.in_place.begins[node]
         self.node_of_op[node.name] = node
         ops.append(
             Op(

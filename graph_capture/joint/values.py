@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -34,6 +34,8 @@ class Values:
     of_node : name of the value that a tensor node belongs to.
     base_of : the node that first returns a value.
     constants_bytes : size of each storage that the graph holds itself.
+    written : for each value that is written to in place: what stands for the last write so far.
+        It takes no bytes. What reads the value in forward reads it too, so as to come after.
     """
 
     gm: fx.GraphModule
@@ -42,6 +44,7 @@ class Values:
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    written: dict[str, str] = field(default_factory=dict[str, str])
 
     def of(self, node: fx.Node) -> str:
         """The value of a node; empty for one that returns several or none."""
@@ -146,6 +149,25 @@ class Values:
                     if tensor is not None:
                         names.setdefault(self.of_storage[storage_key(tensor)])
         return tuple(names)
+
+    def writes_before(self, names: Iterable[str]) -> tuple[str, ...]:
+        """What stands for the last writes so far to those of these values that are written to."""
+        return tuple(self.written[name] for name in names if name in self.written)
+
+    def add_write(self, nodes: Sequence[fx.Node]) -> str:
+        """Add a write in place: the first node writes to its first argument, as do the others.
+
+        What stands for it has the first node's name.
+        """
+        node = nodes[0]
+        assert isinstance(node.args[0], fx.Node)
+        written = self.of(node.args[0])
+        self.by_name[node.name] = Value(node.name, 0, node.name)
+        self.written[written] = node.name
+        for one in nodes:
+            self.of_node[one] = written
+            self.of_storage[storage_key(one.meta["val"])] = written
+        return node.name
 
     def made_by_ops(self, results: Iterable[Any]) -> list[str]:
         """Values of those results that are not resident."""

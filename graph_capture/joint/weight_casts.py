@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.eager_memory import is_view
 from remat.graph_capture.joint.nodes import made_by_autograd
 from remat.graph_capture.joint.provenance import CASTS_KEY, FUNCTION_KEY, path_in_model
 
@@ -82,6 +83,16 @@ def _share(
     for cast in casts[1:]:
         cast.replace_all_uses_with(casts[0])
         graph.erase_node(cast)
+    _let_views_share(casts[0])
+
+
+def _let_views_share(node: fx.Node) -> None:
+    """Let the views of `node` have its storage: those of another cast had that one's."""
+    for view in node.users:
+        if is_view(view):
+            args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+            view.meta["val"] = view.target(*args, **kwargs)  # pyright: ignore
+            _let_views_share(view)
 
 
 def _casts_back(graph: fx.Graph) -> Mapping[Any, list[fx.Node]]:

@@ -38,6 +38,7 @@ from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.checking_ops import checks_kept
+from remat.graph_capture.joint.eager_memory import EagerMemory
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.returned_views import take_out_of
@@ -320,6 +321,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
         stack.enter_context(dynamo_config.patch(force_compile_during_fx_trace=True))
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
+        stack.enter_context(EagerMemory())
         # Last, so that it is called first and sees the frame of the user's code.
         stack.enter_context(provenance)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import SupportsIndex
 
+import msgspec
 from torch import nn
 
 from remat.budgets import parse_budget
@@ -107,7 +108,9 @@ def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) 
     # The first plan that fits is taken: a closer one would cost seconds for each further try.
     best = fastest_within(limit_bytes, with_code, tries=TRIES, is_enough=lambda _: True)
     if best is not None:
-        return best.solved
+        # What was asked for is what binds the code, not the target that it was reached by.
+        result = msgspec.structs.replace(best.solved.result, budget_bytes=limit_bytes)
+        return msgspec.structs.replace(best.solved, result=result)
     least_mib = -(-min(peaks) // 2**20)
     raise BudgetError(
         f"compiled, no plan was found that keeps to {bytes_text(limit_bytes)}: the lowest peak of "

@@ -40,6 +40,8 @@ class EagerEmitter(Emitter[Joint]):
     repeated : names of ops that run more than once in the schedule.
     left_live : values that the graph before this one left live. An op that runs again makes
         copies of them, which are not used.
+    writes : whether what eager writes in place is written in place here. Inductor takes graphs
+        that write nothing.
     """
 
     cannot_move = "which this release cannot rewrite"
@@ -51,8 +53,10 @@ class EagerEmitter(Emitter[Joint]):
         again: set[str],
         repeated: set[str],
         left_live: frozenset[str],
+        writes: bool,
     ) -> None:
         super().__init__(joint, demand)
+        self.writes = writes
         self.again = again
         self.repeated = repeated
         self.left_live = set(left_live)
@@ -72,8 +76,13 @@ class EagerEmitter(Emitter[Joint]):
         super().free(value)
 
     def kept(self, what: Demanded) -> fx.Node:
-        """The emitted node to save; a random state goes by its name."""
-        return self.states[what] if isinstance(what, str) else super().kept(what)
+        """The emitted node to save; a random state goes by its name.
+
+        What was written to is saved as it is after that.
+        """
+        if isinstance(what, str):
+            return self.states[what]
+        return super().kept(self.joint.in_place.last(what))
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The emitted node that stands for `node`; views are replayed where needed."""
@@ -83,6 +92,8 @@ class EagerEmitter(Emitter[Joint]):
             source = node.args[0]
             assert isinstance(source, fx.Node)
             copy = self.resolve(source)
+        elif node in self.joint.in_place.before:  # in backward, which has it as it is in the end
+            copy = self.resolve(self.joint.in_place.before[node])
         else:
             copy = self.entering(node) or self._copy(node, node.name)
         self.put(node, copy)
@@ -123,7 +134,9 @@ class EagerEmitter(Emitter[Joint]):
             copy = self._normalise_again(node)
         else:
             copy = self._copy(node, f"{node.name}_again" if again else node.name)
-        if isinstance(node.meta.get("val"), (tuple, list)):
+        if node in self.joint.in_place.targets:
+            self._write(node, copy)
+        elif isinstance(node.meta.get("val"), (tuple, list)):
             self.tuples[node] = copy
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
@@ -133,6 +146,21 @@ class EagerEmitter(Emitter[Joint]):
         else:
             self.put(node, copy)
             self._wait(node)
+            first = self.joint.in_place.begins.get(node, node)
+            if first is not node:  # a view, which stands for the value from now on
+                self.put(first, self._copy(first, first.name))
+
+    def _write(self, node: fx.Node, copy: fx.Node) -> None:
+        """Let `copy`, which writes to a tensor or a part of it, stand for what that is now."""
+        writes = self.joint.in_place
+        if self.writes:
+            copy.target = writes.targets[node]
+        self.put(node, copy)
+        for whole in writes.scattered[node]:
+            if not self.writes:
+                self.put(whole, self._copy(whole, whole.name))
+            elif whole in writes.before:
+                self.put(whole, self.resolve(writes.before[whole]))
 
     def _wait(self, made: fx.Node) -> None:
         """Wait for a collective at once: its result is what was waited for, wherever it is read."""
@@ -201,6 +229,8 @@ def emit(
     schedule: Schedule,
     floats: FloatSource | None = None,
     metadata: ViewAndMutationMeta | None = None,
+    *,
+    writes: bool = True,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
@@ -209,12 +239,13 @@ def emit(
     joint, schedule : the trace, and what to do with it.
     floats : what each step reads the numbers from that the joint graph marks.
     metadata : AOTAutograd's, if backward is to have gradients in the strides that they come in.
+    writes : whether what eager writes in place is written in place.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
 
     def start(demand: Demand, left_live: frozenset[str]) -> EagerEmitter:
-        return EagerEmitter(joint, demand, again, repeated, left_live)
+        return EagerEmitter(joint, demand, again, repeated, left_live, writes)
 
     graphs = emit_both(joint, schedule, joint.num_forward_outputs, start)
     if metadata is not None:

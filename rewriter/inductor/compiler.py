@@ -121,7 +121,7 @@ def code_peak_bytes(joint: Joint, schedule: Schedule) -> int:
     ------
     ReplayError : the code has something in it that the replay does not know.
     """
-    return InductorStep(joint, *emit(joint, schedule)).peak_bytes()
+    return InductorStep(joint, *emit(joint, schedule, writes=False)).peak_bytes()
 
 
 def _mode_of(gm: fx.GraphModule) -> FakeTensorMode:

@@ -1,0 +1,233 @@
+"""Sums that eager adds up in place, without recording it: gradients that a forward makes by chunks.
+
+A trace makes a new tensor of each addition, so that the sum is there twice while one runs. Of a
+gradient as large as the head of a language model that is more than eager has. Such a sum is one
+value here, and what writes to it an op without a storage of its own.
+
+The price is that none of these ops may run twice. So it is done where that costs nothing: where
+what is written to was made for it, as zeros are, or is the first term of a sum; outside of what
+autograd records; and where nothing reads the sum before it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.joint.eager_memory import WRITTEN_KEY, is_view
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem
+
+aten = torch.ops.aten
+
+BEGUN = "what follows writes to its result in place"
+WRITES = "it writes in place"
+_BEGIN_EMPTY = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in ("zeros", "ones", "empty", "full")
+    for prefix, suffix in (("", ""), ("", "_like"), ("new_", ""))
+)
+_ADD = frozenset(
+    {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", "index_add"}
+)
+_SCATTER_OF = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+
+
+@dataclass
+class InPlace:
+    """The writes of a joint graph that stay in place.
+
+    Attributes
+    ----------
+    begins : the node that makes what is written to, and the tensor before the first write: itself,
+        or a view of it. Tensors after writes are laid out as that one.
+    targets : for each node that writes: the op that does so in place.
+    before : for each tensor after a write: the tensor before it, of the same storage.
+    scattered : what a trace makes of a write to a part: after the node that writes, these put the
+        part back into the whole.
+    """
+
+    begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    targets: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    before: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(
+        default_factory=dict[fx.Node, tuple[fx.Node, ...]]
+    )
+
+    def last(self, first: fx.Node) -> fx.Node:
+        """The tensor after the last write to `first`."""
+        after = {before: node for node, before in self.before.items()}
+        while first in after:
+            first = after[first]
+        return first
+
+
+@dataclass(frozen=True)
+class _Write:
+    node: fx.Node
+    target: Any
+    scattered: tuple[fx.Node, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.scattered[-1] if self.scattered else self.node
+
+
+def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -> InPlace:
+    """Find the sums among `nodes` that forward adds up in place."""
+    found = InPlace()
+    known: set[fx.Node] = set()
+    for node in nodes:
+        if node in in_forward and node not in known and _is_whole(node):
+            first = _as_written(node)
+            for before, write in _writes_to(first, in_forward):
+                if not (_is_made_for_it(node) or _adds_to_term(node, write.node)):
+                    break
+                found.begins[node] = first
+                found.targets[write.node] = write.target
+                found.before[write.result] = before
+                found.scattered[write.node] = write.scattered
+                known.update((write.node, *write.scattered))
+    return found
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether `node` makes one tensor, with a storage of its own that it fills."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return False
+    is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
+    return is_full and not is_view(node) and not is_getitem(node)
+
+
+def _is_made_for_it(node: fx.Node) -> bool:
+    return _name(node) in _BEGIN_EMPTY
+
+
+def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
+    """Whether `write` adds to what `node` has made, which autograd does not record."""
+    return WRITTEN_KEY in _annotations(node) and _name(write) in _ADD
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "_opname", "")
+
+
+def _as_written(node: fx.Node) -> fx.Node:
+    """`node`, or the last of its views if each is all that reads the one before it."""
+    first = node
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not is_view(user) or user.meta["val"].numel() != node.meta["val"].numel():
+            break
+        node = user
+        if not is_alias_of_input(node):
+            first = node
+    return first
+
+
+def _writes_to(first: fx.Node, in_forward: Collection[fx.Node]) -> Iterator[tuple[fx.Node, _Write]]:
+    """The writes to `first` one after the other, each with the tensor before it."""
+    while (write := _only_write(first)) is not None and write.node in in_forward:
+        yield first, write
+        first = write.result
+
+
+def _only_write(tensor: fx.Node) -> _Write | None:
+    """The write to `tensor`, if that is all that reads it."""
+    readers, views = _readers(tensor)
+    writers = [node for node in readers if _in_place(node) is not None]
+    if len(writers) != 1:
+        return None
+    (node,) = writers
+    source: Any = node.args[0]
+    reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
+    if source not in views or len(reads_it) > 1 or not _alike(node, source):
+        return None
+    scattered: list[fx.Node] = []
+    while not _is_all_of(source, tensor):
+        scatter = _scatter(scattered[-1] if scattered else node, source)
+        if scatter is None:
+            return None
+        scattered.append(scatter)
+        source = _whole_of(source)
+    write = _Write(node, _in_place(node), tuple(scattered))
+    is_only = {node, *scattered} == set(readers) and _alike(write.result, tensor)
+    return write if is_only else None
+
+
+def _readers(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+    """What reads `tensor` or a view of it; and these views, itself among them."""
+    views, readers = {tensor}, dict[fx.Node, None]()
+    waiting = [tensor]
+    while waiting:
+        for user in waiting.pop().users:
+            if is_view(user) or _is_split(user) or is_getitem(user):
+                views.add(user)
+                waiting.append(user)
+            else:
+                readers.setdefault(user)
+    return readers, views
+
+
+def _is_all_of(view: fx.Node, tensor: fx.Node) -> bool:
+    """Whether `view`, one of `tensor`, shows all of it as it is."""
+    same = view.meta["val"].storage_offset() == tensor.meta["val"].storage_offset()
+    return view is tensor or (same and _alike(view, tensor))
+
+
+def _annotations(node: fx.Node) -> Any:
+    return node.meta.get("custom", {})
+
+
+def _in_place(node: fx.Node) -> Any:
+    """The op that does in place what `node` does, if eager has run that one."""
+    packet = getattr(aten, f"{_name(node)}_", None)
+    op = getattr(packet, getattr(node.target, "_overloadname", ""), None)
+    return op if op is not None and str(op) == _annotations(node).get(WRITTEN_KEY) else None
+
+
+def _is_split(node: fx.Node) -> bool:
+    """Whether the op returns a list of views."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
+
+
+def _whole_of(view: fx.Node) -> Any:
+    """What `view` is a view of."""
+    source = view.args[0]
+    return source.args[0] if is_getitem(view) and isinstance(source, fx.Node) else source
+
+
+def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
+    """What puts `part`, written in the place of `view`, back into the whole."""
+    users = list(part.users)
+    if len(users) != 1 or users[0].args[0] is not _whole_of(view) or users[0].args[1] is not part:
+        return None
+    if is_getitem(view):
+        return users[0] if _is_put_there(users[0], view) else None
+    is_inverse = users[0].target is _SCATTER_OF.get(view.target)  # pyright: ignore
+    return users[0] if is_inverse and users[0].args[2:] == view.args[1:] else None
+
+
+def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
+    """Whether a write to a part of a split is put back where `view` is."""
+    if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
+        return False
+    whole, (dim, start) = _whole_of(view).meta["val"], scatter.args[2:4]
+    offset = whole.storage_offset() + start * whole.stride(dim)
+    return view.meta["val"].storage_offset() == offset
+
+
+def _alike(one: fx.Node, other: Any) -> bool:
+    """Whether two tensors have the same dtype, sizes and strides."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
