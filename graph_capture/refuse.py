@@ -20,6 +20,7 @@ from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.known_values import RANDOM
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
+from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -73,6 +74,7 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
             )
         check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():
+        refuse_subclass(f"buffer {path}", buffer)
         check_placement(f"buffer {path}", buffer.device, device)
     if unheard := unheard_hook(hook_tables(hooked_modules(model, loss_fn), BACKWARD_HOOKS)):
         raise CaptureError(unheard)
@@ -240,6 +242,8 @@ def refusal(
         )
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
+    if words := in_words(str(error)):
+        return CaptureError(f"{words} ({place}). torch said: {_first_line(error)}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
 
 

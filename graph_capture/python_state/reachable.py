@@ -138,6 +138,8 @@ class Walk:
             self._visit_items(value, text)
         elif isinstance(value, weakref.ref):
             self._visit(value(), text)
+        elif isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+            self._visit(value.data, text)  # pyright: ignore[reportUnknownMemberType]
         elif isinstance(value, _NAMES_OF_ATTRIBUTES):
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):

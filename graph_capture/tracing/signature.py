@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
+from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.python_state.places import PLAIN, is_same
 from remat.graph_capture.tracing.paths import leaves_with_paths
 
@@ -153,6 +154,8 @@ def check_batch(batch: Any, device: str) -> None:
             )
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise CaptureError(unknown_leaf_message(name, leaf))
+        if isinstance(leaf, Tensor):
+            refuse_subclass(name, leaf)
         if isinstance(leaf, Tensor) and leaf.is_meta:
             raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
         if isinstance(leaf, Tensor):

@@ -19,7 +19,12 @@ from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.tracing.forward_writes import ForwardWrites
-from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
+from remat.graph_capture.tracing.other_streams import (
+    no_packing,
+    no_seed,
+    require_unmoved,
+    streams,
+)
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.signature import argument_name, unknown_leaf_message
@@ -76,7 +81,8 @@ class StepModule(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         stand, before = streams(), _state(self.model)
-        with no_seed(type(self.model).__name__), without_own_hooks(self.model):
+        kind = type(self.model).__name__
+        with no_seed(kind), no_packing(kind), without_own_hooks(self.model):
             output = self.model(*args, **kwargs)
             self._refuse_own_hooks()
         now = _state(self.model)
