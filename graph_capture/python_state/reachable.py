@@ -139,7 +139,7 @@ class Walk:
         elif isinstance(value, weakref.ref):
             self._visit(value(), text)
         elif isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
-            self._visit(value.data, text)  # pyright: ignore[reportUnknownMemberType]
+            self._visit(vars(value)["data"], text)
         elif isinstance(value, _NAMES_OF_ATTRIBUTES):
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):

@@ -124,7 +124,8 @@ def no_packing(kind: str) -> Generator[None]:
     ------
     CaptureError : forward has autograd save by one; names the line.
     """
-    enter = saved_tensors_hooks.__enter__
+    kinds: Any = saved_tensors_hooks
+    enter = kinds.__enter__
 
     def enter_torchs_own(hooks: saved_tensors_hooks) -> Any:
         owner = type(hooks)
@@ -136,11 +137,11 @@ def no_packing(kind: str) -> Generator[None]:
             )
         return enter(hooks)
 
-    saved_tensors_hooks.__enter__ = enter_torchs_own
+    kinds.__enter__ = enter_torchs_own
     try:
         yield
     finally:
-        saved_tensors_hooks.__enter__ = enter
+        kinds.__enter__ = enter
 
 
 def _line_of_user() -> str:
