@@ -107,7 +107,7 @@ class PythonState:
         for holder, name in gone:
             by_space.setdefault(holder, set()).add(name)
         self.watched = [
-            (text, space, names - by_space.get(id(space), set()))
+            (text, space, names - by_space[id(space)] if id(space) in by_space else names)
             for text, space, names in self.watched
         ]
         self._test = None
@@ -122,7 +122,12 @@ class PythonState:
         names: dict[int, set[str]] = {}
         for _, space, absent in watched:
             names[id(space)] = names.get(id(space), set()) | absent
-        self.places = [place for place in self.places if _key(place) in keys]
+        self.places = [
+            # An item of a dictionary that has grown is read where the dictionary is.
+            place
+            for place in self.places
+            if not keys.isdisjoint((_key(place), (_key(place)[0], None)))
+        ]
         self.watched = [
             (text, space, absent & names[id(space)])
             for text, space, absent in self.watched

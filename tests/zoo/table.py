@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.cell import cpu_name
 from benchmarks.solver_table import head, replaced, row
 from remat.formats import bytes_text
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import RematError
 from tests.zoo.case import Entry
 from tests.zoo.catalogue import ZOO
 from tests.zoo.measure import Plan, measured
@@ -40,7 +40,7 @@ def entries(name: str, entry: Entry) -> list[str]:
         raise SystemExit(f"{entry.needs} is not installed: pip install 'remat[zoo]'")
     try:
         found = measured(entry)
-    except CaptureError as error:
+    except RematError as error:
         refusal = _without_folders(str(error).split(". ")[0])
         return [name, "-", "refused", refusal, *["-"] * (len(TITLES) - 4)]
     plans = (found.everything, found.planned)
