@@ -250,8 +250,8 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
         )
     ways.append(
         "Replace the `if`, `.item()` or index by tensor ops such as torch.where or masking, or "
-        "plan the parts before and after it separately: remat.rematerialize_blocks(model, pattern) "
-        "plans the modules that a pattern names, and leaves all others to eager."
+        "plan the parts before and after it separately, each by remat.rematerialize. Or plan with "
+        'torch.compile(model, backend="remat"), which breaks the graph there.'
     )
     return CaptureError(
         f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "

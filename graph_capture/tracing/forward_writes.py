@@ -137,8 +137,8 @@ class ForwardWrites:
             f"forward of {self._kind} changes {change.text}: it was {short(change.before)} and is "
             f"{short(change.now)} after it, and a step that follows a plan would not change it. Do "
             "that outside forward, before each step; or, if only the first call does it, call the "
-            "model once on a batch first; or leave the module that does it to eager: "
-            "remat.rematerialize_blocks(model, pattern) plans the modules that a pattern names"
+            "model once on a batch first; or leave the module that does it to eager, and plan the "
+            "others, each by remat.rematerialize"
             f"{'; or remove the hook that does it' * any(p.value for p in self._hooks)}"
         )
 

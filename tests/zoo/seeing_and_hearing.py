@@ -131,7 +131,7 @@ ENTRIES = {
     "Hugging Face DETR": Entry(
         detr,
         "transformers",
-        refused=r"depends on tensor data \(module model\.encoder\.layers\.0.*rematerialize_blocks",
+        refused=r"depends on tensor data \(module model\.encoder\.layers\.0.*torch\.compile",
     ),
     "Hugging Face Whisper, layer drop": Entry(
         functools.partial(whisper, encoder_layerdrop=0.1),
