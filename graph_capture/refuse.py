@@ -256,12 +256,14 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
     elif read:
         what = f", {RANDOM},"
         ways.append(
-            "Set the option that has it drawn (layerdrop, stochastic depth) to 0, or draw it "
-            "outside forward and pass a Python number, of which remat.plan_cache makes a plan each."
+            "Set the option that has it drawn (layerdrop, stochastic depth) to 0, if nothing is "
+            "drawn then, or draw it outside forward and pass a Python number, of which "
+            "remat.plan_cache makes a plan each."
         )
     ways.append(
         "Replace the `if`, `.item()` or index by tensor ops such as torch.where or masking, or "
-        "plan the parts before and after it separately."
+        "plan the parts before and after it separately, each by remat.rematerialize. Or plan with "
+        'torch.compile(model, backend="remat"), which breaks the graph there.'
     )
     return CaptureError(
         f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "

@@ -122,10 +122,11 @@ class KnownValues(TorchDispatchMode):
 
     def _sources_of(self, func: OpOverload, inputs: list[Tensor]) -> frozenset[str]:
         """Where the values that an op gives come from, as far as they are not known."""
-        model = frozenset([_MODEL])
-        unknown = [tensor for tensor in inputs if not self._is_known(tensor)]
         found = frozenset([RANDOM] if _is_random(func) else [])
-        return found.union(*(self._sources_of_one(tensor) for tensor in unknown)) or model
+        for tensor in inputs:
+            if not self._is_known(tensor):
+                found |= self._sources_of_one(tensor)
+        return found or frozenset([_MODEL])
 
     def _sources_of_one(self, tensor: Tensor) -> frozenset[str]:
         real = self._values.get(tensor)

@@ -59,19 +59,13 @@ def added_to_library(change: Change) -> Memo | None:
 
 
 def _is_global_of_library(owner: Any) -> bool:
-    modules = list(sys.modules.values())
-    return any(
-        owner is value
-        for module in modules
-        if isinstance(module, ModuleType) and _is_installed(module)
-        for value in list(vars(module).values())
-    )
+    installed = [module for module in list(sys.modules.values()) if _is_installed(module)]
+    return any(owner is value for module in installed for value in list(vars(module).values()))
 
 
 def _is_of_library(value: Any) -> bool:
     """Whether it is an object of a class that was installed, and so is not the user's."""
-    kind = cast("type", type(value))
-    module = sys.modules.get(kind.__module__)
+    module = sys.modules.get(type(value).__module__)
     return not isinstance(value, Tensor) and module is not None and _is_installed(module)
 
 

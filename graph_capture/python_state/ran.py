@@ -11,16 +11,14 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd import graph
-
-from remat.graph_capture.python_state.code_names import names_of
 
 _BY_OTHER_THREADS = (
     threading.Thread.start.__code__,
@@ -41,7 +39,6 @@ _HOOKS_OF_NODES = frozenset({"register_hook", "register_prehook"})
 """Methods that are not written in Python."""
 _OPS_OF_TORCH = frozenset({"aten", "prims", "prim"})
 
-FunctionsByName = Mapping[str, Sequence[FunctionType]]
 Tracer = Callable[[FrameType, str, Any], None]
 
 
@@ -98,27 +95,6 @@ class CodeThatRan:
             and not code.co_filename.startswith(_TORCH)
             for code in self._codes.values()
         )
-
-    def add_behind(self, caches: Iterable[Any], functions: FunctionsByName) -> None:
-        """Count code behind a cache of `functools`, which may have run at an earlier call.
-
-        Parameters
-        ----------
-        functions : that a walk over all code has found, by the names that code calls them by.
-        """
-        waiting: list[Any] = [c.__wrapped__ for c in caches]
-        waiting = [one for one in waiting if getattr(one, "__code__", None) not in self]
-        special = [name for name in functions if name.startswith("__")] if waiting else []
-        while waiting:
-            function = waiting.pop()
-            code = getattr(function, "__code__", None)
-            if code is None or code in self:
-                continue
-            self._codes[id(code)] = code
-            names = names_of(code)
-            waiting += [function.__globals__.get(name) for name in names.global_names]
-            for name in (*names.own, *names.others, *names.global_names, *special):
-                waiting += functions.get(name, ())
 
 
 def _tracer_into(codes: dict[int, CodeType]) -> Tracer:

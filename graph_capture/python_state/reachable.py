@@ -64,13 +64,14 @@ class Walk:
 
     Parameters
     ----------
+    loss_fn : or other functions that are called.
     ran : follow this code alone; left at None, all code.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
+        loss_fn: Any,
         ran: CodeThatRan | None = None,
     ) -> None:
         self.found = Reached()
@@ -124,6 +125,7 @@ class Walk:
             self._visit(value.__self__, text)
         elif isinstance(value, LruCache):
             self.found.caches.append(value)
+            self._note_hit(value)
             self._visit(value.__wrapped__, text)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
@@ -176,7 +178,6 @@ class Walk:
             return
         # A function is an object too, which may keep something between calls.
         self._instances.append(Instance(function.__qualname__, function, vars(function)))
-        self.found.functions.setdefault(function.__name__, []).append(function)
         if not self._is_followed(function):
             return
         names = names_of(function.__code__)
@@ -197,7 +198,13 @@ class Walk:
             self._add_entry(f"global {name} of {where}", function.__globals__, name)
 
     def _is_followed(self, function: FunctionType) -> bool:
-        return self._ran is None or function.__code__ in self._ran
+        has_run = self._ran is None or function.__code__ in self._ran
+        return has_run or any(function is one for one in self.found.behind_caches)
+
+    def _note_hit(self, cache: Any) -> None:
+        function = cache.__wrapped__
+        if isinstance(function, FunctionType) and not self._is_followed(function):
+            self.found.behind_caches.append(function)
 
     def _note_stores(self, function: FunctionType, names: Names) -> None:
         for name, line in names.stored.items():
@@ -246,7 +253,6 @@ class Walk:
             done.add(key)
             functions = list(functions_of(space[key]))
             for function in functions:
-                self.found.functions.setdefault(key, []).append(function)
                 self._read_method(kind, function)
             if functions or not is_special:
                 self._add_entry(f"{kind.__name__}.{key}", space, key, owner=kind)

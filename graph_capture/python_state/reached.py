@@ -53,8 +53,8 @@ class Reached:
     ----------
     places : to be compared. watched : namespaces, with the names that must not appear in them,
         since the class has them, or code looks for them. caches : of `functools`.
-    streams : generators of random numbers that are the user's own. functions : of the user's and
-        of other libraries, by the names that they are called by. texts : that may name attributes.
+    streams : generators of random numbers that are the user's own. texts : that may name
+        attributes. behind_caches : functions that did not run, as a cache had their results.
     reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
         instance, and its class.
     stores : names of attributes that code sets, with the first ``file:line`` that does.
@@ -64,7 +64,7 @@ class Reached:
     watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
-    functions: dict[str, list[FunctionType]] = field(default_factory=dict)
+    behind_caches: list[FunctionType] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)

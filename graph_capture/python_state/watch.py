@@ -46,12 +46,12 @@ class PythonState:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
-        self._roots = model, loss_fn
+        self._roots: tuple[nn.Module, Any] = model, loss_fn
         found = Walk(model, loss_fn).found
         self.places, self.watched, self.caches = found.places, found.watched, found.caches
         self.streams = found.streams
         self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
-        self._functions, self._texts = found.functions, found.texts
+        self._texts = found.texts
         self.grown: list[Contents] = []
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None
@@ -114,19 +114,31 @@ class PythonState:
         if not gone:
             return
         self.places = [place for place in self.places if _key(place) not in gone]
+        by_space: dict[int, set[Any]] = {}
+        for holder, name in gone:
+            by_space.setdefault(holder, set()).add(name)
         self.watched = [
-            (text, space, {name for name in names if (id(space), name) not in gone})
+            (text, space, names - by_space[id(space)] if id(space) in by_space else names)
             for text, space, names in self.watched
         ]
         self._test = None
 
     def compare_what_ran(self, ran: CodeThatRan) -> None:
         """Compare no more than the code that ran may read."""
-        ran.add_behind(self.caches, self._functions)
         found = Walk(*self._roots, ran).found
-        keys = {_key(place) for place in found.places}
-        names = {id(space): absent for _, space, absent in found.watched}
-        self.places = [place for place in self.places if _key(place) in keys]
+        # At an earlier call the rest of such a function ran too.
+        behind = Walk(nn.Module(), found.behind_caches).found
+        places, watched = (*found.places, *behind.places), (*found.watched, *behind.watched)
+        keys = {_key(place) for place in places}
+        names: dict[int, set[str]] = {}
+        for _, space, absent in watched:
+            names[id(space)] = names.get(id(space), set()) | absent
+        self.places = [
+            # An item of a dictionary that has grown is read where the dictionary is.
+            place
+            for place in self.places
+            if not keys.isdisjoint((_key(place), (_key(place)[0], None)))
+        ]
         self.watched = [
             (text, space, absent & names[id(space)])
             for text, space, absent in self.watched

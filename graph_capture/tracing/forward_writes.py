@@ -158,7 +158,8 @@ class ForwardWrites:
             f"forward of {self._kind} changes {change.text}: it was {short(change.before)} and is "
             f"{short(change.now)} after it, and a step that follows a plan would not change it. Do "
             "that outside forward, before each step; or, if only the first call does it, call the "
-            "model once on a batch first"
+            "model once on a batch first; or leave the module that does it to eager, and plan the "
+            "others, each by remat.rematerialize"
             f"{'; or remove the hook that does it' * any(p.value for p in self._hooks)}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ class Case:
     target: Any = None
     autocast: torch.dtype | None = None
 
+    def of(self, model: nn.Module) -> Case:
+        """The same batch and loss for another model."""
+        return dataclasses.replace(self, model=model)
+
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast that the step runs in."""
         if self.autocast is None:
@@ -57,12 +62,15 @@ class Entry:
         """Whether the package that it needs is not installed."""
         return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
-    def make(self) -> Case:
-        """The case, the same at every call; the random stream is left alone."""
+    def make(self, seed: int = 0) -> Case:
+        """The case, the same at every call; the random stream is left alone.
+
+        Another seed makes another batch, and another model.
+        """
         if self.needs:
             _name_ops_of_torchvision()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             return self.build()
 
 
@@ -72,9 +80,11 @@ def _name_ops_of_torchvision() -> None:
     PyPI's is built for CUDA, and a torch for the CPU alone cannot load it; no model here
     runs its ops.
     """
-    for name in ("nms", "qnms"):
+    boxes = "Tensor dets, Tensor scores, float iou_threshold"
+    rois = "Tensor input, Tensor rois, float spatial_scale, SymInt h, SymInt w, int n, bool aligned"
+    for name, given in (("nms", boxes), ("qnms", boxes), ("roi_align", rois)):
         if not hasattr(torch.ops.torchvision, name):
-            TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            TORCHVISION.define(f"{name}({given}) -> Tensor")
 
 
 def loss_of(output: Any) -> Tensor:

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from tests.zoo import hugging_face, traits, vision
+from tests.zoo import (
+    adapters,
+    diffusion,
+    hugging_face,
+    nano_gpt,
+    seeing_and_hearing,
+    traits,
+    vision,
+    x_transformers_models,
+)
 from tests.zoo.case import Entry
 
-ZOO: dict[str, Entry] = {**hugging_face.ENTRIES, **vision.ENTRIES, **traits.ENTRIES}
+ZOO: dict[str, Entry] = {
+    **hugging_face.ENTRIES,
+    **seeing_and_hearing.ENTRIES,
+    **diffusion.ENTRIES,
+    **x_transformers_models.ENTRIES,
+    **adapters.ENTRIES,
+    **vision.ENTRIES,
+    **nano_gpt.ENTRIES,
+    **traits.ENTRIES,
+}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from torch import nn
+
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture import TrainingGraph, trace
@@ -12,10 +14,12 @@ from remat.graph_capture.prices.pricing import price
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.schedule import Schedule
 from remat.solver import make_solver
-from tests.limits import AMPLE_S
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Entry
+from tests.zoo.training import differences
 
 SHARE = "60%"
+SEARCH_S = 5.0
+"""A search for a schedule: its best counts, as what is shown is that it is exact."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Row:
     ops : of its graph. trace_s, price_s : seconds that capture and pricing took.
     everything : the plan that keeps all. planned : the one for 60 % of the unmodified
         peak, or for the least budget known where that is more. share : of that peak.
-    unmodified_bytes : predicted peak of the unmodified step.
+    unmodified_bytes : predicted peak of the unmodified step. trained : in what the planned model
+        and an eager twin differ after steps of training; nothing, if all is well.
     """
 
     ops: int
@@ -50,10 +55,12 @@ class Row:
     planned: Plan
     share: float
     unmodified_bytes: int
+    trained: list[str]
 
 
-def measured(case: Case) -> Row:
-    """Capture the case, and run it as it keeps everything and as planned."""
+def measured(entry: Entry) -> Row:
+    """Capture a model, run it as it keeps everything and as planned, and train it as planned."""
+    case = entry.make()
     batch = {"loss_fn": case.loss_fn, "target": case.target}
     with case.under_autocast():
         began_s = time.perf_counter()
@@ -61,25 +68,26 @@ def measured(case: Case) -> Row:
         traced_s = time.perf_counter()
         graph = price(traced)
         priced_s = time.perf_counter()
-        everything = _plan(case, graph, make_solver("store_all").schedule(graph))
-        planned = _plan(case, graph, _smaller(graph))
+        everything, _ = _plan(case, graph, make_solver("store_all").schedule(graph))
+        planned, module = _plan(case, graph, _smaller(graph))
     unmodified_bytes = unmodified(graph).peak_bytes
     return Row(
         len(graph.ops), traced_s - began_s, priced_s - traced_s, everything, planned,
         planned.predicted_bytes / unmodified_bytes, unmodified_bytes,
+        differences(entry, case, module),
     )  # fmt: skip
 
 
 def _smaller(graph: TrainingGraph) -> Schedule:
-    result = remat.solve(graph, SHARE, "cut", time_limit_s=AMPLE_S)
+    result = remat.solve(graph, SHARE, "cut", time_limit_s=SEARCH_S)
     if result.schedule is None:
-        result = remat.solve(graph, "min", "cut", time_limit_s=AMPLE_S)
+        result = remat.solve(graph, "min", "cut", time_limit_s=SEARCH_S)
     assert result.schedule is not None, result.message
     return result.schedule
 
 
-def _plan(case: Case, graph: TrainingGraph, schedule: Schedule) -> Plan:
+def _plan(case: Case, graph: TrainingGraph, schedule: Schedule) -> tuple[Plan, nn.Module]:
     batch = {"loss_fn": case.loss_fn, "target": case.target}
     module = rewrite(case.model, schedule)
     found = check(case.model, module, case.args, case.kwargs, **batch, steps=1)
-    return Plan(remat.simulate(graph, schedule).peak_bytes, found)
+    return Plan(remat.simulate(graph, schedule).peak_bytes, found), module

@@ -34,7 +34,7 @@ def lstm() -> Case:
 
 
 def gru() -> Case:
-    return Case(nn.GRU(WIDTH, WIDTH, 2), (torch.randn(SEQ, BATCH, WIDTH),), loss_fn=_squared)
+    return Case(nn.GRU(WIDTH, WIDTH), (torch.randn(SEQ // 2, BATCH, WIDTH),), loss_fn=_squared)
 
 
 class Experts(nn.Module):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tests.zoo.case import Case, Entry, classes, labelled
 
 TIMM = (
-    "resnet50", "vgg16", "convnext_tiny", "densenet121", "mobilenetv3_large_100",
-    "efficientnet_b0", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224",
+    "resnet50", "regnety_002", "convnext_atto", "densenet121", "mobilenetv3_large_100",
+    "efficientnet_b0", "mixer_s32_224", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224",
 )  # fmt: skip
-TRANSFORMERS = ("swin_tiny_patch4_window7_224", "vit_tiny_patch16_224")
+TRANSFORMERS = ("mixer_s32_224", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224")
 
 
 def _timm(name: str) -> Case:

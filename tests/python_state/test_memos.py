@@ -1,0 +1,87 @@
+"""Registries of libraries, which a first call adds to, are no state of the user's."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat.graph_capture.errors import CaptureError, StateChangedError
+from tests.python_state.moments import X, planned
+from tests.python_state.places import Place, Reader
+
+SOURCE = """
+class Backend:
+    def scale(self, x):
+        return x * FACTOR
+
+FACTOR = 2.0
+BACKENDS = {}
+
+def backend_of(x):
+    if type(x) not in BACKENDS:
+        BACKENDS[type(x)] = Backend()
+    return BACKENDS[type(x)]
+"""
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    """A module that looks as if it were installed."""
+    module = types.ModuleType("tests_installed_library")
+    module.__file__ = "/somewhere/site-packages/tests_installed_library.py"
+    exec(SOURCE, vars(module))
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+class Calling(nn.Module):
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.linear, self.library = nn.Linear(4, 4), library
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.library.backend_of(y).scale(y)
+
+
+def test_what_a_library_registers_at_its_first_call_is_no_change(library: Any) -> None:
+    model = Calling(library)
+    fast = planned(Place(model, lambda _: None))
+    assert library.BACKENDS == {}
+    assert torch.equal(fast(X), model(X))
+    assert list(library.BACKENDS) == [Tensor]
+    assert torch.equal(fast(X), model(X))
+
+
+def test_what_a_library_has_registered_before_is_compared(library: Any) -> None:
+    model = Calling(library)
+    model(X)
+    fast = planned(Place(model, lambda _: None))
+    library.FACTOR = 3.0
+    with pytest.raises(StateChangedError, match="FACTOR"):
+        fast(X)
+    library.FACTOR = 2.0
+    library.BACKENDS[Tensor] = object()
+    with pytest.raises(StateChangedError, match="BACKENDS"):
+        fast(X)
+
+
+def test_a_dictionary_of_the_users_own_is_state(library: Any) -> None:
+    class Keeping(Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, Any] = {}
+
+        def read(self) -> Any:
+            self.kept.setdefault("it", library.Backend())
+            return 1.0
+
+    with pytest.raises(CaptureError, match="kept"):
+        planned(Place(Keeping(), lambda _: None))
