@@ -107,8 +107,8 @@ class _Builder:
         given, ends = self._ends(tangents)
         ops = (*self.forward, *self.backward)
         held = held_until(ops, self.node_of_op, self.values.of_node)
-        for value, op in held.items():
-            self.values.changed(value, held_until=op)
+        for value in held.keys() - set(ends):  # what is live at the end is held as long in any case
+            self.values.changed(value, held_until=held[value])
         graph = TrainingGraph(
             name=name,
             ops=ops,

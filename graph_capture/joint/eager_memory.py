@@ -7,6 +7,7 @@ A trace is functional, so that an op that writes in place becomes one that makes
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from bisect import bisect_left
@@ -63,6 +64,7 @@ class EagerMemory(TorchDispatchMode):
         self._held: dict[int, _Held] = {}
         self._alive: set[int] = set()
         self._n_nodes = 0
+        self._collects = False
 
     def __torch_dispatch__(
         self,
@@ -89,10 +91,18 @@ class EagerMemory(TorchDispatchMode):
                 self._note(leaf)
         return results
 
+    def __enter__(self) -> Any:
+        """What only the garbage collector frees would go at another time in each trace."""
+        self._collects = gc.isenabled()
+        gc.disable()
+        return super().__enter__()
+
     def __exit__(self, *what: Any) -> None:
         """The trace is over: what goes from now on goes for other reasons."""
         self._held.clear()
         self._tracer = None
+        if self._collects:
+            gc.enable()
         super().__exit__(*what)
 
     def _note(self, tensor: FunctionalTensor) -> None:

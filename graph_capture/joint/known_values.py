@@ -55,6 +55,16 @@ class KnownValues(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As `is_infra_mode`."""
+        return True
+
     def __init__(self, batch: Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__()
         self._values = WeakTensorKeyDictionary()

@@ -29,8 +29,9 @@ _SAID = {
         "keep it on the model"
     ),
     "Attempting to use FunctionalTensor on its own": (
-        "forward runs ops in another thread, which torch does not trace. Run them one after the "
-        "other"
+        "forward runs ops in another thread, or on a tensor that an earlier call has kept where "
+        "nothing sees it, and torch traces neither. Run them one after the other, and keep tensors "
+        "on attributes of modules"
     ),
     "shape_env must not be None": (
         "forward makes a nested tensor, whose sizes are data, and a plan holds for one size. Pad "

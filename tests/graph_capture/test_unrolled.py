@@ -33,7 +33,7 @@ def keys_of(cell: type[nn.RNNCellBase], steps: int, width: int = 16) -> set[str]
 
 @pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
 def test_more_steps_are_no_more_prices(cell: type[nn.RNNCellBase]) -> None:
-    few, many = keys_of(cell, 10), keys_of(cell, 20)
+    few, many = keys_of(cell, 10, 32), keys_of(cell, 20, 32)
     assert len(few) == len(many) < 60
 
 
