@@ -47,7 +47,7 @@ class CodeThatRan:
 
     def __init__(self) -> None:
         self._codes: dict[int, CodeType] = {}
-        self._is_seen = True
+        self._is_seen, self._goes_on = True, False
         self._note = _tracer_into(self._codes)
 
     def __contains__(self, code: CodeType) -> bool:
@@ -67,8 +67,8 @@ class CodeThatRan:
         What follows, a backward, is left out if it runs code of torch alone. A debugger, or a
         test's coverage, has the only place for that: then nothing is known.
         """
-        before = sys.gettrace()
-        if before is not None and before is not self._note:
+        self.stop()
+        if sys.gettrace() is not None:
             self._is_seen = False
             yield
             return
@@ -76,16 +76,20 @@ class CodeThatRan:
         try:
             yield
         finally:
-            # Python drops a tracer at a stack that is too deep, and code may set its own.
-            self._is_seen = self._is_seen and sys.gettrace() is self._note
+            self._goes_on = True
             self.stop()
             if self._is_seen and self._may_run_in_backward():
+                self._goes_on = True
                 sys.settrace(self._note)
 
     def stop(self) -> None:
         """Note no more."""
         if sys.gettrace() is self._note:
             sys.settrace(None)
+        elif self._goes_on:
+            # Python drops a tracer at a stack that is too deep, and code may set its own.
+            self._is_seen = False
+        self._goes_on = False
 
     def _may_run_in_backward(self) -> bool:
         if any(code in self for code in _CALLED_BY_BACKWARD):
