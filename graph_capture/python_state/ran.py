@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any
@@ -29,8 +29,7 @@ _BY_OTHER_THREADS = (
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
 """It reads code without running it."""
-_CALLED_BY_BACKWARD = (
-    torch.autograd.Function.apply.__code__,
+_HOOKS_ARE_SET = (
     torch.Tensor.register_hook.__code__,
     graph.register_multi_grad_hook.__code__,
     graph.saved_tensors_hooks.__init__.__code__,
@@ -50,7 +49,7 @@ class CodeThatRan:
         self._is_seen, self._goes_on = True, False
         self._note = _tracer_into(self._codes)
 
-    def __contains__(self, code: CodeType) -> bool:
+    def __contains__(self, code: CodeType | None) -> bool:
         return id(code) in self._codes
 
     @property
@@ -92,13 +91,22 @@ class CodeThatRan:
         self._goes_on = False
 
     def _may_run_in_backward(self) -> bool:
-        if any(code in self for code in _CALLED_BY_BACKWARD):
+        forwards = (getattr(kind.forward, "__code__", None) for kind in _functions_of_autograd())
+        if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
             return True
         return any(
             not _HOOKS_OF_NODES.isdisjoint(code.co_names)
             and not code.co_filename.startswith(_TORCH)
             for code in self._codes.values()
         )
+
+
+def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
+    waiting = [torch.autograd.Function]
+    while waiting:
+        kind = waiting.pop()
+        yield kind
+        waiting += kind.__subclasses__()
 
 
 def _tracer_into(codes: dict[int, CodeType]) -> Tracer:

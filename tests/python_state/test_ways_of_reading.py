@@ -74,9 +74,12 @@ def with_a_hook_of_a_node(held: Holder, x: Tensor) -> Tensor:
     return y
 
 
+apply_scaled: Callable[[Tensor], Any] = Scaled.apply
+
+
 def in_backward(held: Holder, x: Tensor) -> Any:
     Scaled.held = held
-    return Scaled.apply(x)
+    return apply_scaled(x)
 
 
 def recomputed(held: Holder, x: Tensor) -> Tensor:
