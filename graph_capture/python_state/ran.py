@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any
@@ -29,8 +29,7 @@ _BY_OTHER_THREADS = (
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
 """It reads code without running it."""
-_CALLED_BY_BACKWARD = (
-    torch.autograd.Function.apply.__code__,
+_HOOKS_ARE_SET = (
     torch.Tensor.register_hook.__code__,
     graph.register_multi_grad_hook.__code__,
     graph.saved_tensors_hooks.__init__.__code__,
@@ -47,10 +46,10 @@ class CodeThatRan:
 
     def __init__(self) -> None:
         self._codes: dict[int, CodeType] = {}
-        self._is_seen = True
+        self._is_seen, self._goes_on = True, False
         self._note = _tracer_into(self._codes)
 
-    def __contains__(self, code: CodeType) -> bool:
+    def __contains__(self, code: CodeType | None) -> bool:
         return id(code) in self._codes
 
     @property
@@ -67,8 +66,8 @@ class CodeThatRan:
         What follows, a backward, is left out if it runs code of torch alone. A debugger, or a
         test's coverage, has the only place for that: then nothing is known.
         """
-        before = sys.gettrace()
-        if before is not None and before is not self._note:
+        self.stop()
+        if sys.gettrace() is not None:
             self._is_seen = False
             yield
             return
@@ -76,25 +75,38 @@ class CodeThatRan:
         try:
             yield
         finally:
-            # Python drops a tracer at a stack that is too deep, and code may set its own.
-            self._is_seen = self._is_seen and sys.gettrace() is self._note
+            self._goes_on = True
             self.stop()
             if self._is_seen and self._may_run_in_backward():
+                self._goes_on = True
                 sys.settrace(self._note)
 
     def stop(self) -> None:
         """Note no more."""
         if sys.gettrace() is self._note:
             sys.settrace(None)
+        elif self._goes_on:
+            # Python drops a tracer at a stack that is too deep, and code may set its own.
+            self._is_seen = False
+        self._goes_on = False
 
     def _may_run_in_backward(self) -> bool:
-        if any(code in self for code in _CALLED_BY_BACKWARD):
+        forwards = (getattr(kind.forward, "__code__", None) for kind in _functions_of_autograd())
+        if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
             return True
         return any(
             not _HOOKS_OF_NODES.isdisjoint(code.co_names)
             and not code.co_filename.startswith(_TORCH)
             for code in self._codes.values()
         )
+
+
+def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
+    waiting = [torch.autograd.Function]
+    while waiting:
+        kind = waiting.pop()
+        yield kind
+        waiting += kind.__subclasses__()
 
 
 def _tracer_into(codes: dict[int, CodeType]) -> Tracer:

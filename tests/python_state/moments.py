@@ -91,6 +91,11 @@ def beside_eager(place: Place, fast: nn.Module, between: Change | None = None) -
     return judged(step(place.model, place, between), step(fast, place, between))
 
 
+def is_refused_for(name: str, place: Place, fast: nn.Module) -> bool:
+    said = beside_eager(place, fast)
+    return said.startswith("refused: StateChangedError: ") and f"{name} of " in said
+
+
 def before_backward(place: Place, fast: nn.Module, change: Change, undo: Change) -> str:
     expected = step(place.model, place, change)
     undo()
