@@ -132,7 +132,8 @@ class KnownValues(TorchDispatchMode):
         real = self._values.get(tensor)
         if real is not None:  # known once, and written to since
             return self._lost[_storage(real)]
-        return self._sources.get(tensor, frozenset([_MODEL]))
+        found: frozenset[str] | None = self._sources.get(tensor)
+        return frozenset([_MODEL]) if found is None else found
 
     def _is_known(self, tensor: Tensor) -> bool:
         real = self._values.get(tensor)
