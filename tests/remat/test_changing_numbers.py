@@ -96,7 +96,15 @@ READ: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
+SLOW = (
+    "is divided", "by math", "drops channels", "a slope", "between two", "a margin", "sharpness",
+    "a full tensor",
+)  # fmt: skip
+"""Ways for which another one stands in a quick run."""
+WAYS = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in READ]
+
+
+@pytest.mark.parametrize("name", WAYS)
 def test_one_plan_serves_for_all_values_of_a_number(name: str) -> None:
     fast = steps_beside_eager(Net(READ[name], 0.3), set_number)
     # The first one was made before the number was known to change.
