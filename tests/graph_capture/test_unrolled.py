@@ -10,6 +10,8 @@ from remat.graph_capture import trace
 from remat.graph_capture.joint.nodes import copy_of
 from remat.graph_capture.prices.pricing import examples
 
+LARGER = (nn.LSTMCell, nn.GRUCell)
+
 
 class Unrolled(nn.Module):
     """A cell over the steps of a batch, which is ``batch x steps x width``."""
@@ -31,7 +33,9 @@ def keys_of(cell: type[nn.RNNCellBase], steps: int, width: int = 16) -> set[str]
     return {key.replace(f"{steps}", "steps") for key in examples(traced.joint)}
 
 
-@pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize(
+    "cell", [nn.RNNCell, *(pytest.param(c, marks=pytest.mark.slow) for c in LARGER)]
+)
 def test_more_steps_are_no_more_prices(cell: type[nn.RNNCellBase]) -> None:
     few, many = keys_of(cell, 10, 32), keys_of(cell, 20, 32)
     assert len(few) == len(many) < 60

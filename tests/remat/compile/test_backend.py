@@ -247,6 +247,7 @@ def test_several_graphs_share_the_budget() -> None:
     assert max(p.peak_bytes for p in plans) >= 0.97 * ran.peak_bytes
 
 
+@pytest.mark.slow
 def test_inference_is_left_to_inductor() -> None:
     model, x = with_dropout()
     before = len(remat.compiled_plans())
