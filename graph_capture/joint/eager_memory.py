@@ -22,8 +22,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.nodes import storage_key
 
@@ -43,20 +43,8 @@ class _Held:
     alive: int = 0
 
 
-class EagerMemory(TorchDispatchMode):
+class EagerMemory(BesideTrace):
     """Marks the nodes of a trace. Where nothing is traced, it does nothing."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As `is_infra_mode`."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()

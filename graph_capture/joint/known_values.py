@@ -18,9 +18,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.python_state.ran import unrecorded
 
 RANDOM = "a random number"
@@ -39,7 +40,7 @@ _MODEL = ""
 """The source of what parameters and buffers have a part in."""
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(BesideTrace):
     """Runs ops on known values too, beside the trace, and answers code that looks at them.
 
     Parameters
@@ -52,18 +53,6 @@ class KnownValues(TorchDispatchMode):
     read : the arguments that those values come from, and `RANDOM` if numbers were drawn; empty
         if parameters or buffers have a part in them.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As `is_infra_mode`."""
-        return True
 
     def __init__(self, batch: Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__()

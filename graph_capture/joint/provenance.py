@@ -132,6 +132,14 @@ def is_users(frame: FrameType) -> bool:
     return "site-packages" in name or not name.startswith(_STDLIB)
 
 
+def line_of_user() -> str:
+    """The innermost line of the user's code that is running, in brackets after a space."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return f" ({source_of(frame)})" if frame else ""
+
+
 def source_of_error(traceback: TracebackType | None) -> str:
     """``file:line`` of the innermost user frame of a traceback."""
     found = ""

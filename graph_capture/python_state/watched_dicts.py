@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
@@ -30,9 +31,8 @@ class WatchedDicts:
     """
 
     def __init__(self, watched: Sequence[Watched], names: ObjectNames) -> None:
-        self._names = names
+        self._names, self._watched = names, watched
         self._still, self._restless = (watched, []) if versions_tell() else ([], watched)
-        self._all = compiled_test(_terms(watched), names)
         self._calls = self._trees = 0
         self._watch()
 
@@ -47,6 +47,11 @@ class WatchedDicts:
         if self._calls >= CALLS_A_TREE * (self._trees - 1):
             self._watch_again()
         return True
+
+    @functools.cached_property
+    def _all(self) -> Callable[[], bool]:
+        """Made when the versions first are not enough: most models never need it."""
+        return compiled_test(_terms(self._watched), self._names)
 
     def _watch(self) -> None:
         dictionaries = [one for one, _ in self._still]

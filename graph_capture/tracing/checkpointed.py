@@ -1,4 +1,6 @@
-"""Buffers that forward writes inside `torch.utils.checkpoint`, which are refused.
+"""What forward has hooks do with the tensors that autograd saves: refused, where it is not exact.
+
+`torch.utils.checkpoint` is one such hook; buffers that forward writes inside of it are refused.
 
 Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm counts
 each batch double. A plan runs forward as it would be without the checkpoint, and writes it once.
@@ -12,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.joint.provenance import line_of_user, path_in_model
 
 _C: Any = torch._C
 
@@ -62,3 +65,33 @@ def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -
                 "twice. A plan decides itself what is computed again: call the module without "
                 "checkpoint(), and plan that. Buffers are then written once a step"
             )
+
+
+@contextlib.contextmanager
+def no_packing(kind: str) -> Generator[None]:
+    """Refuse functions of the user's that pack what autograd saves, while forward runs.
+
+    Those of torch, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
+
+    Raises
+    ------
+    CaptureError : forward has autograd save by one; names the line.
+    """
+    kinds: Any = saved_tensors_hooks
+    enter = kinds.__enter__
+
+    def enter_torchs_own(hooks: saved_tensors_hooks) -> Any:
+        owner = type(hooks)
+        if owner is saved_tensors_hooks or not owner.__module__.startswith("torch."):
+            raise CaptureError(
+                f"forward of {kind} has autograd pack what it saves{line_of_user()}, and a step "
+                "of a plan saves other tensors, as they are. Leave it out: the plan decides what "
+                "is kept and what is computed again"
+            )
+        return enter(hooks)
+
+    kinds.__enter__ = enter_torchs_own
+    try:
+        yield
+    finally:
+        kinds.__enter__ = enter

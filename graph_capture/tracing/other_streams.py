@@ -15,10 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.provenance import is_users, source_of
+from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
 
 _NUMPY = "numpy.random"
 _PYTHON = "random"
@@ -97,7 +96,7 @@ def no_seed(kind: str) -> Generator[None]:
     def refused(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise CaptureError(
-                f"forward of {kind} calls torch.{name}{_line_of_user()}, and a step of a plan "
+                f"forward of {kind} calls torch.{name}{line_of_user()}, and a step of a plan "
                 "draws from the stream as it stands. Call it outside forward, before the step"
             )
 
@@ -112,41 +111,3 @@ def no_seed(kind: str) -> Generator[None]:
     finally:
         for module, name, function in before:
             setattr(module, name, function)
-
-
-@contextlib.contextmanager
-def no_packing(kind: str) -> Generator[None]:
-    """Refuse functions of the user's that pack what autograd saves, while forward runs.
-
-    Those of torch, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
-
-    Raises
-    ------
-    CaptureError : forward has autograd save by one; names the line.
-    """
-    kinds: Any = saved_tensors_hooks
-    enter = kinds.__enter__
-
-    def enter_torchs_own(hooks: saved_tensors_hooks) -> Any:
-        owner = type(hooks)
-        if owner is saved_tensors_hooks or not owner.__module__.startswith("torch."):
-            raise CaptureError(
-                f"forward of {kind} has autograd pack what it saves{_line_of_user()}, and a step "
-                "of a plan saves other tensors, as they are. Leave it out: the plan decides what "
-                "is kept and what is computed again"
-            )
-        return enter(hooks)
-
-    kinds.__enter__ = enter_torchs_own
-    try:
-        yield
-    finally:
-        kinds.__enter__ = enter
-
-
-def _line_of_user() -> str:
-    """The innermost line of the user's code that is running, in brackets."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame):
-        frame = frame.f_back
-    return f" ({source_of(frame)})" if frame else ""

@@ -18,13 +18,9 @@ from remat.graph_capture.joint.returned_views import views_told_apart
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
+from remat.graph_capture.tracing.checkpointed import no_packing
 from remat.graph_capture.tracing.forward_writes import ForwardWrites
-from remat.graph_capture.tracing.other_streams import (
-    no_packing,
-    no_seed,
-    require_unmoved,
-    streams,
-)
+from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.signature import argument_name, unknown_leaf_message
