@@ -6,7 +6,6 @@ Run as ``torchrun --nproc-per-node 2 tests/distributed/failing_worker.py FOLDER 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
 import time
@@ -28,9 +27,11 @@ from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.prices import pricing
 from remat.graph_capture.tracing.resident import storage_bytes
+from tests.distributed.launch import leave
 
 Found = dict[str, Any]
-TIMEOUT_S = 60
+TIMEOUT_S = 600
+"""So long that a busy machine does not come near half of it."""
 
 
 class Reduced(nn.Module):
@@ -243,9 +244,7 @@ def main(folder: Path, names: list[str]) -> None:
     os.environ["REMAT_CACHE"] = str(folder / f"prices-{os.environ['RANK']}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    found = {name: CASES[name]() for name in names or CASES}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave(folder, {name: CASES[name]() for name in names or CASES})
 
 
 if __name__ == "__main__":

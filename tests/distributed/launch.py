@@ -1,4 +1,4 @@
-"""Starts a worker on several ranks, and reads what each of them found."""
+"""Starts a worker on several ranks, ends it there, and reads what each of them found."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from tests.paths import ROOT
 
@@ -27,6 +30,24 @@ def torchrun(n_ranks: int, *words: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def leave(folder: Path, found: Mapping[str, object]) -> NoReturn:
+    """Write what this rank found, and end its process."""
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+    end_process()
+
+
+def end_process() -> NoReturn:
+    """End this process without taking the interpreter down.
+
+    Threads of gloo may still hold tensors. One that lets go of a tensor while Python ends aborts
+    the process (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def ranks(worker: str, folder: Path, n_ranks: int, *cases: str) -> Found:

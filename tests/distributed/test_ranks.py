@@ -77,7 +77,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_trains() -> None:
-    said = torchrun(2, "examples/train_fsdp.py")
+    said = torchrun(2, "tests/distributed/script.py", "examples/train_fsdp.py")
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", said)]
     assert losses[-1] < 0.9 * losses[0]
     peaks = re.findall(r"rank \d: predicted peak ([\d.]+) MiB, measured ([\d.]+) MiB", said)

@@ -27,6 +27,7 @@ from remat.ranks.together import Together
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
+from tests.distributed.launch import leave
 
 Found = dict[str, Any]
 N_STEPS = 3
@@ -218,9 +219,7 @@ CASES: dict[str, Callable[[], Found]] = {
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {name: CASES[name]() for name in names or CASES}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave(folder, {name: CASES[name]() for name in names or CASES})
 
 
 if __name__ == "__main__":
