@@ -15,6 +15,7 @@ from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
@@ -32,6 +33,7 @@ def capture(
     sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
     progress: Counted | None = None,
+    split: Split = "none",
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
@@ -50,6 +52,8 @@ def capture(
     sharding : over ranks; the graph is then that of one rank. With ``fsdp2`` it is for planning
         alone: what is rewritten is the step before it is sharded.
     profile : prices measured before, here or elsewhere, or the file that holds them.
+    split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
+        eager's bits, and ``tolerance`` also where a sum then has another order. Solvers choose.
 
     Raises
     ------
@@ -61,7 +65,7 @@ def capture(
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
-        sharding=sharding,
+        sharding=sharding, split=split,
     )  # fmt: skip
     return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
 

@@ -83,6 +83,36 @@ class Op(msgspec.Struct, frozen=True):
     price: Origin = "unpriced"
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """One way to run a region in pieces.
+
+    Attributes
+    ----------
+    pieces : their number. exact : whether its results are eager's to the bit.
+    ops : what runs in the region's place: each op, after the name of that whose place it takes.
+    values : those that these ops make.
+    """
+
+    pieces: int
+    exact: bool
+    ops: tuple[tuple[str, Op], ...]
+    values: tuple[Value, ...]
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Ops that may run in pieces: a linear head with its loss.
+
+    Attributes
+    ----------
+    name : of the op that it is known by. ops : names of those that the pieces replace.
+    choices : ways to run it, apart from the captured one.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
+
+
 class Resident(msgspec.Struct, frozen=True):
     """Bytes that live through the whole step, by category.
 
@@ -127,6 +157,8 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     device : for example ``cpu``. prices : how costs were obtained: ``unpriced``,
         ``measured``, ``modelled``, or ``mixed`` of the last two; each op says its own.
         versions : of what captured and priced it. notes : on the prices, in words.
+    regions : ops that may run in pieces. captured_us : where some do, the time of the step that
+        was captured; 0 elsewhere.
     """
 
     name: str
@@ -140,6 +172,8 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     prices: str = "unpriced"
     versions: dict[str, str] = {}
     notes: tuple[str, ...] = ()
+    regions: tuple[Region, ...] = ()
+    captured_us: float = 0.0
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -169,6 +203,11 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def time_us(self) -> float:
         """Time of the step that computes every op once."""
         return sum(op.cost_us for op in self.ops)
+
+    @property
+    def base_us(self) -> float:
+        """The time that overheads are stated over: of the captured step, with every op once."""
+        return self.captured_us or self.time_us
 
     @functools.cached_property
     def ordered_ops(self) -> tuple[str, ...]:

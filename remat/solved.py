@@ -30,7 +30,7 @@ def facts_of(found: Solved) -> dict[str, Any]:
 
 def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
     """`graph`, if the schedule was made for it; None for one of the step before it is sharded."""
-    return graph if graph.hash == schedule.graph_hash else None
+    return graph if graph.hash in (schedule.graph_hash, schedule.captured_hash) else None
 
 
 def predicted(result: Result, prices: str) -> Prediction:

@@ -75,7 +75,8 @@ def rewrite(
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
         is_usable = not trace.compiled and not trace.recipe.is_modelled
-        traced = trace if is_usable else _traced_again(model, trace.recipe)
+        is_usable = is_usable and trace.graph.hash == schedule.graph_hash
+        traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
     if compile:
         _warn_above_budget(traced, schedule)
     return module_for(model, schedule, traced, prediction, priced, by_inductor=compile)
@@ -146,21 +147,23 @@ def _trace_for(
     target: Any,
 ) -> Trace:
     if args is not None or kwargs is not None:
-        return tracing.trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
-    recipe = recipe_for(model, schedule.graph_hash)
+        traced = tracing.trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
+        return _traced_again(model, traced.recipe, schedule) if schedule.pieces else traced
+    recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if recipe is None:
         raise RewriteError(
             f"this {type(model).__name__} was not captured in this process for this plan: pass "
             "the batch too, rewrite(model, schedule, args, kwargs, loss_fn=..., target=...)"
         )
-    return _traced_again(model, recipe)
+    return _traced_again(model, recipe, schedule)
 
 
-def _traced_again(model: nn.Module, recipe: Recipe) -> Trace:
+def _traced_again(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Trace:
     """A trace of the ops that run here, whatever device the recipe's plan is for.
 
     Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
     made for a GPU cannot be trained with by mistake.
     """
     device = CPU if recipe.is_modelled else recipe.device
-    return trace_recipe(model, dataclasses.replace(recipe, device=device))
+    pieces = tuple((one.region, one.pieces, one.exact) for one in schedule.pieces)
+    return trace_recipe(model, dataclasses.replace(recipe, device=device, pieces=pieces))

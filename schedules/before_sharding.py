@@ -12,7 +12,7 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     The model is sharded as a whole, so communication comes first and last. Steps after the last op
     of `graph` are left out: freeing gradients once they are reduced is the wrapper's business.
     """
-    if schedule.graph_hash == graph.hash:
+    if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
 
     def is_own(step: Step) -> bool:

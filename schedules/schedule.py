@@ -43,6 +43,14 @@ Step = Compute | Free | Offload | Fetch
 Option = str | int | float | bool | None
 
 
+class Pieces(msgspec.Struct, frozen=True):
+    """A region that a schedule runs in pieces, as a `Choice` of the graph says."""
+
+    region: str
+    pieces: int
+    exact: bool = True
+
+
 class Schedule(msgspec.Struct, frozen=True):
     """A training step, op by op, and what it was made for.
 
@@ -55,6 +63,8 @@ class Schedule(msgspec.Struct, frozen=True):
     graph_hash, inputs, signatures : of the graph it was made for.
     budget_bytes : the budget it was solved for, 0 without one.
     solver, options : what made it, and with which options.
+    pieces : regions that run in pieces. `graph_hash` is that of the graph with these, and
+        `captured_hash` of the one that was captured; empty where nothing runs in pieces.
     """
 
     steps: tuple[Step, ...]
@@ -64,6 +74,8 @@ class Schedule(msgspec.Struct, frozen=True):
     budget_bytes: int = 0
     solver: str = ""
     options: dict[str, Option] = {}
+    pieces: tuple[Pieces, ...] = ()
+    captured_hash: str = ""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 
@@ -47,7 +48,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     """Replay `schedule` over `graph` and check every rule.
 
     While an op runs, all of these are live: what is resident, every value that has not been
-    freed, the op's inputs, outputs and workspace. An output that was live already keeps its copy;
+    freed, the op's inputs, outputs and workspace. Regions that the schedule runs in pieces are those
+    ops of `graph`'s choices. An output that was live already keeps its copy;
     the second copy that the run makes of it counts only while the op runs.
 
     Raises
@@ -56,6 +58,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
         is not live, a pinned op is computed twice, an output of the step is lost, ...). The
         message names the step and the op.
     """
+    graph = as_planned(graph, schedule)
     schedule.check_made_for(graph)
     return _Replay(graph).run(schedule.steps)
 
@@ -102,7 +105,7 @@ class _Replay:
             peak_bytes=peak_bytes,
             peak_step=peak_step,
             time_us=self.time_us,
-            overhead=overhead_of(self.time_us, self.graph.time_us),
+            overhead=overhead_of(self.time_us, self.graph.base_us),
             live_bytes=tuple(curve),
             held_at_peak=tuple(sorted(at_peak, key=lambda name: -self.size[name])),
             workspace_at_peak_bytes=workspace,

@@ -66,7 +66,17 @@ def solve(
     """
     budget_bytes = whole_bytes(budget_bytes)
     check_number("time_limit_s", time_limit_s)
-    if keep or recompute:
+    if graph.regions:
+        from remat.solver.in_pieces import solve_in_pieces
+
+        def solve_one(graph: TrainingGraph, time_limit_s: float) -> Result:
+            return solve(
+                graph, budget_bytes, solver, time_limit_s=time_limit_s, progress=progress,
+                keep=keep, recompute=recompute, **options,
+            )  # fmt: skip
+
+        found = solve_in_pieces(graph, budget_bytes, solve_one, time_limit_s)
+    elif keep or recompute:
         from remat.solver.pins.pinned import solve_pinned
 
         found = solve_pinned(

@@ -187,12 +187,13 @@ def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
 
     Where ops are pinned, it is one of the graph with the pins, and not at hand.
     """
-    if lost.least_schedule is None or lost.least_schedule.graph_hash != graph.hash:
+    least = lost.least_schedule
+    if least is None or graph.hash not in (least.graph_hash, least.captured_hash):
         return None
     budget_bytes = lost.least_feasible_bytes
     return judged(
         graph,
-        msgspec.structs.replace(lost.least_schedule, budget_bytes=budget_bytes),
+        msgspec.structs.replace(least, budget_bytes=budget_bytes),
         budget_bytes=budget_bytes,
         lower_bound_us=graph.time_us,
         wall_s=lost.wall_s,

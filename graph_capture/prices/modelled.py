@@ -34,10 +34,12 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.prices.op_work import ATTENTION_BACKWARD, work_of
+from remat.graph_capture.prices.pieces import modelled, with_regions
 from remat.graph_capture.prices.price_cache import Price
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.prices.roofline import Roofline
 from remat.graph_capture.prices.sample_inputs import price_key
+from remat.graph_capture.splitting.regions import regions_asked
 from remat.graph_capture.tracing.trace import Trace
 
 RNG_STATE_BYTES = 16
@@ -65,7 +67,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     pricing = _Pricing(roofline, known)
     ops = tuple(pricing.priced(op, nodes.get(op.name)) for op in graph.ops)
     is_mixed = any(op.price == "measured" for op in ops)
-    return msgspec.structs.replace(
+    priced = msgspec.structs.replace(
         graph,
         ops=ops,
         values=tuple(_rounded_value(value) for value in graph.values),
@@ -74,6 +76,11 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
         prices="mixed" if is_mixed else MODELLED,
         notes=() if profile is None else _notes(ops, assumed, profile),
     )
+    found = regions_asked(trace)
+    if not found:
+        return priced
+    # Bits are compared where the plan is rewritten, on the device that will train.
+    return with_regions(priced, found, modelled(priced, roofline.launch_us, rounded), lambda _: True)
 
 
 def _name_of(profile: Profile) -> str:

@@ -19,10 +19,13 @@ from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import tensors_of
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
+from remat.graph_capture.prices.pieces import PricedPieces, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.prices.step_time import step_rounds, whole_step
+from remat.graph_capture.splitting.regions import Found, regions_asked
+from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.trace import Counted, Trace
 
 
@@ -101,7 +104,27 @@ def _measured(
         notes=() if profile is None else (note_of(profile),),
     )
     step = whole_step(priced, cache, rounds, profile)
-    return priced if step is None else booked(priced, step), Prices(prices, step)
+    priced = priced if step is None else booked(priced, step)
+    found = regions_asked(trace)
+    if found:
+        in_pieces = _measured_pieces(meter, cache, told)
+        priced = with_regions(priced, found, in_pieces, gives_eagers_bits)
+    return priced, Prices(prices, step)
+
+
+def _measured_pieces(meter: Meter, cache: PriceCache, told: Counted) -> PricedPieces:
+    """Measured prices of the ops that run in pieces."""
+
+    def priced(found: Found, _: int) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
+        keys = {node.name: price_key(node) for node in found.nodes}
+        nodes = {keys[node.name]: node for node in found.nodes}
+        prices = known_or_measured(found.joint, nodes, meter, cache, {}, told, None)
+        of_op = {name: prices[key] for name, key in keys.items()}
+        ops = {op.name: op for op in found.joint.graph.ops}
+        own = {name: _priced(ops[name], one) for name, one in of_op.items()}
+        return own, _values_as_allocated(found.joint, of_op)
+
+    return priced
 
 
 def _keys(joint: Joint) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,10 @@ from remat.graph_capture.graph import Resident
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace_flags import Flags
+
+
+Split = Literal["none", "exact", "tolerance"]
+"""What may run in pieces: nothing; what gives eager's bits; also sums in another order."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Recipe:
         CPU's are.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
+    split : what may run in pieces. pieces : of a plan: how many, and whether exactly, by region.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Recipe:
     device: str = CPU
     flags: Flags | None = None
     float_inputs: tuple[tuple[str, float], ...] = ()
+    split: Split = "none"
+    pieces: tuple[tuple[str, int, bool], ...] = ()
 
     @property
     def is_modelled(self) -> bool:

@@ -49,6 +49,7 @@ from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
+from remat.graph_capture.splitting.replaced import split_heads
 from remat.graph_capture.tracing.carried import (
     Carried,
     Settled,
@@ -66,7 +67,7 @@ from remat.graph_capture.tracing.kernels import (
     kernels_of_eager,
 )
 from remat.graph_capture.tracing.next_call import Unread, doubtful, is_same_graph
-from remat.graph_capture.tracing.recipe import Recipe, autocast_state, keep_recipe
+from remat.graph_capture.tracing.recipe import Recipe, Split, autocast_state, keep_recipe
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.signature import Signature, check_batch
@@ -130,6 +131,7 @@ def trace(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     float_inputs: Sequence[str] = (),
+    split: Split = "none",
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -145,6 +147,8 @@ def trace(
     sharding : over ranks. It counts for what is resident on one of them.
     float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
+    split : what may run in pieces: ``exact`` allows what gives eager's bits, ``tolerance`` also what
+        sums in another order.
 
     Raises
     ------
@@ -174,6 +178,7 @@ def trace(
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
+        split=split,
     )
     done = trace_recipe(model, recipe)
     keep_recipe(model, done.graph.hash, done.recipe)
@@ -339,6 +344,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)
     take_out_of(descriptors.graph_module.graph)
+    split_heads(descriptors.graph_module.graph, recipe.pieces)
     constants = storages_in(_held_by(descriptors.graph_module))
     unsure = tuple(doubtful(writes.carried, results, end, step.repeats, constants))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])

@@ -1,0 +1,326 @@
+"""A linear head with its cross-entropy in pieces, so that all logits are never live at once.
+
+Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks of
+rows serve the loss and the gradient of the head's input. The gradient of its weight sums over rows,
+so it is cut by classes. A class's block needs two numbers of each row that the whole row decides:
+its maximum and the logarithm of its sum. Forward returns them.
+
+`INPUT_AND_WEIGHT` sums the weight's gradient over blocks of rows instead. It makes the logits once
+where the exact pair makes them twice, and its sum has another order.
+
+Chunked losses: Liger Kernel (P.-L. Hsu et al., 2024, https://arxiv.org/abs/2410.10989), Cut Your
+Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+NONE, MEAN, SUM = 0, 1, 2
+"""Reductions, as torch numbers them."""
+CLASSES_MULTIPLE = 64
+"""Blocks of classes are multiples of it, so that each begins at a line of the caches."""
+
+_HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
+_FACTS = "int[] grid, int[] start, int[] stop, ScalarType dtype, int reduction, int ignore_index"
+_SAVED = "Tensor total_weight, Tensor top, Tensor log_sum"
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define(
+    f"linear_cross_entropy({_HEAD}, {_FACTS}, int pieces)"
+    " -> (Tensor loss, Tensor total_weight, Tensor top, Tensor log_sum)"
+)
+_library.define(
+    f"linear_cross_entropy_input(Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces) -> Tensor"
+)
+_library.define(
+    f"linear_cross_entropy_weight(Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces)"
+    " -> (Tensor weight_gradient, Tensor bias_gradient)"
+)
+_library.define(
+    f"linear_cross_entropy_both(Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces)"
+    " -> (Tensor input_gradient, Tensor weight_gradient, Tensor bias_gradient)"
+)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """One head and its loss.
+
+    Attributes
+    ----------
+    x : (n, d). weight : (classes, d). bias : (classes,) or None. target : (m,).
+    class_weight : (classes,) or None.
+    grid : where the loss takes a part of the logits' rows, these as a grid, which is sliced from
+        `start` to `stop`; empty where it takes all. dtype : of the loss.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+    grid: Sequence[int]
+    start: Sequence[int]
+    stop: Sequence[int]
+    dtype: torch.dtype
+    reduction: int
+    ignore_index: int
+    pieces: int
+
+    @property
+    def n_classes(self) -> int:
+        return self.weight.shape[0]
+
+    def row_blocks(self) -> Iterator[_Rows]:
+        """Blocks of rows of the logits, with the rows of the loss among them."""
+        # On the CPU whatever the device is, so that nothing waits for a GPU.
+        chosen = _chosen_rows(self.x.shape[0], self.grid, self.start, self.stop)
+        for a, b in blocks(self.x.shape[0], self.pieces):
+            if chosen is None:
+                yield _Rows(a, b, a, b, None)
+            else:
+                low, high = torch.searchsorted(chosen, torch.tensor([a, b])).tolist()
+                inside = (chosen[low:high] - a).to(self.x.device)
+                yield _Rows(a, b, low, high, inside)
+
+    def logits(self, rows: _Rows) -> Tensor:
+        """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
+        x = self.x[rows.a : rows.b]
+        made = torch.mm(x, self.weight.t())
+        if self.bias is not None:
+            del made
+            made = torch.addmm(self.bias, x, self.weight.t())
+        if rows.inside is not None:
+            made = made.index_select(0, rows.inside)
+        return made.to(self.dtype)
+
+    def class_logits(self, a: int, b: int) -> Tensor:
+        """Logits of all rows that the loss takes, for the classes from `a` to `b`."""
+        weight = self.weight[a:b].t()
+        if self.bias is None:
+            made = torch.mm(self.x, weight)
+        else:
+            made = torch.addmm(self.bias[a:b], self.x, weight)
+        chosen = _chosen_rows(self.x.shape[0], self.grid, self.start, self.stop)
+        if chosen is not None:
+            made = made.index_select(0, chosen.to(made.device))
+        return made.to(self.dtype)
+
+    def whole_rows(self, gradient: Tensor, a: int, b: int, chosen: Tensor | None) -> Tensor:
+        """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype.
+
+        Rows that the loss leaves out have none.
+        """
+        gradient = gradient.to(self.x.dtype)
+        if chosen is None:
+            return gradient
+        whole = gradient.new_zeros(b - a, gradient.shape[1])
+        return whole.index_copy_(0, chosen, gradient)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows a..b - 1 of the logits, of which `inside` are rows low..high - 1 of the loss."""
+
+    a: int
+    b: int
+    low: int
+    high: int
+    inside: Tensor | None
+
+    @property
+    def of_loss(self) -> slice:
+        return slice(self.low, self.high)
+
+
+def blocks(n: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """At most `pieces` ranges of 0..n - 1, of a multiple of `multiple` each, but for the last."""
+    step = max(-(-n // (pieces * multiple)) * multiple, 1)
+    return [(a, min(a + step, n)) for a in range(0, n, step)]
+
+
+def _chosen_rows(
+    n: int, grid: Sequence[int], start: Sequence[int], stop: Sequence[int]
+) -> Tensor | None:
+    """The rows of the logits that the loss takes, ascending; None for all."""
+    if not grid:
+        return None
+    rows = torch.arange(n).view(*grid)
+    for dim, (a, b) in enumerate(zip(start, stop, strict=True)):
+        rows = rows.narrow(dim, a, b - a)
+    return rows.reshape(-1)
+
+
+@torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
+    reduction: int, ignore_index: int, pieces: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
+    one = _Loss(
+        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
+        pieces,
+    )  # fmt: skip
+    picked = torch.empty(len(target), 1, dtype=dtype, device=x.device)
+    top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
+    is_counted = target != ignore_index
+    safe = torch.where(is_counted, target, 0).unsqueeze(1)
+    for rows in one.row_blocks():
+        logits = one.logits(rows)
+        top[rows.of_loss] = logits.amax(1, keepdim=True)
+        log_p = aten._log_softmax(logits, 1, False)
+        del logits
+        picked[rows.of_loss] = log_p.gather(1, safe[rows.of_loss])
+        # At the maximum, the logarithm of p is 0 less that of the sum, exactly.
+        log_sum[rows.of_loss] = log_p.amax(1, keepdim=True).neg_()
+        del log_p
+    return *_reduced(one, picked, is_counted), top, log_sum
+
+
+def _reduced(one: _Loss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
+    """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class."""
+    target = torch.where(is_counted, 0, one.ignore_index)
+    if one.class_weight is None:
+        return aten.nll_loss_forward(picked, target, None, one.reduction, one.ignore_index)
+    of_row = one.class_weight[torch.where(is_counted, one.target, 0)].unsqueeze(1)
+
+    def summed(of_rows: Tensor, reduction: int = SUM) -> Tensor:
+        return aten.nll_loss_forward(of_rows, target, None, reduction, one.ignore_index)[0]
+
+    weighted = picked * of_row
+    if one.reduction == NONE:
+        return summed(weighted, NONE), picked.new_zeros(())
+    loss, total = summed(weighted), summed(of_row.neg())
+    return (loss / total if one.reduction == MEAN else loss), total
+
+
+def _row_gradients(
+    one: _Loss, gradient: Tensor, total: Tensor
+) -> Iterator[tuple[_Rows, Tensor]]:
+    """The gradient of the logits in blocks of rows, in x's dtype."""
+    for rows in one.row_blocks():
+        log_p = aten._log_softmax(one.logits(rows), 1, False)
+        of_log_p = _nll_backward(one, gradient, log_p, rows.of_loss, total)
+        made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
+        del log_p, of_log_p
+        yield rows, one.whole_rows(made, rows.a, rows.b, rows.inside)
+
+
+def _nll_backward(
+    one: _Loss, gradient: Tensor, log_p: Tensor, rows: slice, total: Tensor
+) -> Tensor:
+    handed = gradient[rows] if gradient.dim() else gradient
+    return aten.nll_loss_backward(
+        handed, log_p, one.target[rows], one.class_weight, one.reduction, one.ignore_index, total
+    )
+
+
+@torch.library.impl(_library, "linear_cross_entropy_input", "CompositeExplicitAutograd")
+def linear_cross_entropy_input(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    class_weight: Tensor | None, total_weight: Tensor, top: Tensor, log_sum: Tensor,
+    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
+    reduction: int, ignore_index: int, pieces: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of x, by blocks of rows."""
+    one = _Loss(
+        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
+        pieces,
+    )  # fmt: skip
+    made = torch.empty_like(x)
+    for rows, of_logits in _row_gradients(one, gradient, total_weight):
+        torch.mm(of_logits, weight, out=made[rows.a : rows.b])
+        del of_logits
+    return made
+
+
+@torch.library.impl(_library, "linear_cross_entropy_weight", "CompositeExplicitAutograd")
+def linear_cross_entropy_weight(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    class_weight: Tensor | None, total_weight: Tensor, top: Tensor, log_sum: Tensor,
+    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
+    reduction: int, ignore_index: int, pieces: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of weight and bias, by blocks of classes; an empty one where there is no bias."""
+    one = _Loss(
+        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
+        pieces,
+    )  # fmt: skip
+    of_weight = torch.empty_like(weight)
+    of_bias = weight.new_empty((1, one.n_classes) if bias is not None else (0,))
+    chosen = _chosen_rows(x.shape[0], grid, start, stop)
+    chosen = None if chosen is None else chosen.to(x.device)
+    row_sums = _row_sums(one, gradient, top, total_weight)
+    every = torch.arange(len(target), device=x.device)
+    for a, b in blocks(one.n_classes, pieces, CLASSES_MULTIPLE):
+        made = _class_gradients(one, a, b, (top, log_sum, row_sums), every)
+        made = one.whole_rows(made, 0, x.shape[0], chosen).contiguous()
+        torch.mm(made.t(), x, out=of_weight[a:b])
+        if bias is not None:
+            of_bias[:, a:b] = made.sum([0], True)
+        del made
+    return of_weight, of_bias
+
+
+def _row_sums(one: _Loss, gradient: Tensor, like: Tensor, total: Tensor) -> Tensor:
+    """The sum of each row of the loss's gradient: that of the target, as no other class has one."""
+    sums = torch.empty_like(like)
+    at = torch.where(one.target != one.ignore_index, one.target, 0).unsqueeze(1)
+    for a, b in blocks(len(one.target), one.pieces):
+        rows = slice(a, b)
+        # Only the shape of the logarithms is read.
+        log_p = like[rows].expand(-1, one.n_classes)
+        sums[rows] = _nll_backward(one, gradient, log_p, rows, total).gather(1, at[rows])
+    return sums
+
+
+def _class_gradients(
+    one: _Loss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
+) -> Tensor:
+    """The gradient of the logits of classes a..b - 1, for all rows that the loss takes."""
+    top, log_sum, row_sums = of_rows
+    n_block = b - a
+    # One column more holds what a row's sum has outside of this block.
+    log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
+    log_p[:, :n_block] = one.class_logits(a, b)
+    log_p[:, :n_block].sub_(top).sub_(log_sum)
+    at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
+    of_log_p = torch.zeros_like(log_p)
+    of_log_p[every, at] = row_sums[:, 0]
+    return aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)[:, :n_block]
+
+
+@torch.library.impl(_library, "linear_cross_entropy_both", "CompositeExplicitAutograd")
+def linear_cross_entropy_both(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    class_weight: Tensor | None, total_weight: Tensor, top: Tensor, log_sum: Tensor,
+    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
+    reduction: int, ignore_index: int, pieces: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, weight and bias by blocks of rows; the last two summed over blocks."""
+    one = _Loss(
+        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
+        pieces,
+    )  # fmt: skip
+    of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
+    of_bias = weight.new_zeros((1, one.n_classes) if bias is not None else (0,))
+    for rows, of_logits in _row_gradients(one, gradient, total_weight):
+        torch.mm(of_logits, weight, out=of_x[rows.a : rows.b])
+        of_weight.addmm_(of_logits.t(), x[rows.a : rows.b])
+        if bias is not None:
+            of_bias += of_logits.sum([0], True)
+        del of_logits
+    return of_x, of_weight, of_bias
+
+
+FORWARD = torch.ops.remat.linear_cross_entropy.default
+INPUT = torch.ops.remat.linear_cross_entropy_input.default
+WEIGHT = torch.ops.remat.linear_cross_entropy_weight.default
+INPUT_AND_WEIGHT = torch.ops.remat.linear_cross_entropy_both.default

@@ -1,0 +1,143 @@
+"""Puts our ops in the place of a head and its loss in a joint graph.
+
+What other nodes read keeps its name, so that the rest of the training graph stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.splitting.heads import Head, find_heads, loss_results
+from remat.graph_capture.splitting.linear_cross_entropy import (
+    FORWARD,
+    INPUT,
+    INPUT_AND_WEIGHT,
+    WEIGHT,
+)
+
+
+def split_heads(graph: fx.Graph, pieces: Iterable[tuple[str, int, bool]]) -> None:
+    """Let heads run in pieces: those of these names, how many, and whether exactly."""
+    wanted = {name: how for name, *how in pieces}
+    heads = find_heads(graph)[0] if wanted else []
+    for head in heads:
+        if head.softmax.name in wanted:
+            replace_head(head, *wanted.pop(head.softmax.name))
+    if wanted:
+        raise CaptureError(
+            f"this plan runs {', '.join(wanted)} in pieces, and the step has no linear head with "
+            "its loss of that name any more: plan again"
+        )
+
+
+def replace_head(head: Head, pieces: int, is_exact: bool) -> list[fx.Node]:
+    """Put ops that run in `pieces` in the place of `head`; returns them, forward first."""
+    target, class_weight, reduction, ignore_index = head.loss.args[1:5]
+    read = (head.x, head.weight, head.bias, target, class_weight)
+    facts = (
+        head.grid, head.start, head.stop, head.softmax.meta["val"].dtype, reduction, ignore_index,
+        pieces,
+    )  # fmt: skip
+    made = [_forward(head, (*read, *facts))]
+    saved = [_picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in SAVED.items()]
+    total = head.total_weight
+    backward = (head.gradient, *read, total, *saved, *facts)
+    for op, name, gradients in _backward_ops(head, is_exact):
+        made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
+    graph = head.loss.graph
+    left = set(graph.nodes)  # those whose places were taken are gone
+    for node in reversed([*head.forward, *head.backward]):
+        if node in left and not node.users:
+            graph.erase_node(node)
+    return made
+
+
+SAVED = {2: "top", 3: "log_sum"}
+"""Results of forward that backward reads, by their place."""
+
+Gradients = tuple[fx.Node | None, ...]
+
+
+def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, Gradients]]:
+    """Each op of backward: its name, and the nodes whose places its results take."""
+    if not is_exact and head.of_x is not None and head.of_weight is not None:
+        results = (head.of_x, head.of_weight, head.of_bias)
+        return [(INPUT_AND_WEIGHT, "gradients", results)]
+    ops: list[tuple[Any, str, Gradients]] = []
+    if head.of_x is not None:
+        ops.append((INPUT, "of_input", (head.of_x,)))
+    if head.of_weight is not None:
+        ops.append((WEIGHT, "of_weight", (head.of_weight, head.of_bias)))
+    return ops
+
+
+def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
+    graph, results = head.loss.graph, loss_results(head.loss)
+    with graph.inserting_before(head.loss):
+        node = graph.create_node(
+            "call_function", FORWARD, args, {}, f"{head.softmax.name}_in_pieces"
+        )
+    loss, total = head.loss.meta["val"]
+    log_p: Tensor = head.softmax.meta["val"]
+    with log_p.fake_mode:  # pyright: ignore
+        a_row = [torch.empty(len(log_p), 1, dtype=log_p.dtype, device=log_p.device) for _ in SAVED]
+    # Results of the loss that nobody picks have no storage of their own in the trace.
+    node.meta = {**head.product.meta, "val": (loss, total, *a_row)}
+    for i, old in results.items():
+        _take_place(old, _picked(node, i, old.name, before=head.loss))
+    if head.total_weight in results.values():
+        head.total_weight = next(user for user in node.users if user.args[1] == 1)
+    return node
+
+
+def _backward(
+    head: Head, op: Any, name: str, args: tuple[Any, ...], gradients: Gradients
+) -> fx.Node:
+    wanted = [node for node in gradients if node is not None]
+    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
+    first = min(wanted, key=order.__getitem__)
+    graph = first.graph
+    with graph.inserting_before(first):
+        node = graph.create_node("call_function", op, args, {}, name)
+    node.meta = dict(first.meta)
+    if op is INPUT:
+        _take_place(wanted[0], node)
+        return node
+    node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
+    for i, old in enumerate(gradients):
+        if old is not None:
+            _take_place(old, _picked(node, i, old.name, before=first))
+    return node
+
+
+def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
+    """The traced value of a result; one without elements where there is no such gradient."""
+    if gradient is not None:
+        return gradient.meta["val"]
+    weight: Tensor = head.weight.meta["val"]
+    with weight.fake_mode:  # pyright: ignore
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+
+def _picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> fx.Node:
+    graph = node.graph
+    with graph.inserting_before(before) if before is not None else graph.inserting_after(node):
+        picked = graph.create_node("call_function", operator.getitem, (node, i), {}, name)
+    picked.meta = {**node.meta, "val": node.meta["val"][i]}
+    return picked
+
+
+def _take_place(old: fx.Node, new: fx.Node) -> None:
+    """Let everyone read `new` in the place of `old`, under its name, and erase that."""
+    old.replace_all_uses_with(new)
+    name, meta = old.name, old.meta
+    old.graph.erase_node(old)
+    new.name = name
+    if new.target is operator.getitem:
+        new.meta = dict(meta)

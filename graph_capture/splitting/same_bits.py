@@ -1,0 +1,101 @@
+"""Whether a head in pieces gives eager's bits on the device at hand, at the shapes at hand.
+
+Kernels for a block of rows may sum in another order than those for all rows. Which a library takes
+hangs on shapes and on the device, so both ways run here once, on made data, and are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.splitting.heads import Head
+from remat.graph_capture.splitting.linear_cross_entropy import FORWARD
+from remat.graph_capture.splitting.regions import Found
+
+aten = torch.ops.aten
+IGNORED_PART = 0.1
+"""Of the made targets: rows that the loss ignores."""
+
+
+def gives_eagers_bits(found: Found) -> bool:
+    """Whether a head in pieces gives the same bits as its own nodes.
+
+    It takes the memory that the head takes in eager.
+    """
+    head, nodes = found.head, found.nodes
+    made = _made_inputs(head)
+    expected = _run(head, [*head.forward, *head.backward], dict(made))
+    found = _run_pieces(head, nodes, dict(made))
+    return all(
+        torch.equal(value, found[name]) for name, value in expected.items() if name in found
+    )
+
+
+def _made_inputs(head: Head) -> dict[fx.Node, Tensor]:
+    """Random data for what the head reads. The user's random stream stays where it is."""
+    devices = [head.x.meta["val"].device] if head.x.meta["val"].is_cuda else []
+    target, class_weight = head.loss.args[1:3]
+    n_classes, ignored = head.weight.meta["val"].shape[0], head.loss.args[4]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        made = {node: _normal(node) for node in (head.x, head.weight, head.bias) if node}
+        at: Tensor = target.meta["val"]  # pyright: ignore
+        chosen = torch.randint(n_classes, at.shape, device=at.device)
+        made[target] = torch.where(  # pyright: ignore
+            torch.rand(at.shape, device=at.device) < IGNORED_PART, ignored, chosen
+        )
+        if isinstance(class_weight, fx.Node):
+            made[class_weight] = _normal(class_weight).abs()
+        if head.gradient is not None:
+            made[head.gradient] = _normal(head.gradient)
+    return made
+
+
+def _normal(node: fx.Node) -> Tensor:
+    like: Tensor = node.meta["val"]
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.normal_()
+
+
+def _run(
+    head: Head, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
+) -> dict[str, Tensor]:
+    """Run nodes of the captured graph, in the graph's order; their results by name."""
+    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
+    wanted = {head.product.args[-1], *nodes}
+    if head.of_x is not None:
+        wanted |= {head.of_x.args[1]}
+    results: dict[fx.Node, Any] = dict(known)
+
+    def value(node: fx.Node) -> Any:
+        if node not in results:
+            args = fx.map_arg(node.args, value)
+            kwargs = fx.map_arg(node.kwargs, value)
+            results[node] = node.target(*args, **kwargs)  # pyright: ignore
+        return results[node]
+
+    for node in sorted((one for one in wanted if isinstance(one, fx.Node)), key=order.__getitem__):
+        value(node)
+    ends = [head.of_x, head.of_weight, head.of_bias, *head.loss.users]
+    return {node.name: results[node] for node in ends if node is not None}
+
+
+def _run_pieces(
+    head: Head, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
+) -> dict[str, Tensor]:
+    """Run the ops of ours on the same data; their results by name."""
+    data = {node.name: tensor for node, tensor in known.items()}
+    for node in nodes:
+        args = fx.map_arg(node.args, lambda read: data[read.name])
+        result = node.target(*args)  # pyright: ignore
+        if isinstance(result, Tensor):
+            data[node.name] = result
+        else:
+            for user in node.users:
+                data[user.name] = result[user.args[1]]  # pyright: ignore
+    assert nodes[0].target is FORWARD
+    return data

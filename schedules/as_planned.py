@@ -1,0 +1,86 @@
+"""The graph that a schedule is of: the captured one, with regions in the pieces that it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
+from remat.schedules.schedule import Pieces, Schedule
+
+
+def as_planned(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
+    """The graph that `schedule` was made for, from the captured one; `graph` itself if it is that.
+
+    Raises
+    ------
+    ScheduleError : the graph has no such region, or no such number of pieces.
+    """
+    if not schedule.pieces or schedule.graph_hash == graph.hash:
+        return graph
+    return in_pieces(graph, schedule.pieces)
+
+
+def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph:
+    """`graph` with regions in pieces; made once for each choice.
+
+    Raises
+    ------
+    ScheduleError : the graph has no such region, or no such number of pieces.
+    """
+    known = vars(graph).setdefault("_remat_in_pieces", {})
+    if chosen not in known:
+        choices = {one.region: _choice(graph, one) for one in chosen}
+        known[chosen] = with_choices(graph, choices)
+    made: TrainingGraph = known[chosen]
+    return made
+
+
+def _choice(graph: TrainingGraph, wanted: Pieces) -> Choice:
+    region = next((one for one in graph.regions if one.name == wanted.region), None)
+    if region is None:
+        raise ScheduleError(
+            f"this plan runs {wanted.region} in {wanted.pieces} pieces, and the graph has no region "
+            "of that name: capture it with the split that the plan was made with, such as "
+            "split='exact'"
+        )
+    for choice in region.choices:
+        if (choice.pieces, choice.exact) == (wanted.pieces, wanted.exact):
+            return choice
+    counts = ", ".join(str(choice.pieces) for choice in region.choices)
+    raise ScheduleError(
+        f"this plan runs {wanted.region} in {wanted.pieces} pieces; the graph knows {counts or 'none'}"
+    )
+
+
+def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:
+    """`graph` with the region of each name run as its choice says."""
+    replaced = [region for region in graph.regions if region.name in choices]
+    dropped = {name for region in replaced for name in region.ops}
+    at: dict[str, list[Op]] = {}
+    for region in replaced:
+        for place, op in choices[region.name].ops:
+            at.setdefault(place, []).append(op)
+    ops = tuple(op for old in graph.ops for op in _in_place_of(old, dropped, at))
+    return msgspec.structs.replace(
+        graph,
+        ops=ops,
+        values=tuple(_values(graph, replaced, choices)),
+        regions=(),
+        captured_us=graph.base_us,
+    )
+
+
+def _in_place_of(old: Op, dropped: set[str], at: Mapping[str, list[Op]]) -> list[Op]:
+    return [*at.get(old.name, []), *([] if old.name in dropped else [old])]
+
+
+def _values(
+    graph: TrainingGraph, replaced: Iterable[Region], choices: Mapping[str, Choice]
+) -> Iterable[Value]:
+    dropped = {name for region in replaced for name in region.ops}
+    made = {value.name: value for one in choices.values() for value in one.values}
+    yield from (v for v in graph.values if v.producer not in dropped and v.name not in made)
+    yield from made.values()

@@ -1,0 +1,147 @@
+"""Whether a region runs in pieces, and in how many: a decision around any solver.
+
+A graph says of each region which numbers of pieces it may run in, and at what price
+(`TrainingGraph.regions`). Each choice is another graph, whose schedules the judge knows. So solvers
+need not know of it (TSPLIT, X. Nie et al., 2022, https://doi.org/10.1109/ICDE53745.2022.00241, takes
+the same decision greedily).
+
+Three solves do: of the captured graph; of a relaxed one, in which each op in pieces has the least
+time and the least workspace of all choices; and of the best real choice for the relaxed schedule,
+where that is slower than the relaxed one. The lesser of the first two bounds holds for all choices.
+Several regions take the same number of pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+import msgspec
+
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
+from remat.schedules.as_planned import in_pieces, with_choices
+from remat.schedules.schedule import Pieces, Schedule
+from remat.solver.clock import Clock
+from remat.solver.result import Result, judged
+
+SolveOne = Callable[[TrainingGraph, float], Result]
+"""Solves one graph within so many seconds."""
+
+SAME_TIME = 1 + 1e-9
+WHOLE_PART, RELAXED_PART = 1 / 3, 1 / 2
+"""Of the time that is left, for the first solve and for the second."""
+
+
+def solve_in_pieces(
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float
+) -> Result:
+    """The fastest schedule of `graph` with its regions whole or in pieces, and a bound for all."""
+    clock = Clock(time_limit_s)
+    whole_graph = msgspec.structs.replace(graph, regions=())
+    whole = solve_one(whole_graph, WHOLE_PART * time_limit_s)
+    choices = list(_choices(graph))
+    if not choices or (whole.schedule and whole.time_us <= graph.time_us * SAME_TIME):
+        return whole
+    relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions if r.choices})
+    relaxed = solve_one(relaxed_graph, max(RELAXED_PART * clock.left_s, 0.0))
+    found = [whole, *_judged(graph, choices, budget_bytes, relaxed)]
+    best = min(found[1:], key=_rank, default=None)
+    if best is None or _rank(best) > _rank(relaxed):
+        chosen = _pieces_of(best) or choices[-1]
+        solved = solve_one(in_pieces(graph, chosen), max(clock.left_s, 0.0))
+        found += _judged(graph, [chosen], budget_bytes, solved)
+    bound_us = min(_bound_us(whole), _bound_us(relaxed))
+    return _concluded(graph, min(found, key=_rank), whole, bound_us, clock)
+
+
+def _choices(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
+    """Ways to run all regions in the same number of pieces, fewest first."""
+    regions = [region for region in graph.regions if region.choices]
+    counts = sorted({(one.pieces, one.exact) for region in regions for one in region.choices})
+    for pieces, exact in counts:
+        having = [
+            Pieces(region.name, pieces, exact)
+            for region in regions
+            if any((one.pieces, one.exact) == (pieces, exact) for one in region.choices)
+        ]
+        if len(having) == len(regions):
+            yield tuple(having)
+
+
+def _relaxed(region: Region) -> Choice:
+    """A choice that no real one beats: of each op the least time and the least workspace."""
+    first = region.choices[0]
+    ops: list[tuple[str, Op]] = []
+    for i, (place, op) in enumerate(first.ops):
+        same = [choice.ops[i][1] for choice in region.choices]
+        ops.append(
+            (
+                place,
+                msgspec.structs.replace(
+                    op,
+                    cost_us=min(one.cost_us for one in same),
+                    workspace_bytes=min(one.workspace_bytes for one in same),
+                ),
+            )
+        )
+    return msgspec.structs.replace(first, ops=tuple(ops))
+
+
+def _judged(
+    graph: TrainingGraph, choices: list[tuple[Pieces, ...]], budget_bytes: int, found: Result
+) -> list[Result]:
+    """The schedule of `found`, or its least one, on the graph of each choice."""
+    schedule = found.schedule or found.least_schedule
+    results: list[Result] = []
+    for pieces in choices if schedule is not None else []:
+        assert schedule is not None
+        own = named(schedule, pieces, graph)
+        real = in_pieces(graph, pieces)
+        results.append(
+            judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us)
+        )
+    return results
+
+
+def named(schedule: Schedule, pieces: tuple[Pieces, ...], graph: TrainingGraph) -> Schedule:
+    """`schedule`, which says that it is of `graph` with these pieces."""
+    return msgspec.structs.replace(schedule, pieces=pieces, captured_hash=graph.hash)
+
+
+def _rank(result: Result) -> tuple[bool, float, int]:
+    """Schedules that fit come first, by time; then those that do not, by the least that would."""
+    if result.schedule is not None:
+        return False, result.time_us, result.peak_bytes
+    return True, inf, result.least_feasible_bytes or (1 << 62)
+
+
+def _pieces_of(result: Result | None) -> tuple[Pieces, ...]:
+    schedule = result and (result.schedule or result.least_schedule)
+    return schedule.pieces if schedule else ()
+
+
+def _bound_us(result: Result) -> float:
+    """No schedule of that graph takes less within the budget; infinite where none fits."""
+    is_proved = 0 < result.budget_bytes < result.least_bound_bytes
+    return inf if is_proved and result.schedule is None else result.lower_bound_us
+
+
+def _concluded(
+    graph: TrainingGraph, best: Result, whole: Result, bound_us: float, clock: Clock
+) -> Result:
+    """`best` with the bound for all choices."""
+    bound_us = max(bound_us, graph.time_us) if bound_us < inf else graph.time_us
+    is_proved = best.schedule is not None and best.time_us <= bound_us * SAME_TIME
+    status = best.status
+    if best.schedule is not None:
+        is_late = clock.left_s <= 0
+        status = "optimal" if is_proved else ("time limit" if is_late else "feasible")
+    return msgspec.structs.replace(
+        best,
+        status=status,
+        solver=whole.solver,
+        lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
+        least_bound_bytes=0,
+        wall_s=clock.elapsed_s,
+        message=best.message or (whole.message if best is whole else ""),
+    )
