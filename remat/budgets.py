@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
+import msgspec
+
 import remat.solver as solvers
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
@@ -172,7 +174,7 @@ def unmodified(graph: TrainingGraph) -> Result:
     """
 
     def kept_whole() -> Result:
-        eager = as_eager(graph)
+        eager = as_eager(msgspec.structs.replace(graph, regions=()) if graph.regions else graph)
         found = solvers.solve(eager, UNBOUNDED_BYTES, solver="store_all")
         assert found.schedule is not None
         schedule = as_eager_frees(eager, found.schedule)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.tracing.recipe import Split
 
 
 def solve(
@@ -84,6 +85,7 @@ def rematerialize(
     check: bool | None = None,
     compile: bool = False,
     float_inputs: Sequence[str] = (),
+    split: Split = "none",
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
@@ -107,6 +109,8 @@ def rematerialize(
     float_inputs : numbers of Python's that each step reads anew, so that one plan serves for all
         their values: a temperature, a drop rate. Their names are those that a refusal gives them,
         such as ``"temperature"`` or ``"layers.0.drop.p"``. Not with `compile`.
+    split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
+        eager's bits, and ``tolerance`` also where a sum has another order. Not with `compile`.
 
     Raises
     ------
@@ -130,11 +134,11 @@ def rematerialize(
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)
-        _require_compatible(sharding, compile, float_inputs)
+        _require_compatible(sharding, compile, float_inputs, split)
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, sharding=sharding,
-            float_inputs=float_inputs,
+            float_inputs=float_inputs, split=split,
         )  # fmt: skip
         require_group(traced.joint.module, group)
 
@@ -165,12 +169,19 @@ def rematerialize(
     return module
 
 
-def _require_compatible(sharding: Sharding, is_compiled: bool, float_inputs: Sequence[str]) -> None:
+def _require_compatible(
+    sharding: Sharding, is_compiled: bool, float_inputs: Sequence[str], split: Split
+) -> None:
     """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
     if sharding.blocks:
         raise RewriteError(
             f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
             "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
+    if is_compiled and split != "none":
+        raise RewriteError(
+            f"compile=True takes no split={split!r}: the pieces are of eager's kernels. Leave out "
+            "one of the two"
         )
     if is_compiled and float_inputs:
         raise RewriteError(

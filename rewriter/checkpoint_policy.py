@@ -98,8 +98,13 @@ def checkpoint_policy(
     ------
     ScheduleError : the schedule was made for another graph.
     RewriteError : forward changes buffers or its batch, which torch would do again when it
-        recomputes; or the graph has no op in `module`.
+        recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces.
     """
+    if schedule.pieces:
+        raise RewriteError(
+            f"this plan runs {schedule.pieces[0].region} in pieces, which torch's checkpointing "
+            "cannot: train with remat.rewrite, or plan with split='none'"
+        )
     schedule.check_made_for(graph)
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
     if changed:

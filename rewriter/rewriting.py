@@ -15,9 +15,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Trace, trace_recipe
+from remat.graph_capture.tracing.trace import Trace
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
+from remat.rewriter.in_pieces import trace_in_pieces
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
@@ -165,5 +166,4 @@ def _traced_again(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Trace
     made for a GPU cannot be trained with by mistake.
     """
     device = CPU if recipe.is_modelled else recipe.device
-    pieces = tuple((one.region, one.pieces, one.exact) for one in schedule.pieces)
-    return trace_recipe(model, dataclasses.replace(recipe, device=device, pieces=pieces))
+    return trace_in_pieces(model, dataclasses.replace(recipe, device=device), schedule)

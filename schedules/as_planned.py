@@ -42,8 +42,8 @@ def _choice(graph: TrainingGraph, wanted: Pieces) -> Choice:
     region = next((one for one in graph.regions if one.name == wanted.region), None)
     if region is None:
         raise ScheduleError(
-            f"this plan runs {wanted.region} in {wanted.pieces} pieces, and the graph has no region "
-            "of that name: capture it with the split that the plan was made with, such as "
+            f"this plan runs {wanted.region} in {wanted.pieces} pieces, and the graph has no "
+            "region of that name: capture it with the split that the plan was made with, such as "
             "split='exact'"
         )
     for choice in region.choices:
@@ -51,7 +51,8 @@ def _choice(graph: TrainingGraph, wanted: Pieces) -> Choice:
             return choice
     counts = ", ".join(str(choice.pieces) for choice in region.choices)
     raise ScheduleError(
-        f"this plan runs {wanted.region} in {wanted.pieces} pieces; the graph knows {counts or 'none'}"
+        f"this plan runs {wanted.region} in {wanted.pieces} pieces; the graph has prices for "
+        f"{counts or 'no'} pieces: capture again"
     )
 
 
@@ -67,7 +68,7 @@ def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> Trainin
     return msgspec.structs.replace(
         graph,
         ops=ops,
-        values=tuple(_values(graph, replaced, choices)),
+        values=tuple(_values_in_pieces(graph, replaced, choices)),
         regions=(),
         captured_us=graph.base_us,
     )
@@ -77,7 +78,7 @@ def _in_place_of(old: Op, dropped: set[str], at: Mapping[str, list[Op]]) -> list
     return [*at.get(old.name, []), *([] if old.name in dropped else [old])]
 
 
-def _values(
+def _values_in_pieces(
     graph: TrainingGraph, replaced: Iterable[Region], choices: Mapping[str, Choice]
 ) -> Iterable[Value]:
     dropped = {name for region in replaced for name in region.ops}

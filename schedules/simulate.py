@@ -48,9 +48,9 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     """Replay `schedule` over `graph` and check every rule.
 
     While an op runs, all of these are live: what is resident, every value that has not been
-    freed, the op's inputs, outputs and workspace. Regions that the schedule runs in pieces are those
-    ops of `graph`'s choices. An output that was live already keeps its copy;
-    the second copy that the run makes of it counts only while the op runs.
+    freed, the op's inputs, outputs and workspace. An output that was live already keeps its copy;
+    the second copy that the run makes of it counts only while the op runs. A region that the
+    schedule runs in pieces has the ops of that choice of `graph`.
 
     Raises
     ------

@@ -2,13 +2,13 @@
 
 A graph says of each region which numbers of pieces it may run in, and at what price
 (`TrainingGraph.regions`). Each choice is another graph, whose schedules the judge knows. So solvers
-need not know of it (TSPLIT, X. Nie et al., 2022, https://doi.org/10.1109/ICDE53745.2022.00241, takes
-the same decision greedily).
+need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision greedily.
 
-Three solves do: of the captured graph; of a relaxed one, in which each op in pieces has the least
-time and the least workspace of all choices; and of the best real choice for the relaxed schedule,
-where that is slower than the relaxed one. The lesser of the first two bounds holds for all choices.
-Several regions take the same number of pieces.
+Two solves bound the rest: of the captured graph; and of a relaxed one, in which each op in pieces
+has the least time and the least workspace of all choices. The lesser of their bounds holds for all
+choices. The relaxed schedule is judged at each real choice. A choice is solved for by itself if it
+could be faster than the best so far, the one that takes least time first. Several regions take the
+same number of pieces.
 """
 
 from __future__ import annotations
@@ -39,22 +39,41 @@ def solve_in_pieces(
     clock = Clock(time_limit_s)
     whole_graph = msgspec.structs.replace(graph, regions=())
     whole = solve_one(whole_graph, WHOLE_PART * time_limit_s)
-    choices = list(_choices(graph))
-    if not choices or (whole.schedule and whole.time_us <= graph.time_us * SAME_TIME):
+    choices = list(_numbers_of_pieces(graph))
+    if not choices:
         return whole
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions if r.choices})
+    # Pieces may be faster than the whole, as blocks that fit into caches are.
+    least_us = min(graph.time_us, relaxed_graph.time_us)
+    if whole.schedule is not None and whole.time_us <= least_us * SAME_TIME:
+        return whole
     relaxed = solve_one(relaxed_graph, max(RELAXED_PART * clock.left_s, 0.0))
     found = [whole, *_judged(graph, choices, budget_bytes, relaxed)]
-    best = min(found[1:], key=_rank, default=None)
-    if best is None or _rank(best) > _rank(relaxed):
-        chosen = _pieces_of(best) or choices[-1]
-        solved = solve_one(in_pieces(graph, chosen), max(clock.left_s, 0.0))
-        found += _judged(graph, [chosen], budget_bytes, solved)
+    _solve_choices(graph, choices, budget_bytes, solve_one, found, clock)
     bound_us = min(_bound_us(whole), _bound_us(relaxed))
     return _concluded(graph, min(found, key=_rank), whole, bound_us, clock)
 
 
-def _choices(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
+def _solve_choices(
+    graph: TrainingGraph,
+    choices: list[tuple[Pieces, ...]],
+    budget_bytes: int,
+    solve_one: SolveOne,
+    found: list[Result],
+    clock: Clock,
+) -> None:
+    """Solve for the choices that could be faster than the best of `found`; adds to it."""
+    choices = sorted(choices, key=lambda pieces: in_pieces(graph, pieces).time_us)
+    for i, chosen in enumerate(choices):
+        best = min(found, key=_rank)
+        real = in_pieces(graph, chosen)
+        if clock.left_s <= 0 or (best.schedule and real.time_us * SAME_TIME >= best.time_us):
+            continue
+        solved = solve_one(real, clock.left_s / (len(choices) - i))
+        found += _judged(graph, [chosen], budget_bytes, solved)
+
+
+def _numbers_of_pieces(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
     """Ways to run all regions in the same number of pieces, fewest first."""
     regions = [region for region in graph.regions if region.choices]
     counts = sorted({(one.pieces, one.exact) for region in regions for one in region.choices})
@@ -97,9 +116,7 @@ def _judged(
         assert schedule is not None
         own = named(schedule, pieces, graph)
         real = in_pieces(graph, pieces)
-        results.append(
-            judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us)
-        )
+        results.append(judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us))
     return results
 
 
@@ -115,11 +132,6 @@ def _rank(result: Result) -> tuple[bool, float, int]:
     return True, inf, result.least_feasible_bytes or (1 << 62)
 
 
-def _pieces_of(result: Result | None) -> tuple[Pieces, ...]:
-    schedule = result and (result.schedule or result.least_schedule)
-    return schedule.pieces if schedule else ()
-
-
 def _bound_us(result: Result) -> float:
     """No schedule of that graph takes less within the budget; infinite where none fits."""
     is_proved = 0 < result.budget_bytes < result.least_bound_bytes
@@ -130,7 +142,7 @@ def _concluded(
     graph: TrainingGraph, best: Result, whole: Result, bound_us: float, clock: Clock
 ) -> Result:
     """`best` with the bound for all choices."""
-    bound_us = max(bound_us, graph.time_us) if bound_us < inf else graph.time_us
+    bound_us = bound_us if bound_us < inf else graph.time_us
     is_proved = best.schedule is not None and best.time_us <= bound_us * SAME_TIME
     status = best.status
     if best.schedule is not None:

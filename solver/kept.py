@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
 from remat.solver.attention_core import (
     BATCHED_PRODUCT,
@@ -49,6 +50,7 @@ class Kind(NamedTuple):
 
 def attention_of(graph: TrainingGraph, schedule: Schedule) -> Attention | None:
     """What `schedule` does with attention; None without attention or recomputation."""
+    graph = as_planned(graph, schedule)
     runs = schedule.computations()
     if all(count == 1 for count in runs.values()):
         return None
@@ -76,6 +78,7 @@ def attention_outputs(graph: TrainingGraph) -> list[int]:
 
 def kinds_of(graph: TrainingGraph, schedule: Schedule) -> tuple[Kind, ...]:
     """Each kind of forward op that counts, most time of further runs first."""
+    graph = as_planned(graph, schedule)
     runs = schedule.computations()
     read = _read_by_backward(Problem.of(graph))
     found: dict[str, Kind] = {}

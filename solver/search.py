@@ -180,7 +180,7 @@ class Search:
         """Tell the listener what is known."""
         if self.progress is None:
             return
-        base_us = self.graph.time_us
+        base_us = self.graph.base_us
         best = None if self.best is None else overhead_of(self.best_key[0], base_us)
         bound = overhead_of(self.bound_us, base_us)
         self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))

@@ -80,7 +80,8 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
     if not found:
         return priced
     # Bits are compared where the plan is rewritten, on the device that will train.
-    return with_regions(priced, found, modelled(priced, roofline.launch_us, rounded), lambda _: True)
+    in_pieces = modelled(priced, roofline.launch_us, rounded)
+    return with_regions(priced, found, in_pieces, lambda _: True)
 
 
 def _name_of(profile: Profile) -> str:

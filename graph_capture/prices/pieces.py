@@ -1,4 +1,4 @@
-"""Prices of what may run in pieces: measured where the device is here, else from the captured ops."""
+"""Prices of what may run in pieces: measured if the device is here, else of the captured ops."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.splitting.regions import COUNTS, Found
+from remat.graph_capture.splitting.regions import COUNTS, Found, set_pieces
 
 PricedPieces = Callable[[Found, int], tuple[Mapping[str, Op], Sequence[Value]]]
 """From a region and a number of pieces: its ops by name, and the values of the graph with them."""
@@ -33,7 +32,7 @@ def with_regions(
 def _region(found: Found, priced: PricedPieces, is_exact: IsExact) -> Region:
     choices: list[Choice] = []
     for pieces in COUNTS:
-        in_pieces(found.nodes, pieces)
+        set_pieces(found.nodes, pieces)
         if not found.is_exact or is_exact(found):
             choices.append(_choice(found, pieces, priced))
     return Region(found.name, found.ops, tuple(choices))
@@ -51,12 +50,6 @@ def _choice(found: Found, pieces: int, priced: PricedPieces) -> Choice:
     )
 
 
-def in_pieces(nodes: Sequence[fx.Node], pieces: int) -> None:
-    """Set the number of pieces that nodes of ours run in: their last argument."""
-    for node in nodes:
-        node.args = (*node.args[:-1], pieces)
-
-
 def modelled(
     captured: TrainingGraph, launch_us: float, rounded: Callable[[int], int]
 ) -> PricedPieces:
@@ -65,12 +58,11 @@ def modelled(
     def priced(found: Found, pieces: int) -> tuple[Mapping[str, Op], Sequence[Value]]:
         ops = {op.name: op for op in found.joint.graph.ops}
         costs = {op.name: op.cost_us for op in captured.ops}
-        launches_us = pieces * launch_us * len(found.ops)
         workspace_bytes = rounded(_workspace_bytes(found, pieces))
         return {
             node.name: msgspec.structs.replace(
                 ops[node.name],
-                cost_us=_cost_us(found, node, costs) + launches_us,
+                cost_us=_cost_us(found, node, costs, (pieces - 1) * launch_us),
                 workspace_bytes=workspace_bytes,
                 price="modelled",
             )
@@ -83,21 +75,24 @@ def modelled(
     return priced
 
 
-def _cost_us(found: Found, node: fx.Node, costs: Mapping[str, float]) -> float:
-    """Time of the captured ops that an op of ours runs: backward makes the logits again."""
+def _cost_us(
+    found: Found, node: fx.Node, costs: Mapping[str, float], more_launches_us: float
+) -> float:
+    """Time of the captured ops that an op of ours runs, and of the launches beyond one of each."""
+    ran = [one for one in _captured_ops(found, node) if one.name in costs]
+    return sum(costs[one.name] for one in ran) + more_launches_us * len(ran)
+
+
+def _captured_ops(found: Found, node: fx.Node) -> list[fx.Node]:
+    """The nodes whose work an op of ours does: backward makes the logits again."""
     head = found.head
-
-    def sum_us(nodes: Sequence[fx.Node | None]) -> float:
-        return sum(costs.get(one.name, 0.0) for one in nodes if one is not None)
-
-    forward_us = sum_us(head.forward)
     if node is found.nodes[0]:
-        return forward_us
+        return head.forward
     ends = (head.of_x, head.of_weight, head.of_bias)
     made = {node.name, *(user.name for user in node.users)}
     own = [one for one in ends if one is not None and one.name in made]
     shared = [one for one in head.backward if one not in ends]
-    return forward_us - costs[head.loss.name] + sum_us(shared) + sum_us(own)
+    return [*(one for one in head.forward if one is not head.loss), *shared, *own]
 
 
 def _workspace_bytes(found: Found, pieces: int) -> int:

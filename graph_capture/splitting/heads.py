@@ -88,7 +88,8 @@ def _head_of(softmax: fx.Node) -> Head:
         raise NoHeadError(f"{product.name} scales its terms")
     if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
         raise NoHeadError(f"{product.name} adds what is no bias")
-    loss = _only([u for u in _readers(softmax) if u.target is aten.nll_loss_forward.default], softmax)
+    losses = [user for user in _reading(softmax) if user.target is aten.nll_loss_forward.default]
+    loss = _only(losses, softmax)
     head = Head(softmax, product, x, _transposed(weight), bias, loss)
     _take_rows(head, chain[::-1])
     head.forward = [*chain[::-1], *_names_of(softmax), loss, *loss.users]
@@ -114,7 +115,7 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
     yield node
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
+def _reading(node: fx.Node) -> list[fx.Node]:
     """Nodes that read `node`, also through names of it."""
     return [user for name in (node, *_names_of(node)) for user in name.users if not _is_name(user)]
 
@@ -131,7 +132,7 @@ def _is_name(node: fx.Node) -> bool:
 
 def _only(found: list[fx.Node], of: fx.Node) -> fx.Node:
     if len(found) != 1:
-        names = ", ".join(sorted(user.name for user in _readers(of)))
+        names = ", ".join(sorted(user.name for user in _reading(of)))
         raise NoHeadError(f"{of.name} is read by {names}, where one loss is expected")
     return found[0]
 
@@ -175,7 +176,7 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
 
 def _find_backward(head: Head) -> None:
     """The nodes from the loss's backward down to the gradients of x, weight and bias."""
-    readers = [user for user in _readers(head.softmax) if user is not head.loss]
+    readers = [user for user in _reading(head.softmax) if user is not head.loss]
     losses = [user for user in readers if user.target is aten.nll_loss_backward.default]
     of_loss = _only(losses, head.softmax)
     of_softmax = _only(
@@ -187,6 +188,8 @@ def _find_backward(head: Head) -> None:
             f"the logarithms of its probabilities are read by {others[0].name} as well, as label "
             "smoothing does"
         )
+    if list(map(_identity, head.loss.args[1:5])) != list(map(_identity, of_loss.args[2:6])):
+        raise NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
     if of_softmax.args[0] is not of_loss or list(of_loss.users) != [of_softmax]:
         raise NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
@@ -199,6 +202,13 @@ def _find_backward(head: Head) -> None:
         raise NoHeadError("nothing that its linear layer reads is trained")
     if head.of_bias is not None and head.of_weight is None:
         raise NoHeadError("its bias is trained and its weight is not")
+
+
+def _identity(argument: Any) -> Any:
+    """A node by its name, a constant by that of its tensor, which several nodes may read."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    return str(argument.target) if argument.op == "get_attr" else argument.name
 
 
 def _down(node: fx.Node) -> Iterator[fx.Node]:

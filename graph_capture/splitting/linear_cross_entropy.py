@@ -1,9 +1,9 @@
 """A linear head with its cross-entropy in pieces, so that all logits are never live at once.
 
-Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks of
-rows serve the loss and the gradient of the head's input. The gradient of its weight sums over rows,
-so it is cut by classes. A class's block needs two numbers of each row that the whole row decides:
-its maximum and the logarithm of its sum. Forward returns them.
+Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
+of rows serve the loss and the gradient of the head's input. The gradient of its weight sums over
+rows, so it is cut by classes. A block of classes needs two numbers of each row that the whole row
+decides: its maximum and the logarithm of its sum. Forward returns them.
 
 `INPUT_AND_WEIGHT` sums the weight's gradient over blocks of rows instead. It makes the logits once
 where the exact pair makes them twice, and its sum has another order.
@@ -36,7 +36,8 @@ _library.define(
     " -> (Tensor loss, Tensor total_weight, Tensor top, Tensor log_sum)"
 )
 _library.define(
-    f"linear_cross_entropy_input(Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces) -> Tensor"
+    f"linear_cross_entropy_input(Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces)"
+    " -> Tensor"
 )
 _library.define(
     f"linear_cross_entropy_weight(Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces)"
@@ -201,9 +202,7 @@ def _reduced(one: _Loss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Te
     return (loss / total if one.reduction == MEAN else loss), total
 
 
-def _row_gradients(
-    one: _Loss, gradient: Tensor, total: Tensor
-) -> Iterator[tuple[_Rows, Tensor]]:
+def _row_gradients(one: _Loss, gradient: Tensor, total: Tensor) -> Iterator[tuple[_Rows, Tensor]]:
     """The gradient of the logits in blocks of rows, in x's dtype."""
     for rows in one.row_blocks():
         log_p = aten._log_softmax(one.logits(rows), 1, False)
@@ -248,7 +247,7 @@ def linear_cross_entropy_weight(
     grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
     reduction: int, ignore_index: int, pieces: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of weight and bias, by blocks of classes; an empty one where there is no bias."""
+    """The gradients of weight and bias, by blocks of classes; the second is empty without bias."""
     one = _Loss(
         x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
         pieces,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from remat.graph_capture.joint.build import Joint, build_joint
-from remat.graph_capture.joint.nodes import copy_of
+from remat.graph_capture.joint.nodes import Places, copy_of
 from remat.graph_capture.splitting.heads import Head, find_heads
 from remat.graph_capture.splitting.replaced import replace_head
 from remat.graph_capture.tracing.trace import Trace
@@ -25,6 +27,7 @@ class Found:
     head : in the captured joint graph. joint : a copy of it, with every head in pieces.
     nodes : the ops of ours in that copy. is_exact : whether they give eager's bits.
     ops : names of those that they replace. places : for each of ours, the op whose place it takes.
+    captured_hash : of the captured graph.
     """
 
     head: Head
@@ -33,6 +36,12 @@ class Found:
     is_exact: bool
     ops: tuple[str, ...]
     places: dict[str, str]
+    captured_hash: str
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that the ops are set to."""
+        return int(self.nodes[0].args[-1])  # pyright: ignore
 
     @property
     def name(self) -> str:
@@ -41,9 +50,22 @@ class Found:
 
 
 def regions_asked(trace: Trace) -> list[Found]:
-    """The regions that the trace's recipe asks for; none where it asks for no split."""
+    """The regions that the trace's recipe asks for; none where it asks for no split.
+
+    Warns of losses that cannot run in pieces, with the reason.
+    """
     asked = trace.recipe.split
-    return [] if asked == "none" or trace.recipe.pieces else find_regions(trace, asked == "exact")
+    if asked == "none" or trace.recipe.pieces:
+        return []
+    places = Places(trace.joint.module.graph)
+    for softmax, reason in find_heads(trace.joint.module.graph)[1]:
+        where = " ".join(part for part in places.of(softmax) if part)
+        warnings.warn(
+            f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in pieces: "
+            f"{reason}. It stays whole",
+            stacklevel=2,
+        )
+    return find_regions(trace, asked == "exact")
 
 
 def find_regions(trace: Trace, is_exact: bool) -> list[Found]:
@@ -69,6 +91,12 @@ def find_regions(trace: Trace, is_exact: bool) -> list[Found]:
     ]
 
 
+def set_pieces(nodes: Sequence[fx.Node], pieces: int) -> None:
+    """Set the number of pieces that nodes of ours run in: their last argument."""
+    for node in nodes:
+        node.args = (*node.args[:-1], pieces)
+
+
 def _found(head: Head, joint: Joint, nodes: list[fx.Node], captured: Joint) -> Found:
     names = {node.name for node in (*head.forward, *head.backward)}
     ops = tuple(op.name for op in captured.graph.ops if op.name in names)
@@ -79,4 +107,4 @@ def _found(head: Head, joint: Joint, nodes: list[fx.Node], captured: Joint) -> F
         results = {node.name, *(user.name for user in node.users)} & set(order)
         places[node.name] = min(results, key=order.__getitem__)
     is_exact = len(backward) == sum(one is not None for one in (head.of_x, head.of_weight))
-    return Found(head, joint, tuple(nodes), is_exact, ops, places)
+    return Found(head, joint, tuple(nodes), is_exact, ops, places, captured.graph.hash)

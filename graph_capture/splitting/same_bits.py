@@ -6,6 +6,7 @@ hangs on shapes and on the device, so both ways run here once, on made data, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,24 +16,58 @@ from torch import Tensor, fx
 from remat.graph_capture.splitting.heads import Head
 from remat.graph_capture.splitting.linear_cross_entropy import FORWARD
 from remat.graph_capture.splitting.regions import Found
+from remat.schedules.schedule import Schedule
 
 aten = torch.ops.aten
 IGNORED_PART = 0.1
 """Of the made targets: rows that the loss ignores."""
 
 
-def gives_eagers_bits(found: Found) -> bool:
-    """Whether a head in pieces gives the same bits as its own nodes.
+_Key = tuple[str, str, str, int, bool, int]
+_known: dict[_Key, bool] = {}
+"""What was found in this process, by captured graph, device, region, pieces, how and threads."""
 
-    It takes the memory that the head takes in eager.
+
+def gives_eagers_bits(found: Found) -> bool:
+    """Whether a head in the pieces that it is set to gives the same bits as its own nodes.
+
+    It takes the memory that the head takes in eager. Where that runs out, the answer is no.
     """
-    head, nodes = found.head, found.nodes
-    made = _made_inputs(head)
-    expected = _run(head, [*head.forward, *head.backward], dict(made))
-    found = _run_pieces(head, nodes, dict(made))
+    device = str(found.head.x.meta["val"].device)
+    key = _fact(found.captured_hash, device, found.name, found.pieces, found.is_exact)
+    if key not in _known:
+        try:
+            _known[key] = _are_same_bits(found.head, found.nodes)
+        except RuntimeError as error:  # of CUDA's allocator too
+            if "memory" not in str(error):
+                raise
+            warnings.warn(
+                f"whether {found.name} in {found.pieces} pieces gives eager's bits is unknown, as "
+                "memory ran out: it stays whole",
+                stacklevel=2,
+            )
+            return False
+    return _known[key]
+
+
+def are_known_to_be(schedule: Schedule, device: str) -> bool:
+    """Whether this process has found that all exact pieces of `schedule` give eager's bits."""
     return all(
-        torch.equal(value, found[name]) for name, value in expected.items() if name in found
+        _known.get(_fact(schedule.captured_hash, device, one.region, one.pieces, True), False)
+        for one in schedule.pieces
+        if one.exact
     )
+
+
+def _fact(captured_hash: str, device: str, region: str, pieces: int, is_exact: bool) -> _Key:
+    return captured_hash, device, region, pieces, is_exact, torch.get_num_threads()
+
+
+def _are_same_bits(head: Head, nodes: Sequence[fx.Node]) -> bool:
+    made = _made_inputs(head)
+    expected = _run_captured(head, [*head.forward, *head.backward], dict(made))
+    found = _run_pieces(head, nodes, dict(made))
+    return all(torch.equal(value, found[name]) for name, value in expected.items() if name in found)
 
 
 def _made_inputs(head: Head) -> dict[fx.Node, Tensor]:
@@ -49,7 +84,8 @@ def _made_inputs(head: Head) -> dict[fx.Node, Tensor]:
             torch.rand(at.shape, device=at.device) < IGNORED_PART, ignored, chosen
         )
         if isinstance(class_weight, fx.Node):
-            made[class_weight] = _normal(class_weight).abs()
+            weights = _normal(class_weight).abs()
+            made |= dict.fromkeys((class_weight, head.backward[0].args[3]), weights)  # pyright: ignore
         if head.gradient is not None:
             made[head.gradient] = _normal(head.gradient)
     return made
@@ -61,7 +97,7 @@ def _normal(node: fx.Node) -> Tensor:
     return made.normal_()
 
 
-def _run(
+def _run_captured(
     head: Head, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
     """Run nodes of the captured graph, in the graph's order; their results by name."""

@@ -23,7 +23,6 @@ from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace_flags import Flags
 
-
 Split = Literal["none", "exact", "tolerance"]
 """What may run in pieces: nothing; what gives eager's bits; also sums in another order."""
 

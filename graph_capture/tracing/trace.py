@@ -147,8 +147,8 @@ def trace(
     sharding : over ranks. It counts for what is resident on one of them.
     float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
-    split : what may run in pieces: ``exact`` allows what gives eager's bits, ``tolerance`` also what
-        sums in another order.
+    split : what may run in pieces: ``exact`` allows what gives eager's bits, ``tolerance`` also
+        what sums in another order.
 
     Raises
     ------

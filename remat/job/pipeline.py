@@ -91,7 +91,7 @@ def trace_loaded(loaded: Loaded, request: Request) -> Trace:
     return trace(
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
         optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
-        sharding=request.sharding,
+        sharding=request.sharding, split=request.split,
     )  # fmt: skip
 
 

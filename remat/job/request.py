@@ -63,6 +63,13 @@ class Request:
         default=(),
         metadata={"help": "modules always to recompute; repeatable", "metavar": "GLOB"},
     )
+    split: Literal["none", "exact", "tolerance"] = field(
+        default="none",
+        metadata={
+            "help": "let a linear head with its cross-entropy run in pieces: exact if that gives "
+            "eager's bits, tolerance also if a sum has another order"
+        },
+    )
     optimizer: Optimizer = field(
         default="none", metadata={"help": "count this optimizer's state as resident"}
     )

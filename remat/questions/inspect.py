@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.inspection import By, Inspection
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
@@ -44,6 +45,7 @@ def inspect(
             "only values at the peak are asked for, and without a plan there is no peak: name one "
             "(--plan plan.json) or a budget (--budget 8GiB)"
         )
+    graph = as_planned(graph, schedule) if schedule else graph
     rows = matching(value_rows(graph, schedule), (only,) if isinstance(only, str) else only)
     if at_peak:
         rows = tuple(row for row in rows if row.at_peak)

@@ -13,6 +13,7 @@ from remat.graph_capture.files.contents import write_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.tables import prices_text
+from remat.schedules.as_planned import as_planned
 from remat.schedules.report.data import page_data
 from remat.schedules.report.facts import Alternative, Facts, MeasuredStep
 from remat.schedules.report.page import render
@@ -85,7 +86,7 @@ def page_facts(
     assert everything.schedule is not None
     curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
     return Facts(
-        graph=graph,
+        graph=as_planned(graph, result.schedule),
         schedule=result.schedule,
         unmodified_graph=as_eager(graph),
         unmodified_schedule=everything.schedule,

@@ -13,6 +13,7 @@ import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.questions.solved_options import PINS, asked_again, pins_of, planned
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
@@ -79,6 +80,7 @@ def why(
     schedule, asked = planned(result), tuple(globs)
     if not asked:
         return ()
+    graph = as_planned(graph, schedule)
     pins = Pins.of(graph, **pins_of(schedule))
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}

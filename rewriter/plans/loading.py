@@ -16,7 +16,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import trace_recipe
+from remat.rewriter.in_pieces import trace_in_pieces
 from remat.rewriter.plans.archive import read_plan
 from remat.rewriter.plans.facts import (
     autocast_of,
@@ -119,7 +119,8 @@ def load(
     require_fit(kept, model, batch, loss_fn)
     refuse_module(model, kept.device)
     with under_autocast(kept.autocast):
-        traced = trace_recipe(model, recipe_from(kept, loss_fn, resolved_device(None, model)))
+        recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
+        traced = trace_in_pieces(model, recipe, kept.schedule)
     kept.schedule.check_made_for(traced.graph)
     known: dict[str, Any] = {"prediction": kept.prediction, "priced": kept.graph}
     return rewrite(model, kept.schedule, trace=traced, compile=compile, **known)

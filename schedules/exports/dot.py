@@ -11,6 +11,7 @@ from collections import Counter
 
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.module_groups import layer_of
 from remat.schedules.views.palette import ROLES
@@ -35,6 +36,7 @@ def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
     """
     runs = Counter(op.name for op in graph.ops)
     if schedule is not None:
+        graph = as_planned(graph, schedule)
         schedule.check_made_for(graph)
         runs = schedule.computations()
     lines = [f"digraph {_quoted(graph.name)} {{", *HEAD]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Schedule
 from remat.schedules.views.timeline import timeline
 
@@ -85,6 +86,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     ------
     ScheduleError : the schedule was not made for the graph, or is invalid.
     """
+    graph = as_planned(graph, schedule)
     line = timeline(graph, schedule)
     recording = _Recording()
     for category, size in _resident(graph):

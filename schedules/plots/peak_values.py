@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.plots.literal import literal
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
@@ -22,6 +23,7 @@ def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top:
     ------
     ScheduleError : the schedule was not made for the graph, or is invalid.
     """
+    graph = as_planned(graph, schedule)
     simulation = simulate(graph, schedule)
     values = [graph.value_by_name[name] for name in simulation.held_at_peak[:top]]
     module = {op.name: op.module for op in graph.ops}

@@ -65,8 +65,8 @@ def figures(facts: Facts, summary: Summary) -> list[Figure]:
     base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
     of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
     bound = "no bound is known"
-    if summary.lower_bound_us and facts.graph.time_us:
-        least = percent_text(overhead_of(summary.lower_bound_us, facts.graph.time_us))
+    if summary.lower_bound_us and facts.graph.base_us:
+        least = percent_text(overhead_of(summary.lower_bound_us, facts.graph.base_us))
         bound = f"no schedule at this budget has less than {least}"
     budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
     return [

@@ -134,7 +134,7 @@ def computed_again(facts: Facts) -> Table:
 
 def alternatives(facts: Facts, summary: Summary) -> Table:
     """Other schedules of the step."""
-    base_us = facts.graph.time_us
+    base_us = facts.graph.base_us
     points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
     rows = [_point_row(point, summary.budget_bytes, base_us) for point in _ranked(points)]
     headers = ("schedule", "budget", "peak", "time", "overhead", "bound", "fits yours")

@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Schedule
 from remat.schedules.verdicts.folding import folded
@@ -40,6 +41,7 @@ def forced(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[For
     the schedule's options name. Reasons that differ only in their module count as one. An op that
     draws is not pinned, but the state that its second run draws from is held.
     """
+    graph = as_planned(graph, schedule)
     live, runs = live_after_forward(graph, schedule), schedule.computations()
     by_reason: dict[str, list[Op]] = {}
     for op in graph.ops[: graph.n_forward]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
@@ -55,6 +56,7 @@ def peak_holders(
     ------
     ScheduleError : the schedule is not valid on this graph.
     """
+    graph = as_planned(graph, schedule)
     found = simulation or simulate(graph, schedule)
     step = schedule.steps[found.peak_step]
     op = graph.ops[graph.op_index[step.op]] if isinstance(step, Compute) else None

@@ -13,6 +13,7 @@ import msgspec
 
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.schedules.simulate import simulate
@@ -64,6 +65,7 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
     """
     if schedule is None:
         return tuple(_row(op, value, "", 0, at_peak=False) for op, value in _made(graph))
+    graph = as_planned(graph, schedule)
     held = set(simulate(graph, schedule).held_at_peak)
     made, moved = times_made(graph, schedule), _offloaded(schedule)
     live = live_after_forward(graph, schedule)
@@ -77,6 +79,7 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
 
 def times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     """How often each value is made: the runs of its op at which it is not live already."""
+    graph = as_planned(graph, schedule)
     made = {value.name: 0 for value in graph.values if value.producer}
     live: set[str] = set()
     for step in schedule.steps:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Fetch, Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -113,6 +114,7 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     ------
     ScheduleError : the schedule is not one of this graph, or breaks a rule of `simulate`.
     """
+    graph = as_planned(graph, schedule)
     simulation = simulate(graph, schedule)
     runs = [(i, step.op) for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
     steps = np.array([i for i, _ in runs], dtype=np.int64)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.distributed.launch import Found, ranks, torchrun
 
-
 TRAINED = ("ddp_blocks", "fsdp2")
 """The quick ones: each way of planning, each way of sharding, once."""
 MORE = ("ddp", "ddp_no_sync", "fsdp2_blocks", "fsdp2_blocks_min")

@@ -1,0 +1,26 @@
+"""How far from eager's the results of a rewritten module may be: by default not at all."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from remat.rewriter.checking.outcomes import TOLERANCE
+from remat.rewriter.user_module.module import RematModule
+
+SPLIT_FLOAT32, SPLIT_HALF = 1e-5, 2e-2
+"""For pieces whose sums have another order: how far a result may be from eager's, as a part of its
+norm. The first is for steps in float32, the second where 16 bits are in use."""
+FLOAT32_BYTES = 4
+
+
+def tolerance_of(module: nn.Module) -> float:
+    """0 unless Inductor made the module's code, or its pieces sum in another order than eager."""
+    if not isinstance(module, RematModule):
+        return 0.0
+    if module._remat_compiled_step.by_inductor:
+        return TOLERANCE
+    if all(one.exact for one in module._remat_schedule.pieces):
+        return 0.0
+    is_half = any(is_on for _, is_on, _ in module._remat_guards.recipe.autocast)
+    is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
+    return SPLIT_HALF if is_half else SPLIT_FLOAT32

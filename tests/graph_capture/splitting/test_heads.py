@@ -1,0 +1,115 @@
+"""Which heads are found in a trace, and what is said of those that cannot run in pieces."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from remat.graph_capture.capturing import capture
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.splitting.regions import find_regions
+from remat.graph_capture.splitting.same_bits import gives_eagers_bits
+from remat.graph_capture.tracing.trace import trace
+from remat.schedules.as_planned import with_choices
+from tests.graph_capture.splitting.language_models import (
+    SPLIT,
+    LanguageModel,
+    batch,
+    made,
+    plain,
+)
+
+
+def smoothed(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
+
+
+def with_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return plain(logits, target), logits
+
+
+def of_classes_second(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.transpose(1, 2), target)
+
+
+def scaled(logits: Tensor, target: Tensor) -> Tensor:
+    return plain(logits * 0.5, target)
+
+
+def with_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    log_p = functional.log_softmax(logits.flatten(0, 1), dim=-1)
+    return functional.nll_loss(log_p, target.flatten()) + log_p.exp().mean()
+
+
+def even_rows(logits: Tensor, target: Tensor) -> Tensor:
+    return plain(logits[:, ::2], target[:, ::2])
+
+
+WHOLE: dict[str, tuple[Any, str]] = {
+    "label_smoothing": (smoothed, r"read by \w+ as well, as label smoothing does"),
+    "returned": (with_logits, r"its logits are read by output as well"),
+    "classes_second": (of_classes_second, r"not over the last of two dimensions"),
+    "scaled": (scaled, r"its logits go through aten\.mul\.Tensor \(mul\)"),
+    "entropy": (with_entropy, r"log_softmax is read by|are read by \w+ as well"),
+    "skipped_rows": (even_rows, r"slice_1 skips rows|skips rows"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_run_in_pieces_is_said_with_its_place(name: str) -> None:
+    loss, text = WHOLE[name]
+    model, args = LanguageModel(loss), batch()
+    with pytest.warns(UserWarning, match=text) as found:
+        graph = capture(model, args, split="exact")
+    assert graph.regions == ()
+    assert any(re.search(r"\(head .*\w+\.py:\d+\)|\w+\.py:\d+", str(one.message)) for one in found)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_choices_are_the_graphs_that_a_trace_in_pieces_gives(name: str) -> None:
+    """The graph with a choice has the hash of the trace that the rewriter makes."""
+    model, args = made(name)
+    graph = capture(model, args, split="exact")
+    (region,) = graph.regions
+    assert [choice.pieces for choice in region.choices] == [2, 4, 8, 16]
+    for choice in region.choices:
+        planned = with_choices(graph, {region.name: choice})
+        assert planned.hash == traced_in_pieces(model, args, region.name, choice.pieces).hash
+        assert planned.base_us == graph.time_us
+        TrainingGraph.from_json(planned.to_json())
+
+
+def traced_in_pieces(
+    model: LanguageModel, args: tuple[Tensor, Tensor], region: str, pieces: int
+) -> TrainingGraph:
+    import dataclasses
+
+    from remat.graph_capture.tracing.trace import trace_recipe
+
+    recipe = trace(model, args).recipe
+    return trace_recipe(model, dataclasses.replace(recipe, pieces=((region, pieces, True),))).graph
+
+
+def test_sums_that_16_bits_hide_are_no_exact_choice() -> None:
+    """The softmax's kernel sums in float32 what it returns in bfloat16."""
+    model = LanguageModel(plain, dtype=torch.bfloat16)
+    (region,) = capture(model, batch(), split="exact").regions
+    assert region.choices == ()
+    (region,) = capture(model, batch(), split="tolerance").regions
+    assert {choice.exact for choice in region.choices} == {False}
+
+
+def test_a_wrong_piece_is_seen() -> None:
+    """The comparison of bits would find a kernel that sums in another order."""
+    (found,) = find_regions(trace(*made("plain")), is_exact=False)
+    assert not gives_eagers_bits(found)
+
+
+def test_no_region_without_a_loss_that_is_asked_for() -> None:
+    model, args = made("plain")
+    assert capture(model, args).regions == ()

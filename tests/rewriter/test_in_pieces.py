@@ -1,0 +1,155 @@
+"""Steps whose head and loss run in pieces: eager's bits, the predicted peak, plans in files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.budgets import unmodified
+from remat.graph_capture.errors import RewriteError, ScheduleError
+from remat.rewriter.checking.tolerance import SPLIT_FLOAT32
+from remat.schedules.schedule import Pieces
+from remat.schedules.simulate import simulate
+from tests.graph_capture.splitting.language_models import (
+    N_CLASSES,
+    SPLIT,
+    LanguageModel,
+    batch,
+    made,
+    plain,
+    weighted,
+)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_eagers_bits_within_what_no_plan_without_pieces_reaches(name: str) -> None:
+    model, args = made(name)
+    whole = remat.solve(remat.capture(model, args), "min")
+    graph = remat.capture(model, args, split="exact")
+    result = remat.solve(graph, "min")
+    assert result.schedule is not None
+    assert result.schedule.pieces
+    assert result.peak_bytes < 0.8 * whole.peak_bytes
+    assert result.peak_bytes == simulate(graph, result.schedule).peak_bytes
+    module = remat.rewrite(model, result.schedule)
+    found = remat.check(model, module, args, steps=1)
+    assert found.differences == ()
+    assert found.plan_peak_bytes == pytest.approx(result.peak_bytes, rel=0.01)
+
+
+def test_ten_steps_of_training_are_eagers_to_the_bit() -> None:
+    model, args = made("with_bias")
+    model = weighted(model)
+    plan = remat.rematerialize(model, args, budget="min", split="exact", check=False)
+    assert plan.schedule.pieces
+    eager = copy.deepcopy(model)
+    assert trained(eager, args) == trained(plan, args)
+    for mine, eagers in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine, eagers)
+
+
+def trained(model: nn.Module, args: tuple[Any, ...]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1)
+    losses: list[float] = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(*args)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_another_order_of_sums_says_its_tolerance_and_is_held_to_it() -> None:
+    model, args = made("plain")
+    module = remat.rematerialize(model, args, budget="min", split="tolerance")
+    assert [one.exact for one in module.schedule.pieces] == [False]
+    found = remat.check(model, module, args, steps=1)
+    assert found.tolerance == SPLIT_FLOAT32
+    assert 0 < found.largest_error < SPLIT_FLOAT32
+    strict = remat.check(model, module, args, steps=1, tolerance=0.0)
+    assert strict.differences == ("gradient of head.weight",)
+
+
+@pytest.mark.parametrize("ending", ["json", "pt2"])
+def test_a_kept_plan_runs_in_pieces_too(tmp_path: Path, ending: str) -> None:
+    model, args = made("shifted")
+    module = remat.rematerialize(model, args, budget="min", split="exact", check=False)
+    remat.save_plan(remat.plan_of(module), tmp_path / f"plan.{ending}")
+    loaded = remat.load(tmp_path / f"plan.{ending}", model, args)
+    assert loaded.schedule == module.schedule
+    assert remat.check(model, loaded, args, steps=1).differences == ()
+
+
+def test_a_plan_for_a_device_that_is_not_here_is_compared_here() -> None:
+    """Pricing for the device compares no bits. Rewriting does."""
+    model, args = made("plain")
+    graph = remat.capture(model, args, split="exact", device="h100")
+    result = remat.solve(graph, "min")
+    assert result.schedule is not None
+    module = remat.rewrite(model, result.schedule)
+    assert remat.check(model, module, args, steps=1).differences == ()
+
+
+def test_pieces_that_give_other_bits_here_are_refused() -> None:
+    """The softmax of 16 bits sums in float32 what it returns in bfloat16."""
+    torch.manual_seed(0)
+    model, args = LanguageModel(plain, dtype=torch.bfloat16), batch()
+    graph = remat.capture(model, args, split="exact", device="h100")
+    result = remat.solve(graph, "min")
+    assert result.schedule is not None
+    with pytest.raises(RewriteError, match=r"in \d+ pieces gives other bits than eager here"):
+        remat.rewrite(model, result.schedule)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    model, args = made("plain")
+    with pytest.raises(RewriteError, match=r"compile=True takes no split='exact'"):
+        remat.rematerialize(model, args, budget="min", split="exact", compile=True)
+    graph = remat.capture(model, args, split="exact")
+    schedule = remat.solve(graph, "min").schedule
+    assert schedule is not None
+    with pytest.raises(RewriteError, match="in pieces, which torch's checkpointing cannot"):
+        remat.checkpoint_policy(graph, schedule)
+    with pytest.raises(ScheduleError, match=r"the graph has no region of that name"):
+        simulate(remat.capture(model, args), schedule)
+
+
+def test_a_plan_of_an_unknown_number_of_pieces_is_refused() -> None:
+    import msgspec
+
+    model, args = made("plain")
+    graph = remat.capture(model, args, split="exact")
+    schedule = remat.solve(graph, "min").schedule
+    assert schedule is not None
+    pieces = (Pieces(schedule.pieces[0].region, 3),)
+    with pytest.raises(ScheduleError, match="in 3 pieces; the graph has prices for 2, 4, 8, 16"):
+        simulate(graph, msgspec.structs.replace(schedule, pieces=pieces))
+
+
+def test_the_unmodified_step_is_the_captured_one() -> None:
+    model, args = made("plain")
+    with_regions = unmodified(remat.capture(model, args, split="exact"))
+    assert with_regions.peak_bytes == unmodified(remat.capture(model, args)).peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 7, 16, 40])
+@pytest.mark.parametrize("columns", [5, 16, 33, 64])
+def test_twenty_shapes_are_exact_or_stay_whole(rows: int, columns: int, dtype: str) -> None:
+    """`remat.check` runs at the end of `rematerialize` and compares bits."""
+    torch.manual_seed(rows * columns)
+    name = "shifted" if dtype == "float32" else "bfloat16_shifted_with_bias"
+    loss, options = SPLIT[name]
+    model, args = LanguageModel(loss, **options), batch(rows, columns)
+    assert int(args[0].max()) < N_CLASSES
+    module = remat.rematerialize(model, args, budget="min", split="exact", check=True)
+    assert all(one.exact for one in module.schedule.pieces)

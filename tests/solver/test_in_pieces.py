@@ -1,0 +1,114 @@
+"""Whether a region runs in pieces, and in how many, on a graph small enough to be enumerated."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
+from remat.schedules.as_planned import as_planned, in_pieces
+from remat.schedules.schedule import Pieces
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+
+MIB = 1 << 20
+COUNTS = (2, 4, 8)
+
+
+def region_graph(cost_of_pieces_us: float = 5.0) -> TrainingGraph:
+    """A layer, then a head whose loss makes 64 MiB and takes as much again in backward."""
+    ops = (
+        Op("layer", "mm", "forward", ("x",), ("h",), 10.0),
+        Op("head", "mm", "forward", ("h",), ("z",), 20.0),
+        Op("loss", "loss", "forward", ("z",), ("l",), 5.0),
+        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
+        Op("dz", "loss_backward", "backward", ("z", "t"), ("dz",), 5.0, 64 * MIB),
+        Op("dh", "mm", "backward", ("dz", "h"), ("dh",), 20.0),
+    )
+    values = (
+        Value("x", MIB, kind="input"),
+        Value("h", MIB, "layer"),
+        Value("z", 64 * MIB, "head"),
+        Value("l", 4, "loss", "output"),
+        Value("t", 4, "tangents", "tangent"),
+        Value("dz", 64 * MIB, "dz"),
+        Value("dh", MIB, "dh", "gradient"),
+    )
+    region = Region(
+        "head",
+        ("head", "loss", "dz", "dh"),
+        tuple(choice(n, cost_of_pieces_us) for n in COUNTS),
+    )
+    return TrainingGraph(
+        "toy", ops, values, ("l",), ("l", "t", "dh"), regions=(region,), prices="measured"
+    )
+
+
+def choice(n: int, cost_us: float) -> Choice:
+    forward = Op("loss_n", "pieces", "forward", ("h",), ("l",), 25.0, 64 * MIB // n)
+    backward = Op(
+        "dh", "pieces_back", "backward", ("h", "t"), ("dh",), 45.0 + cost_us * n, 128 * MIB // n
+    )
+    made = (Value("l", 4, "loss_n", "output"), Value("dh", MIB, "dh", "gradient"))
+    return Choice(n, True, (("loss", forward), ("dh", backward)), made)
+
+
+def test_the_whole_is_kept_where_it_fits() -> None:
+    result = solve(region_graph(), 1000 * MIB)
+    assert result.status == "optimal"
+    assert result.schedule is not None
+    assert not result.schedule.pieces
+    assert result.overhead == 0
+
+
+@pytest.mark.parametrize(("budget_mib", "pieces"), [(80, 2), (40, 4), (20, 8)])
+def test_the_fewest_pieces_that_fit_are_proved_best(budget_mib: int, pieces: int) -> None:
+    """More pieces take more time here, so the least number that fits is optimal.
+
+    The relaxed bound has the time of two pieces, so it is tight for these alone.
+    """
+    graph = region_graph()
+    result = solve(graph, budget_mib * MIB)
+    assert result.schedule is not None
+    assert result.schedule.pieces == (Pieces("head", pieces),)
+    found = simulate(graph, result.schedule)
+    assert found.peak_bytes == result.peak_bytes <= budget_mib * MIB
+    assert found.time_us == 10 + 25 + 45 + 5 * pieces
+    assert found.overhead == pytest.approx(found.time_us / 60 - 1)
+    assert result.lower_bound_us <= found.time_us
+    assert result.status == ("optimal" if pieces == 2 else "feasible")
+
+
+def test_pieces_that_are_faster_are_taken_at_any_budget() -> None:
+    """Blocks that fit into caches can beat the whole; the bound holds for them too."""
+    graph = region_graph(cost_of_pieces_us=-4.0)
+    result = solve(graph, 1000 * MIB)
+    assert result.schedule is not None
+    assert result.schedule.pieces
+    assert result.time_us < graph.time_us
+    assert result.lower_bound_us <= result.time_us
+
+
+def test_too_little_names_the_least_of_all_choices() -> None:
+    graph = region_graph()
+    lost = solve(graph, 5 * MIB)
+    assert lost.status == "infeasible"
+    assert lost.least_feasible_bytes < 20 * MIB
+    found = solve(graph, lost.least_feasible_bytes)
+    assert found.schedule is not None
+    assert found.schedule.pieces == (Pieces("head", 8),)
+
+
+def test_a_schedule_knows_the_graph_that_it_is_of() -> None:
+    graph = region_graph()
+    schedule = solve(graph, 40 * MIB).schedule
+    assert schedule is not None
+    planned = as_planned(graph, schedule)
+    assert planned.hash == schedule.graph_hash
+    assert graph.hash == schedule.captured_hash
+    assert as_planned(planned, schedule) is planned
+    assert as_planned(graph, schedule) is planned
+    with pytest.raises(ScheduleError, match="no region of that name"):
+        in_pieces(msgspec.structs.replace(graph, regions=()), schedule.pieces)
+    assert TrainingGraph.from_json(graph.to_json()) == graph
