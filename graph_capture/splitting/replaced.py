@@ -24,7 +24,7 @@ from remat.graph_capture.splitting.linear_cross_entropy import (
 
 def split_heads(graph: fx.Graph, pieces: Iterable[tuple[str, int, bool]]) -> None:
     """Let heads run in pieces: those of these names, how many, and whether exactly."""
-    wanted = {name: how for name, *how in pieces}
+    wanted = {name: (count, is_exact) for name, count, is_exact in pieces}
     heads = find_heads(graph)[0] if wanted else []
     for head in heads:
         if head.softmax.name in wanted:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.splitting.heads import Head
-from remat.graph_capture.splitting.linear_cross_entropy import FORWARD
 from remat.graph_capture.splitting.regions import Found
 from remat.schedules.schedule import Schedule
 
@@ -31,7 +30,7 @@ _known: dict[_Key, bool] = {}
 def gives_eagers_bits(found: Found) -> bool:
     """Whether a head in the pieces that it is set to gives the same bits as its own nodes.
 
-    It takes the memory that the head takes in eager. Where that runs out, the answer is no.
+    It takes the memory of four times the logits. Where that runs out, the answer is no.
     """
     device = str(found.head.x.meta["val"].device)
     key = _fact(found.captured_hash, device, found.name, found.pieces, found.is_exact)
@@ -72,22 +71,19 @@ def _are_same_bits(head: Head, nodes: Sequence[fx.Node]) -> bool:
 
 def _made_inputs(head: Head) -> dict[fx.Node, Tensor]:
     """Random data for what the head reads. The user's random stream stays where it is."""
-    devices = [head.x.meta["val"].device] if head.x.meta["val"].is_cuda else []
-    target, class_weight = head.loss.args[1:3]
-    n_classes, ignored = head.weight.meta["val"].shape[0], head.loss.args[4]
-    with torch.random.fork_rng(devices):
+    target: Any = head.loss.args[1]
+    of_forward, of_backward = head.loss.args[2], head.backward[0].args[3]
+    at: Tensor = target.meta["val"]
+    with torch.random.fork_rng([at.device] if at.is_cuda else []):
         torch.manual_seed(0)
-        made = {node: _normal(node) for node in (head.x, head.weight, head.bias) if node}
-        at: Tensor = target.meta["val"]  # pyright: ignore
-        chosen = torch.randint(n_classes, at.shape, device=at.device)
-        made[target] = torch.where(  # pyright: ignore
-            torch.rand(at.shape, device=at.device) < IGNORED_PART, ignored, chosen
-        )
-        if isinstance(class_weight, fx.Node):
-            weights = _normal(class_weight).abs()
-            made |= dict.fromkeys((class_weight, head.backward[0].args[3]), weights)  # pyright: ignore
-        if head.gradient is not None:
-            made[head.gradient] = _normal(head.gradient)
+        read = (head.x, head.weight, head.bias, head.gradient)
+        made = {node: _normal(node) for node in read if node is not None}
+        chosen = torch.randint(head.weight.meta["val"].shape[0], at.shape, device=at.device)
+        is_ignored = torch.rand(at.shape, device=at.device) < IGNORED_PART
+        made[target] = chosen.masked_fill_(is_ignored, cast("int", head.loss.args[4]))
+        if isinstance(of_forward, fx.Node) and isinstance(of_backward, fx.Node):
+            # Forward and backward read the same constant by nodes of their own.
+            made[of_forward] = made[of_backward] = _normal(of_forward).abs()
     return made
 
 
@@ -100,21 +96,18 @@ def _normal(node: fx.Node) -> Tensor:
 def _run_captured(
     head: Head, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
-    """Run nodes of the captured graph, in the graph's order; their results by name."""
-    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
-    wanted = {head.product.args[-1], *nodes}
-    if head.of_x is not None:
-        wanted |= {head.of_x.args[1]}
+    """Run nodes of the captured graph with what they read; their results by name."""
     results: dict[fx.Node, Any] = dict(known)
 
     def value(node: fx.Node) -> Any:
         if node not in results:
-            args = fx.map_arg(node.args, value)
-            kwargs = fx.map_arg(node.kwargs, value)
-            results[node] = node.target(*args, **kwargs)  # pyright: ignore
+            target: Any = node.target
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            results[node] = target(*args, **kwargs)
         return results[node]
 
-    for node in sorted((one for one in wanted if isinstance(one, fx.Node)), key=order.__getitem__):
+    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
+    for node in sorted(nodes, key=order.__getitem__):
         value(node)
     ends = [head.of_x, head.of_weight, head.of_bias, *head.loss.users]
     return {node.name: results[node] for node in ends if node is not None}
@@ -126,12 +119,12 @@ def _run_pieces(
     """Run the ops of ours on the same data; their results by name."""
     data = {node.name: tensor for node, tensor in known.items()}
     for node in nodes:
-        args = fx.map_arg(node.args, lambda read: data[read.name])
-        result = node.target(*args)  # pyright: ignore
+        target: Any = node.target
+        result = target(*fx.map_arg(node.args, lambda read: data[read.name]))
         if isinstance(result, Tensor):
             data[node.name] = result
         else:
             for user in node.users:
-                data[user.name] = result[user.args[1]]  # pyright: ignore
-    assert nodes[0].target is FORWARD
+                data[user.name] = result[cast("int", user.args[1])]
+
     return data

@@ -10,6 +10,7 @@ from remat.checks import CHECKED, advice_of
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job.pipeline import Report, Row, RunsAgain
+from remat.questions.pieces import pieces_of
 from remat.schedules.simulate import overhead_of
 from remat.solver.result import Result
 
@@ -34,6 +35,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
         "bound": bound_json(report.graph, result),
         "message": result.message,
+        "pieces": msgspec.to_builtins(pieces_of(report.graph, result.schedule)),
         **again_json(result, report.again),
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,

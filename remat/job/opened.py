@@ -6,7 +6,7 @@ model or a graph, it must be one of that graph. Where a budget is given, it is s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,11 +108,20 @@ def open_plan(
     if plan is not None:
         _refuse_budget(request)
         kept = read_kept(plan)
+        request = _splitting_as(schedule_in(kept), request)
         return _opened_plan(kept, str(plan), captured(source, request, stopwatch).graph)
     graph = captured(source, request, stopwatch).graph
     is_asked = request.budget != NO_BUDGET
     result = pipeline.solve_request(graph, request, stopwatch) if is_asked else None
     return Opened(graph, result)
+
+
+def _splitting_as(schedule: Schedule, request: Request) -> Request:
+    """`request` with the split that a plan was made with, so that the graph has its pieces."""
+    if not schedule.pieces or request.split != "none":
+        return request
+    is_exact = all(one.exact for one in schedule.pieces)
+    return replace(request, split="exact" if is_exact else "tolerance")
 
 
 def _refuse_budget(request: Request) -> None:

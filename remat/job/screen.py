@@ -14,7 +14,10 @@ from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, ti
 from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import Report, Row, RunsAgain
+from remat.questions.pieces import pieces_of
 from remat.questions.tables import plain_table, prices_text
+from remat.schedules.as_planned import as_planned
+from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, overhead_of
 from remat.solver.kept import kinds_text
 from remat.solver.result import Result
@@ -59,7 +62,7 @@ def _verdict(report: Report) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
     if report.simulation:
-        table.add_row("peak held by", _held(graph, report.simulation))
+        table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     if report.check:
         table.add_row("equal", equal_text(report.check))
         _add_reserved(table, report.rows)
@@ -67,6 +70,7 @@ def _verdict(report: Report) -> Table:
             table.add_row("advice", Text(advice))
     if report.unchecked:
         table.add_row("not run", Text(f"{report.unchecked}; --check runs it anyway"))
+    _add_pieces(table, graph, result)
     _add_again(table, result, report.again)
     _add_prices(table, graph)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
@@ -83,6 +87,12 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
     if known:
         said = ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in known)
         table.add_row("reserved", said)
+
+
+def _add_pieces(table: Table, graph: TrainingGraph, result: Result) -> None:
+    """What runs in pieces, and what that takes."""
+    for one in pieces_of(graph, result.schedule):
+        table.add_row("in pieces", Text(str(one)))
 
 
 def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
@@ -106,8 +116,9 @@ def _gap(result: Result) -> str:
     return f"gap {percent_text(result.gap)}" + (", proved" if result.status == "optimal" else "")
 
 
-def _held(graph: TrainingGraph, simulation: Simulation) -> str:
+def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
     """What is resident and the largest values at the peak, with their modules."""
+    graph = as_planned(graph, schedule) if schedule else graph
     module = {op.name: op.module for op in graph.ops}
     parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
     for name in simulation.held_at_peak[:HELD_ROWS]:
@@ -161,6 +172,7 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     table.add_row("step", time_text(result.time_us))
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
+    _add_pieces(table, graph, result)
     _add_again(table, result, again)
     _add_prices(table, graph)
     if result.message:

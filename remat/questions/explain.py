@@ -16,6 +16,7 @@ from remat.infeasible import infeasible_text
 from remat.questions.against_greedy import against_greedy
 from remat.questions.explanation import Explanation
 from remat.questions.least_budget import least_budget
+from remat.questions.pieces import pieces_of
 from remat.questions.simple_rules import simple_rules
 from remat.questions.solved_options import asked_again, planned
 from remat.questions.why import why
@@ -104,4 +105,5 @@ def explain(
         greedy=greedy,
         why=answers,
         seconds=parts.seconds,
+        pieces=pieces_of(graph, schedule),
     )

@@ -22,6 +22,7 @@ from remat.questions.paragraphs import (
     rule_text,
     why_text,
 )
+from remat.questions.pieces import InPieces
 from remat.questions.simple_rules import Rule
 from remat.questions.sweep import price_json
 from remat.questions.tables import holders_table, plain_table, rendered
@@ -44,6 +45,7 @@ class Explanation(msgspec.Struct, frozen=True):
         or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
     rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
     why : answers to what was asked about single values. seconds : of each part.
+    pieces : what runs in pieces.
     """
 
     model: str
@@ -67,6 +69,7 @@ class Explanation(msgspec.Struct, frozen=True):
     greedy: AgainstGreedy
     why: tuple[Why, ...]
     seconds: dict[str, float]
+    pieces: tuple[InPieces, ...] = ()
 
     @property
     def is_whole_gib(self) -> bool:
@@ -137,6 +140,8 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     """Each question in one word, with its answer."""
     yield "least", least_text(found.least, found.solver)
     yield "memory", price_said(found.price, is_whole_gib=found.is_whole_gib)
+    for one in found.pieces:
+        yield "pieces", str(one)
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", forced_text(one)
     if not found.forced:
