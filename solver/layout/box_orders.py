@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from remat.solver.layout.boxes import Boxes, Ints
+from remat.solver.layout.boxes import Boxes, Floats, Ints
 
 
 def box_orders(boxes: Boxes) -> dict[str, Ints]:
@@ -52,6 +52,6 @@ def _peak_first(boxes: Boxes) -> dict[str, Ints]:
     }
 
 
-def _area(boxes: Boxes) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _area(boxes: Boxes) -> Floats:
     """Bytes times times, as floats: the products may exceed 64 bits."""
     return boxes.length * boxes.size.astype(np.float64)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from remat.schedules.buffers import Buffers
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 

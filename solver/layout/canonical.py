@@ -15,40 +15,38 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.solver.layout.boxes import Boxes, Ints, range_maxima
+from remat.solver.layout.boxes import Boxes, Floats, Ints, range_maxima
 from remat.solver.layout.canonical_state import (
     State,
     candidates,
     fits,
     initial,
+    is_topmost,
+    overflows,
     put,
     take_back,
 )
 from remat.solver.layout.jit import compiled
 from remat.solver.layout.sections import Sections, sections_of
 
-OPEN, FOUND, FAILED, OUT_OF_NODES = 0, 1, 2, 3
+OPEN, FOUND, FAILED, OUT_OF_TRIES = 0, 1, 2, 3
 FIRST, LAST, NEXT, PART = 0, 1, 2, 3
 """Columns of a frame: its sections, its next candidate, where its next part of time begins."""
 
 
 class Preorder(NamedTuple):
-    """By what boxes are ranked: W idth, A rea and T otal of the fullest section, in that order.
+    """By which keys boxes are ranked, the most important first, the largest first by each.
 
-    `widths` are in ranks of events or in times.
+    W idth, A rea, T otal of the fullest section, S tart (the latest first), s tart (the earliest
+    first). `widths` are in ranks of events or in times.
     """
 
     keys: str
-    widths: str
-
-
-PREORDERS = tuple(
-    Preorder(keys, widths) for widths in ("ranks", "times") for keys in ("WAT", "TAW", "TWA")
-)
+    widths: str = "ranks"
 
 
 @compiled
-def ranked(sections: Sections, state: State, keys: Ints, total_key: int, boxes: Ints) -> Ints:
+def ranked(sections: Sections, state: State, keys: Floats, total_key: int, boxes: Ints) -> Ints:
     """`boxes` in preorder; `keys[total_key]` is of what is left, so it is made here."""
     boxes = np.sort(boxes)
     for k in range(keys.shape[0] - 1, -1, -1):
@@ -90,15 +88,15 @@ def inside(sections: Sections, boxes: Ints, box: int, first: int, last: int) -> 
 def search(
     sections: Sections,
     state: State,
-    keys: Ints,
+    keys: Floats,
     total_key: int,
     boxes: Ints,
     first: int,
     last: int,
     capacity: int,
-    nodes: int,
+    tries: int,
 ) -> tuple[int, int]:
-    """Place `boxes` in sections from `first` to `last`; how it ended, and nodes used.
+    """Place `boxes` in sections from `first` to `last`; how it ended, and the placements tried.
 
     One function with a stack of its own, since functions that call themselves cannot be cached.
     A frame is a set of boxes to place, and has a placement while it waits for what is above it.
@@ -109,7 +107,7 @@ def search(
     todo_at = [candidates(sections, state, boxes, 0, 0)]
     undo_at = [put(sections, state, boxes[0], first, last)]  # for its type alone
     take_back(sections, state, boxes[0], undo_at.pop())
-    used, outcome = 1, OPEN
+    used, outcome = 0, OPEN
     while len(boxes_at) > 0:
         depth = len(boxes_at) - 1
         frame, here, todo = frames[depth], boxes_at[depth], todo_at[depth]
@@ -143,14 +141,18 @@ def search(
         frame[NEXT] += 1
         box = here[rank]
         offset = state.least[box]
+        if overflows(sections, state, box, capacity):
+            if is_topmost(sections, state, box):
+                frame[NEXT] = todo.size
+            continue
+        if used == tries:
+            return OUT_OF_TRIES, used
+        used += 1
         undo_at.append(put(sections, state, box, frame[FIRST], frame[LAST]))
         frame[PART] = frame[LAST]
         if not fits(state, offset, frame[FIRST], frame[LAST], capacity):
             outcome = FAILED
             continue
-        if used == nodes:
-            return OUT_OF_NODES, used
-        used += 1
         outcome = FOUND
         if here.size == 1:
             continue
@@ -176,20 +178,22 @@ class CanonicalSearch:
             "times": boxes.length if boxes.stretch is None else boxes.stretch,
         }
         total = range_maxima(totals, self.sections.low, self.sections.high)
+        starts = {"T": total, "S": boxes.start, "s": -boxes.start}
         self.letters = {
-            unit: {"W": width, "A": width * boxes.size, "T": total}
+            unit: {"W": width, "A": width * boxes.size.astype(np.float64)} | starts
             for unit, width in widths.items()
         }
 
-    def run(self, capacity: int, preorder: Preorder, nodes: int) -> tuple[int, Ints, int]:
-        """How it ended, the offsets if `FOUND`, and the nodes that it used, at most `nodes`."""
+    def run(self, capacity: int, preorder: Preorder, tries: int) -> tuple[int, Ints, int]:
+        """How it ended, the offsets if `FOUND`, and the placements tried, at most `tries`."""
         state = initial(self.sections)
-        keys = np.array([self.letters[preorder.widths][key] for key in preorder.keys])
+        letters = self.letters[preorder.widths]
+        keys = np.array([letters[key] for key in preorder.keys], np.float64)
         used, total_key = 0, preorder.keys.index("T")
         for boxes, first, last in self._parts():
             order = ranked(self.sections, state, keys, total_key, boxes)
             outcome, more = search(
-                self.sections, state, keys, total_key, order, first, last, capacity, nodes - used
+                self.sections, state, keys, total_key, order, first, last, capacity, tries - used
             )
             used += more
             if outcome != FOUND:

@@ -1,4 +1,4 @@
-"""The moving parts of the canonical search: what a placement changes, and how it is taken back.
+"""The moving parts of the canonical search: what a placement changes, and how it is undone.
 
 Written for NumPy and for Numba alike. `FLOORS` alone is written twice.
 """
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """What a placement has changed: boxes `raised` from `old` offsets, and floors from `first` on."""
+    """What a placement changed: boxes `raised` from `old` offsets, and `floors` from `first` on."""
 
     raised: Ints
     old: Ints
@@ -111,6 +111,20 @@ def take_back(sections: Sections, state: State, box: int, undo: Undo) -> None:
     state.crossing[low : high - 1] += 1
     state.least[undo.raised] = undo.old
     state.offsets[box] = UNPLACED
+
+
+@compiled
+def overflows(sections: Sections, state: State, box: int, capacity: int) -> bool:
+    """Whether `box` at its least offset leaves too little in a section of its own: a quick look."""
+    low, high = sections.low[box], sections.high[box]
+    return state.left[low:high].max() > capacity - state.least[box]
+
+
+@compiled
+def is_topmost(sections: Sections, state: State, box: int) -> bool:
+    """Whether nothing that is unplaced shares a section with `box`."""
+    near = sections.overlaps[sections.overlap_at[box] : sections.overlap_at[box + 1]]
+    return (state.offsets[near] >= 0).all()
 
 
 @compiled

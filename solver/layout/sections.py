@@ -19,10 +19,10 @@ MOST_BOXES = 3000
 class Sections(NamedTuple):
     """Arrays alone, so that compiled functions take it.
 
-    `size`, and `low` to `high` the sections of each box; `overlaps[overlap_at[i]:overlap_at[i + 1]]`
-    those that share a section with box i; `members[member_at[s]:member_at[s + 1]]` those in
-    section s.
-    """  # fmt: skip
+    `size`, and `low` to `high` the sections of each box. Those that share a section with box i are
+    `overlaps[overlap_at[i] : overlap_at[i + 1]]`, and those in section s are
+    `members[member_at[s] : member_at[s + 1]]`.
+    """
 
     size: Ints
     low: Ints

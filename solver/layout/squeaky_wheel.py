@@ -12,7 +12,7 @@ import numpy as np
 from remat.solver.layout.boxes import Boxes, Ints
 from remat.solver.layout.greedy import place_in_order
 
-PATIENCE = 100
+PATIENCE = 300
 """Placements without a lower one, after which it goes back to the lowest."""
 LEAST_JUMP = 10
 """Places in the order by which a box that barely stands too high may move."""
