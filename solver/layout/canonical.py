@@ -1,0 +1,211 @@
+"""Search over canonical layouts, depth first: the search of MiniMalloc.
+
+Also called: MiniMalloc. Source: M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for
+Hardware-Accelerated Machine Learning", ASPLOS 2023, https://doi.org/10.1145/3623278.3624752.
+
+Any layout that fits can be pushed down until each box lies on another or on the ground, and then
+be built from the lowest box up. So only such layouts are searched, and each of them once. A branch
+ends where a section of time cannot hold what it still gets, or where a gap is left in which another
+box fits. Where what is placed splits time into parts, each part is solved by itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.solver.layout.boxes import Boxes, Floats, Ints, range_maxima
+from remat.solver.layout.canonical_state import (
+    State,
+    candidates,
+    fits,
+    initial,
+    is_topmost,
+    overflows,
+    put,
+    take_back,
+)
+from remat.solver.layout.jit import compiled
+from remat.solver.layout.sections import Sections, sections_of
+
+OPEN, FOUND, FAILED, OUT_OF_TRIES = 0, 1, 2, 3
+FIRST, LAST, NEXT, PART = 0, 1, 2, 3
+"""Columns of a frame: its sections, its next candidate, where its next part of time begins."""
+
+
+class Preorder(NamedTuple):
+    """By which keys boxes are ranked, the most important first, the largest first by each.
+
+    W idth, A rea, T otal of the fullest section, S tart (the latest first), s tart (the earliest
+    first). `widths` are in ranks of events or in times.
+    """
+
+    keys: str
+    widths: str = "ranks"
+
+
+@compiled
+def ranked(sections: Sections, state: State, keys: Floats, total_key: int, boxes: Ints) -> Ints:
+    """`boxes` in preorder; `keys[total_key]` is of what is left, so it is made here."""
+    boxes = np.sort(boxes)
+    for k in range(keys.shape[0] - 1, -1, -1):
+        key = keys[k][boxes]
+        if k == total_key:
+            for i in range(boxes.size):
+                low, high = sections.low[boxes[i]], sections.high[boxes[i]]
+                key[i] = state.left[low:high].max()
+        boxes = boxes[np.argsort(-key, kind="mergesort")]
+    return boxes
+
+
+@compiled
+def falls_apart(sections: Sections, state: State, box: int) -> bool:
+    """Whether nothing that is left crosses some end of section that `box` crosses."""
+    return (state.crossing[sections.low[box] : sections.high[box] - 1] == 0).any()
+
+
+@compiled
+def next_part(sections: Sections, state: State, box: int, first: int, last: int) -> int:
+    """Where the part of time from `first` on ends, after `box` was placed across it."""
+    end = first + 1
+    while end < last:
+        is_crossed_by_box = sections.low[box] < end and end < sections.high[box]
+        if is_crossed_by_box and state.crossing[end - 1] == 0:
+            break
+        end += 1
+    return end
+
+
+@compiled
+def inside(sections: Sections, boxes: Ints, box: int, first: int, last: int) -> Ints:
+    """Those of `boxes` but `box` that are in sections from `first` to `last`."""
+    is_in = (sections.low[boxes] < last) & (sections.high[boxes] > first) & (boxes != box)
+    return boxes[is_in]
+
+
+@compiled
+def search(
+    sections: Sections,
+    state: State,
+    keys: Floats,
+    total_key: int,
+    boxes: Ints,
+    first: int,
+    last: int,
+    capacity: int,
+    tries: int,
+) -> tuple[int, int]:
+    """Place `boxes` in sections from `first` to `last`; how it ended, and the placements tried.
+
+    One function with a stack of its own, since functions that call themselves cannot be cached.
+    A frame is a set of boxes to place, and has a placement while it waits for what is above it.
+    """
+    frames = np.zeros((boxes.size + 1, 4), np.int64)
+    frames[0, FIRST], frames[0, LAST] = first, last
+    boxes_at = [boxes]
+    todo_at = [candidates(sections, state, boxes, 0, 0)]
+    undo_at = [put(sections, state, boxes[0], first, last)]  # for its type alone
+    take_back(sections, state, boxes[0], undo_at.pop())
+    used, outcome = 0, OPEN
+    while len(boxes_at) > 0:
+        depth = len(boxes_at) - 1
+        frame, here, todo = frames[depth], boxes_at[depth], todo_at[depth]
+        if len(undo_at) > depth:
+            box = here[todo[frame[NEXT] - 1]]
+            if outcome == FOUND and frame[PART] < frame[LAST]:
+                begin = frame[PART]
+                frame[PART] = next_part(sections, state, box, begin, frame[LAST])
+                part = inside(sections, here, box, begin, frame[PART])
+                if part.size > 0:
+                    part = ranked(sections, state, keys, total_key, part)
+                    frames[depth + 1] = np.array([begin, frame[PART], 0, 0])
+                    boxes_at.append(part)
+                    todo_at.append(candidates(sections, state, part, 0, 0))
+                    outcome = OPEN
+                continue
+            if outcome == FOUND:
+                state.found[box] = state.offsets[box]
+            undo = undo_at.pop()
+            take_back(sections, state, box, undo)
+            if outcome == FOUND or undo.is_topmost:
+                boxes_at.pop()
+                todo_at.pop()
+                continue
+        if frame[NEXT] == todo.size:
+            outcome = FAILED
+            boxes_at.pop()
+            todo_at.pop()
+            continue
+        rank = todo[frame[NEXT]]
+        frame[NEXT] += 1
+        box = here[rank]
+        offset = state.least[box]
+        if overflows(sections, state, box, capacity):
+            if is_topmost(sections, state, box):
+                frame[NEXT] = todo.size
+            continue
+        if used == tries:
+            return OUT_OF_TRIES, used
+        used += 1
+        undo_at.append(put(sections, state, box, frame[FIRST], frame[LAST]))
+        frame[PART] = frame[LAST]
+        if not fits(state, offset, frame[FIRST], frame[LAST], capacity):
+            outcome = FAILED
+            continue
+        outcome = FOUND
+        if here.size == 1:
+            continue
+        if falls_apart(sections, state, box):
+            frame[PART] = frame[FIRST]
+            continue
+        rest = here[here != box]
+        frames[depth + 1] = np.array([frame[FIRST], frame[LAST], 0, 0])
+        boxes_at.append(rest)
+        todo_at.append(candidates(sections, state, rest, offset, rank))
+        outcome = OPEN
+    return outcome, used
+
+
+class CanonicalSearch:
+    """Searches of one set of boxes, at any capacity."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        self.sections = sections_of(boxes)
+        totals = self.sections.totals
+        widths = {
+            "ranks": boxes.length,
+            "times": boxes.length if boxes.stretch is None else boxes.stretch,
+        }
+        total = range_maxima(totals, self.sections.low, self.sections.high)
+        starts = {"T": total, "S": boxes.start, "s": -boxes.start}
+        self.letters = {
+            unit: {"W": width, "A": width * boxes.size.astype(np.float64)} | starts
+            for unit, width in widths.items()
+        }
+
+    def run(self, capacity: int, preorder: Preorder, tries: int) -> tuple[int, Ints, int]:
+        """How it ended, the offsets if `FOUND`, and the placements tried, at most `tries`."""
+        state = initial(self.sections)
+        letters = self.letters[preorder.widths]
+        keys = np.array([letters[key] for key in preorder.keys], np.float64)
+        used, total_key = 0, preorder.keys.index("T")
+        for boxes, first, last in self._parts():
+            order = ranked(self.sections, state, keys, total_key, boxes)
+            outcome, more = search(
+                self.sections, state, keys, total_key, order, first, last, capacity, tries - used
+            )
+            used += more
+            if outcome != FOUND:
+                return outcome, state.found, used
+        return FOUND, state.found, used
+
+    def _parts(self) -> list[tuple[Ints, int, int]]:
+        """Boxes and sections of each part of time that no box ties to the next."""
+        ends = np.flatnonzero(self.sections.crossings == 0) + 1
+        starts = np.concatenate([[0], ends[:-1]])
+        low = self.sections.low
+        return [
+            (np.flatnonzero((first <= low) & (low < last)), int(first), int(last))
+            for first, last in zip(starts, ends, strict=True)
+        ]
