@@ -42,6 +42,10 @@ class ScheduleError(RematError):
     """The schedule breaks a rule of the graph, or belongs to another graph."""
 
 
+class LayoutError(RematError):
+    """Buffers or a layout of them break a rule, or the layout is of other buffers."""
+
+
 class PlanError(RematError):
     """The plan file cannot be read, or is of another model, batch, version or device."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -11,6 +9,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
+from tests.schedules.random_walks import random_steps
 from tests.solver.random_graphs import training_graphs
 
 
@@ -43,39 +42,6 @@ def model_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
             now += sum(size[v] for v in op[step.op].outputs if v in older)
         highest = max(highest, now)
     return highest + graph.resident.total_bytes
-
-
-def random_steps(graph: TrainingGraph, seed: int) -> list[Step]:
-    """A valid walk: sometimes drop a value, sometimes run an op again, else the next op."""
-    source, steps, live = random.Random(seed), list[Step](), dict[str, None]()
-    made = {value.name for value in graph.values if value.producer}
-    for following, op in enumerate(graph.ops):
-        for _ in range(source.randint(0, 3)):
-            if live and source.random() < 0.5:
-                steps.append(Free(source.choice(list(live))))
-                del live[steps[-1].value]
-            else:
-                _run(graph, source.randint(0, following), following, live, steps, made)
-        _run(graph, following, following, live, steps, made, is_first=True)
-        assert op.name == graph.ops[following].name
-    for name in graph.outputs:
-        if name not in live:
-            _run(graph, graph.op_index[graph.value_by_name[name].producer], len(graph.ops), live,
-                 steps, made)  # fmt: skip
-    return steps
-
-
-def _run(graph, index, following, live, steps, made, is_first=False) -> None:
-    op = graph.ops[index]
-    if not is_first and (op.pinned or index >= following or all(v in live for v in op.outputs)):
-        return
-    for v in op.inputs:
-        if v in made and v not in live:
-            _run(
-                graph, graph.op_index[graph.value_by_name[v].producer], following, live, steps, made
-            )
-    steps.append(Compute(op.name))
-    live.update(dict.fromkeys(op.outputs))
 
 
 @settings(max_examples=200, deadline=None)
