@@ -109,7 +109,9 @@ class CachingAllocator:
         least = self._settings.max_split_bytes
         if size < least:
             return block_bytes < least
-        return block_bytes < size + self._settings.max_non_split_rounding_bytes
+        settings = self._settings
+        most_left = max(settings.max_non_split_rounding_bytes, settings.large_segment_bytes)
+        return block_bytes < size + most_left
 
     def _is_split(self, block: Block, size: int) -> bool:
         left_over = block.size - size

@@ -6,19 +6,17 @@ A trace is a list of integers, so that it is a small file: ``n > 0`` asks for n 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from remat.schedules.allocator.blocks import Block
 from remat.schedules.allocator.caching_allocator import CachingAllocator
 from remat.schedules.allocator.settings import AllocatorSettings
+from remat.schedules.buffers import Buffers
 
 EMPTY_CACHE = 0
-
-Integers = npt.NDArray[np.integer]
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -62,28 +60,18 @@ def replay(trace: Iterable[int], settings: AllocatorSettings) -> Replayed:
     )
 
 
-def trace_of_steps(
-    size_bytes: Integers, start: Integers, end: Integers, n_steps: int = 1
-) -> list[int]:
-    """The trace of buffers that are live in ``[start, end)``, over equal steps one after another.
+def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
+    """The trace of equal steps one after another; each frees all of its buffers in the end.
 
-    Parameters
-    ----------
-    size_bytes, start, end : one entry a buffer. What begins at the same time is asked for in the
-        order of the entries, after all that ends then was freed. All sizes are above 0.
-    n_steps : every buffer is freed before the next step begins.
+    At each time, what ends is freed before anything is asked for. What begins is asked for in the
+    order of the buffers.
     """
-    n = len(size_bytes)
-    times = np.concatenate([end, start])
-    is_start = np.repeat([0, 1], n)
-    order = np.lexsort((np.tile(np.arange(n), 2), is_start, times))
-    number = np.empty(n, np.int64)
-    begun = order[order >= n] - n
-    number[begun] = np.arange(n)
-    sizes = np.asarray(size_bytes, np.int64)
-    buffer, asks = order % n if n else order, order >= n
-    events: Sequence[int] = np.where(asks, sizes[buffer], ~number[buffer]).tolist()
-    trace = list[int]()
-    for step in range(n_steps):
-        trace += [event if event > 0 else event - step * n for event in events]
+    n = len(buffers)
+    is_request = np.repeat([0, 1], n)
+    order = np.lexsort((is_request, np.concatenate([buffers.end, buffers.start])))
+    # The sort is stable, so requests come in the order of the buffers, which are sorted by start.
+    step = [(i - n, True) if i >= n else (i, False) for i in order.tolist()]
+    sizes, trace = buffers.size_bytes.tolist(), list[int]()
+    for before in range(0, n_steps * n, max(n, 1)):
+        trace += [sizes[i] if asks else ~(before + i) for i, asks in step]
     return trace

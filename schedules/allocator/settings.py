@@ -1,7 +1,7 @@
 """The settings of torch's CUDA caching allocator, and the sizes that follow from them.
 
-Names are those of ``PYTORCH_ALLOC_CONF``, in bytes. The constants are those of PyTorch 2.11 to 2.14
-(``c10/core/AllocatorConfig.h``, https://github.com/pytorch/pytorch).
+``PYTORCH_ALLOC_CONF`` has them in MiB, by names such as ``large_segment_size_mb``. The constants are
+those of PyTorch 2.11 to 2.14 (``c10/core/AllocatorConfig.h``, https://github.com/pytorch/pytorch).
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
     ----------
     expandable_segments : one growing range of addresses for each pool, in place of segments.
     max_split_bytes : blocks from this size on are not split, and not given to smaller requests.
-    max_non_split_rounding_bytes : by how much such a block may be larger than its request.
+    max_non_split_rounding_bytes : by how much such a block may be larger than its request; at least
+        `large_segment_bytes`, which it is where torch is not told.
     roundup_power2_divisions : sizes are rounded up to so many steps between two powers of two; a
         power of two itself. 0 rounds to multiples of 512 bytes.
     large_segment_bytes : size of the segments that several large blocks share, and of the pages of
-        an expandable one. A setting of PyTorch 2.12 and later.
+        an expandable one.
     capacity_bytes : of the device.
     """
 
     expandable_segments: bool = False
     max_split_bytes: int = UNLIMITED_BYTES
-    max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
+    max_non_split_rounding_bytes: int = 0
     roundup_power2_divisions: int = 0
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     capacity_bytes: int = UNLIMITED_BYTES
