@@ -1,7 +1,8 @@
 """The settings of torch's CUDA caching allocator, and the sizes that follow from them.
 
-``PYTORCH_ALLOC_CONF`` has them in MiB, by names such as ``large_segment_size_mb``. The constants are
-those of PyTorch 2.11 to 2.14 (``c10/core/AllocatorConfig.h``, https://github.com/pytorch/pytorch).
+``PYTORCH_ALLOC_CONF`` has them in MiB, by names such as ``large_segment_size_mb``. The constants
+are those of PyTorch 2.11 to 2.14 (``c10/core/AllocatorConfig.h`` of
+https://github.com/pytorch/pytorch).
 """
 
 from __future__ import annotations
