@@ -66,12 +66,11 @@ def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
     At each time, what ends is freed before anything is asked for. What begins is asked for in the
     order of the buffers.
     """
-    n = len(buffers)
+    n, sizes = len(buffers), buffers.size_bytes.tolist()
     is_request = np.repeat([0, 1], n)
-    order = np.lexsort((is_request, np.concatenate([buffers.end, buffers.start])))
-    # The sort is stable, so requests come in the order of the buffers, which are sorted by start.
-    step = [(i - n, True) if i >= n else (i, False) for i in order.tolist()]
-    sizes, trace = buffers.size_bytes.tolist(), list[int]()
-    for before in range(0, n_steps * n, max(n, 1)):
-        trace += [sizes[i] if asks else ~(before + i) for i, asks in step]
+    order = np.lexsort((is_request, np.concatenate([buffers.end, buffers.start]))).tolist()
+    number = {i - n: count for count, i in enumerate(i for i in order if i >= n)}
+    trace = list[int]()
+    for step in range(n_steps):
+        trace += [sizes[i - n] if i >= n else ~(step * n + number[i]) for i in order]
     return trace
