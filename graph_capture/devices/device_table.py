@@ -131,6 +131,11 @@ def is_cuda(name: str) -> bool:
     return name.partition(":")[0] == CUDA
 
 
+def has_cuda_allocator(name: str) -> bool:
+    """Whether torch's CUDA caching allocator serves the device: all of the table are NVIDIA's."""
+    return is_cuda(name) or is_in_table(name)
+
+
 def check_device(name: str) -> None:
     """Raise `DeviceError` if `name` cannot be planned for."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]

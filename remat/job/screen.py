@@ -14,6 +14,7 @@ from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, ti
 from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import Report, Row, RunsAgain
+from remat.questions.reserved import reserved_beside, reserved_text
 from remat.questions.tables import plain_table, prices_text
 from remat.schedules.simulate import Simulation, overhead_of
 from remat.solver.kept import kinds_text
@@ -60,6 +61,7 @@ def _verdict(report: Report) -> Table:
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
     if report.simulation:
         table.add_row("peak held by", _held(graph, report.simulation))
+    _add_predicted_reserved(table, report.rows)
     if report.check:
         table.add_row("equal", equal_text(report.check))
         _add_reserved(table, report.rows)
@@ -77,12 +79,20 @@ def _verdict(report: Report) -> Table:
     return table
 
 
+def _add_predicted_reserved(table: Table, rows: Iterable[Row]) -> None:
+    """What the allocator of a CUDA device will hold for the plan, and for the unmodified step."""
+    known = {row.name: row.reserved for row in rows}
+    plan = known.get("this plan")
+    if plan is not None:
+        table.add_row("reserved", reserved_text(plan, known["unmodified"]))
+
+
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
     """What the allocator held at each peak, where it holds more than it gives out."""
     known = [(row.name, row.reserved_bytes) for row in rows if row.reserved_bytes is not None]
     if known:
         said = ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in known)
-        table.add_row("reserved", said)
+        table.add_row("", f"measured: {said}")
 
 
 def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
@@ -161,6 +171,9 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     table.add_row("step", time_text(result.time_us))
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
+    reserved = reserved_beside(graph, result)
+    if reserved is not None:
+        table.add_row("reserved", reserved_text(reserved))
     _add_again(table, result, again)
     _add_prices(table, graph)
     if result.message:
