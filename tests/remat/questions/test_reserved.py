@@ -45,7 +45,7 @@ def test_a_graph_of_a_cpu_is_refused_with_a_way_out() -> None:
 def test_where_nothing_fits_there_is_nothing_to_predict(graph: TrainingGraph) -> None:
     lost = remat.solve(graph, 1, "cut", AMPLE_S)
     assert reserved_beside(graph, lost) is None
-    with pytest.raises(remat.RematError, match="budget .* is below"):
+    with pytest.raises(remat.RematError, match="is below"):
         remat.predict_reserved(graph, lost)
 
 
