@@ -171,7 +171,8 @@ def _check_cuda(name: str) -> None:
 
 def rounded(size_bytes: int) -> int:
     """Bytes that the CUDA caching allocator takes where `size_bytes` are asked for."""
-    # Blocks above 1 MiB may be larger, by up to 1 MiB each. That is not predicted.
+    # Blocks above 1 MiB may be larger, by up to 1 MiB each. `predict_reserved` counts
+    # that, and a plan's peak does not.
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
