@@ -10,15 +10,16 @@ its favour.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.allocator.replay import replay, trace_of_steps
 from remat.schedules.allocator.settings import MIB
 from remat.schedules.buffers import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, taken_for
+from remat.schedules.reserved import DEFAULT, EXPANDABLE, N_STEPS, taken_for
 from remat.schedules.schedule import Schedule
 
-ALLOCATORS = ("arena", "stitched", "expandable", "default")
 CHUNK_BYTES = 2 * MIB
 """The least that CUDA maps."""
 
@@ -32,6 +33,22 @@ def reserved_by(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
         "expandable": taken_for(buffers, EXPANDABLE).reserved_bytes,
         "default": taken_for(buffers, DEFAULT).reserved_bytes,
     }
+
+
+def retries_within(
+    graph: TrainingGraph, schedule: Schedule, device_bytes: int
+) -> dict[str, int | None]:
+    """How often torch's allocator empties its cache for room in three steps on such a device.
+
+    None where it runs out of memory all the same.
+    """
+    buffers = buffers_of(graph, schedule)
+    capacity_bytes, found = device_bytes - buffers.resident_bytes, dict[str, int | None]()
+    for name, usual in (("expandable", EXPANDABLE), ("default", DEFAULT)):
+        settings = msgspec.structs.replace(usual, capacity_bytes=capacity_bytes)
+        said = replay(trace_of_steps(buffers, N_STEPS), settings)
+        found[name] = said.n_retries if said.failed_request is None else None
+    return found
 
 
 def stitched_bytes(buffers: Buffers) -> int:

@@ -35,6 +35,8 @@ class CachingAllocator:
     ----------
     allocated_bytes, peak_allocated_bytes : in blocks that are used, now and at most. torch's
         ``memory_allocated`` counts these whole blocks too.
+    n_retries : how often the device was full, so that all that was free went back to it. torch
+        counts them as ``num_alloc_retries``; each one waits for the device.
 
     >>> allocator = CachingAllocator(AllocatorSettings())
     >>> block = allocator.malloc(3 << 20)
@@ -51,7 +53,7 @@ class CachingAllocator:
             if settings.expandable_segments
             else FixedSegments(settings, self._device)
         )
-        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.allocated_bytes = self.peak_allocated_bytes = self.n_retries = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -126,6 +128,7 @@ class CachingAllocator:
         if block is None and self._gave_unsplit_back(pool, size):
             block = grow(pool, size)
         if block is None:
+            self.n_retries += 1
             self.empty_cache()
             block = grow(pool, size)
         return block

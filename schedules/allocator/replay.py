@@ -26,6 +26,7 @@ class Replayed(msgspec.Struct, frozen=True):
     ----------
     peak_allocated_bytes, peak_reserved_bytes : the most in use, and the most that was taken from
         the device. reserved_bytes : what is taken in the end.
+    n_retries : how often the device was full, so that all that was free went back to it.
     failed_request : number of the request that found no memory, which ends the replay; None if all
         were served.
     """
@@ -33,6 +34,7 @@ class Replayed(msgspec.Struct, frozen=True):
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     reserved_bytes: int
+    n_retries: int = 0
     failed_request: int | None = None
 
 
@@ -56,6 +58,7 @@ def replay(trace: Iterable[int], settings: AllocatorSettings) -> Replayed:
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         reserved_bytes=allocator.reserved_bytes,
+        n_retries=allocator.n_retries,
         failed_request=failed,
     )
 

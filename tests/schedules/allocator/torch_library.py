@@ -125,5 +125,5 @@ def served(program: Path, trace: Sequence[int], settings: AllocatorSettings) -> 
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    allocated, peak, reserved, failed = map(int, done.stdout.split())
-    return Replayed(allocated, peak, reserved, None if failed == NONE_FAILED else failed)
+    *figures, failed = map(int, done.stdout.split())
+    return Replayed(*figures, None if failed == NONE_FAILED else failed)

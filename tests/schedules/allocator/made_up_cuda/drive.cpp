@@ -2,7 +2,8 @@
 //
 // Argument: bytes of the device. Standard input: a trace as schedules/allocator/replay.py has it,
 // one integer a line. Settings come from PYTORCH_ALLOC_CONF (PYTORCH_CUDA_ALLOC_CONF before 2.10).
-// Output: peak allocated, peak reserved, reserved in the end, and the request that failed or -1.
+// Output: peak allocated, peak reserved, reserved in the end, how often the cache was emptied for room,
+// and the request that failed or -1.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/PeerToPeerAccess.h>
 
@@ -35,6 +36,7 @@ int main(int, char** arguments) {
   const auto said = allocator->getDeviceStats(0);
   const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   const auto& reserved = said.reserved_bytes[all];
-  std::printf("%lld %lld %lld %ld\n", (long long)said.allocated_bytes[all].peak,
-              (long long)reserved.peak, (long long)reserved.current, failed);
+  std::printf("%lld %lld %lld %lld %ld\n", (long long)said.allocated_bytes[all].peak,
+              (long long)reserved.peak, (long long)reserved.current,
+              (long long)said.num_alloc_retries, failed);
 }

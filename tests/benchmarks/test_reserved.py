@@ -1,0 +1,74 @@
+"""The benchmark of reserved bytes: its allocators, and its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.reserved.allocators import reserved_by, retries_within, stitched_bytes
+from benchmarks.reserved.table import one_budget_lines, share_lines
+from benchmarks.solvers import Results
+from remat.schedules.allocator.settings import MIB
+from remat.schedules.buffers import Buffers
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+from tests.graphs import UNLIMITED_BYTES
+from tests.solver.random_graphs import gpt_like
+
+GRAPH = gpt_like(3)
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    found = solve(GRAPH, UNLIMITED_BYTES, "chen_sqrt").schedule
+    assert found is not None
+    return found
+
+
+def test_an_arena_takes_the_peak_and_no_other_less(schedule: Schedule) -> None:
+    said = reserved_by(GRAPH, schedule)
+    assert said["arena"] == simulate(GRAPH, schedule).peak_bytes == min(said.values())
+    assert len(set(said.values())) > 2
+
+
+def test_stitched_memory_loses_what_rounding_to_chunks_adds() -> None:
+    apart = Buffers.of_arrays([3 * MIB, 5 * MIB, 9 * MIB], [0, 0, 1], [1, 2, 2])
+    assert stitched_bytes(apart) == (6 + 10) * MIB
+    small = Buffers.of_arrays([MIB, 3 * MIB], [0, 0], [1, 1])
+    assert stitched_bytes(small) == (2 + 4) * MIB
+
+
+def test_a_device_that_is_too_small_runs_out_and_one_that_is_tight_retries(
+    schedule: Schedule,
+) -> None:
+    said = reserved_by(GRAPH, schedule)
+    assert retries_within(GRAPH, schedule, said["arena"] - 1) == {
+        "expandable": None,
+        "default": None,
+    }
+    assert retries_within(GRAPH, schedule, said["default"])["default"] == 0
+    tight = [
+        retries_within(GRAPH, schedule, said["default"] - less * MIB)["default"]
+        for less in range(1, (said["default"] - said["arena"]) // MIB)
+    ]
+    assert any(retries is not None and retries > 0 for retries in tight)
+
+
+def test_the_tables_leave_out_what_is_resident(tmp_path: Path) -> None:
+    results = Results(tmp_path / "none.json")
+    results.graphs["net"] = {"peak_bytes": 100 * MIB, "resident_bytes": 20 * MIB}
+    made = {"cpu": "a CPU", "date": "2026-01-01", "time_limit_s": 1.0, "versions": {}}
+    plan = {
+        "overhead": 0.1, "peak_bytes": 60 * MIB,
+        "reserved_bytes": {"default": 80 * MIB, "expandable": 70 * MIB},
+    }  # fmt: skip
+    results.cells["net|50%"] = {**made, **plan}
+    results.cells["net|25%"] = {**made, "status": "infeasible"}
+    fitting = {"arena": {"percent_of_r": 98, **plan}}
+    results.cells["net|one budget"] = {**made, "r_bytes": 50 * MIB, "fitting": fitting}
+    assert share_lines(results)[-1] == "| net | 100 | 50 / 25 % | nothing fits |"
+    first, *others = one_budget_lines(results)[-1].split(" | ")[2:]
+    assert first == "10.00 % (98 %)"
+    assert others == [*["none found"] * 4, "none found |"]
