@@ -45,7 +45,7 @@ class Reserved(msgspec.Struct, frozen=True):
     Attributes
     ----------
     default : with the allocator as it is. expandable : with
-        ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
     """
 
     default: Taken
