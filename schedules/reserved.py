@@ -75,3 +75,17 @@ def taken_for(buffers: Buffers, settings: AllocatorSettings, n_steps: int = N_ST
         allocated_bytes=buffers.resident_bytes + found.peak_allocated_bytes,
         reserved_bytes=buffers.resident_bytes + found.peak_reserved_bytes,
     )
+
+
+def retries_within(
+    buffers: Buffers, settings: AllocatorSettings, device_bytes: int, n_steps: int = N_STEPS
+) -> int | None:
+    """How often the allocator of a device of that size is full, and gives back all that is free.
+
+    So a step runs where less is there than it would reserve, and waits for the device each time.
+    None where even so a request finds no memory: the step runs out of it.
+    """
+    left_bytes = device_bytes - buffers.resident_bytes
+    settings = msgspec.structs.replace(settings, capacity_bytes=left_bytes)
+    found = replay(trace_of_steps(buffers, n_steps), settings)
+    return found.n_retries if found.failed_request is None else None

@@ -25,7 +25,7 @@ from typing import Any
 import remat
 from benchmarks.cell import cpu_name, versions
 from benchmarks.graphs import peak_bytes
-from benchmarks.reserved.allocators import reserved_by, retries_within
+from benchmarks.reserved.allocators import reserved_by, retries_by
 from benchmarks.reserved.steps import STEPS, captured
 from benchmarks.reserved.table import DOCS, write_tables
 from benchmarks.solvers import Results
@@ -55,7 +55,7 @@ def one_budget_cell(name: str, limit_s: float) -> dict[str, Any]:
         if found.schedule is None:
             break
         said = figures(name, found)
-        retries = retries_within(graph, found.schedule, r_bytes)
+        retries = retries_by(graph, found.schedule, r_bytes)
         fits = {a: size_bytes <= r_bytes for a, size_bytes in said["reserved_bytes"].items()}
         fits |= {f"{a}, retrying": n is not None for a, n in retries.items()}
         for allocator in (a for a, is_fitting in fits.items() if is_fitting):

@@ -10,14 +10,12 @@ its favour.
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.allocator.replay import replay, trace_of_steps
 from remat.schedules.allocator.settings import MIB
 from remat.schedules.buffers import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, N_STEPS, taken_for
+from remat.schedules.reserved import DEFAULT, EXPANDABLE, retries_within, taken_for
 from remat.schedules.schedule import Schedule
 
 CHUNK_BYTES = 2 * MIB
@@ -35,20 +33,15 @@ def reserved_by(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     }
 
 
-def retries_within(
+def retries_by(
     graph: TrainingGraph, schedule: Schedule, device_bytes: int
 ) -> dict[str, int | None]:
-    """How often torch's allocator empties its cache for room in three steps on such a device.
-
-    None where it runs out of memory all the same.
-    """
+    """Retries of torch's allocators in three steps on such a device; None where it runs out."""
     buffers = buffers_of(graph, schedule)
-    capacity_bytes, found = device_bytes - buffers.resident_bytes, dict[str, int | None]()
-    for name, usual in (("expandable", EXPANDABLE), ("default", DEFAULT)):
-        settings = msgspec.structs.replace(usual, capacity_bytes=capacity_bytes)
-        said = replay(trace_of_steps(buffers, N_STEPS), settings)
-        found[name] = said.n_retries if said.failed_request is None else None
-    return found
+    return {
+        "expandable": retries_within(buffers, EXPANDABLE, device_bytes),
+        "default": retries_within(buffers, DEFAULT, device_bytes),
+    }
 
 
 def stitched_bytes(buffers: Buffers) -> int:

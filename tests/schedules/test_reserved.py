@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import msgspec
@@ -13,7 +14,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.allocator.settings import MIB, AllocatorSettings
 from remat.schedules.buffers import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, reserved_of, taken_for
+from remat.schedules.reserved import DEFAULT, EXPANDABLE, reserved_of, retries_within, taken_for
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from tests.schedules.conftest import Planned
@@ -91,6 +92,21 @@ def test_recomputation_in_another_order_fragments_what_expandable_segments_join(
     assert buffers.load_bytes == 60 * MIB
     assert taken_for(buffers, DEFAULT).reserved_bytes == (16 * n + 60) * MIB
     assert taken_for(buffers, EXPANDABLE).reserved_bytes == 60 * MIB
+
+
+def test_a_tight_device_gives_back_what_is_free_and_a_smaller_one_runs_out() -> None:
+    n = 4
+    buffers = Buffers.of_arrays(
+        [15 * MIB] * n + [20 * MIB] * 3, [0] * n + [1] * 3, [1] * n + [2] * 3
+    )
+    resident = dataclasses.replace(buffers, resident_bytes=5 * MIB)
+    assert retries_within(resident, DEFAULT, (16 * n + 60 + 5) * MIB) == 0
+    # The first step gives its four segments back. In the second, 15 MiB cut up each of the three
+    # that came for them, and the last 15 MiB need a fourth.
+    assert retries_within(resident, DEFAULT, (60 + 16 + 5) * MIB) == 1
+    assert retries_within(resident, DEFAULT, (60 + 15 + 5) * MIB) is None
+    assert retries_within(resident, EXPANDABLE, (60 + 5) * MIB) == 0
+    assert retries_within(resident, EXPANDABLE, (60 + 4) * MIB) is None
 
 
 def test_other_settings_can_be_asked_for() -> None:
