@@ -10,7 +10,7 @@ import torch
 
 import remat
 from benchmarks.networks.catalogue import NETWORKS
-from examples import resnet
+from examples import llama, resnet
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.graph import TrainingGraph
 
@@ -30,6 +30,7 @@ STEPS: dict[str, Callable[[], dict[str, Any]]] = {
     "resnet (example)": resnet.factory,
     "moe": NETWORKS["moe"],
     "lstm": NETWORKS["lstm"],
+    "Llama 3 8B (example)": llama.factory,
 }
 
 

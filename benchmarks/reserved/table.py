@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.solver_table import head, made_on, percent, replaced, row
+from benchmarks.solver_table import head, made_on, replaced, row
 from benchmarks.solvers import Results
 
 DOCS = Path(__file__).parents[2] / "docs" / "reserved.md"
@@ -62,7 +62,7 @@ def one_budget_lines(results: Results) -> list[str]:
 def _overhead(plan: dict[str, Any] | None) -> str:
     if plan is None:
         return "none found"
-    return f"{percent(plan['overhead'])} ({plan['percent_of_r']} %)"
+    return f"{100 * plan['overhead']:.1f} % ({plan['percent_of_r']} %)"
 
 
 def _questions(results: Results) -> list[str]:

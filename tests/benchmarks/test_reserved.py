@@ -61,5 +61,5 @@ def test_the_tables_leave_out_what_is_resident(tmp_path: Path) -> None:
     results.cells["net|one budget"] = {**made, "r_bytes": 50 * MIB, "fitting": fitting}
     assert share_lines(results)[-1] == "| net | 100 | 50 / 25 % | nothing fits |"
     first, *others = one_budget_lines(results)[-1].split(" | ")[2:]
-    assert first == "10.00 % (98 %)"
+    assert first == "10.0 % (98 %)"
     assert others == [*["none found"] * 4, "none found |"]
