@@ -1,4 +1,4 @@
-"""The tables of docs/reserved.md, between `<!-- shares -->` and `<!-- one_budget -->`."""
+"""The tables of docs/reserved.md, between `<!-- shares -->` and the like."""
 
 from __future__ import annotations
 
@@ -63,6 +63,27 @@ def _overhead(plan: dict[str, Any] | None) -> str:
     if plan is None:
         return "none found"
     return f"{100 * plan['overhead']:.1f} % ({plan['percent_of_r']} %)"
+
+
+def write_recorded(rows: list[dict[str, Any]], made: dict[str, Any], docs: Path = DOCS) -> None:
+    """The table of predicted and recorded steps."""
+    text = docs.read_text(encoding="utf-8")
+    docs.write_text(replaced(text, "recorded", recorded_lines(rows, made)), encoding="utf-8")
+
+
+def recorded_lines(rows: list[dict[str, Any]], made: dict[str, Any]) -> list[str]:
+    """One row a step: bytes live at most, and reserved in both settings."""
+    columns = ("live", "default", "expandable")
+    lines = [f"{made['cpu']}. torch {made['versions']['torch']}. {made['date']}.", ""]
+    lines += head(["step", "plan", *columns])
+    for said in rows:
+        pairs = (f"{_mib(said[c]['predicted'])} | {_mib(said[c]['recorded'])}" for c in columns)
+        lines.append(row([said["step"], said["plan"], *(p.replace("|", "\\|") for p in pairs)]))
+    return lines
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:.1f}"
 
 
 def _questions(results: Results) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.reserved.allocators import reserved_by, retries_by, stitched_bytes
-from benchmarks.reserved.table import one_budget_lines, share_lines
+from benchmarks.reserved.recorded import recorded, several
+from benchmarks.reserved.table import one_budget_lines, recorded_lines, share_lines
 from benchmarks.solvers import Results
 from remat.schedules.allocator.settings import MIB
 from remat.schedules.buffers import Buffers
@@ -45,6 +47,29 @@ def test_torchs_allocators_retry_on_a_device_of_their_own(schedule: Schedule) ->
     assert retries_by(GRAPH, schedule, said["arena"] - 1) == {"expandable": None, "default": None}
     most_bytes = max(said.values())
     assert retries_by(GRAPH, schedule, most_bytes) == {"expandable": 0, "default": 0}
+
+
+def test_what_a_run_allocates_is_recorded_with_its_frees() -> None:
+    def run() -> torch.Tensor:
+        first = torch.empty(1000, dtype=torch.uint8)
+        second = torch.empty(2000, dtype=torch.uint8)
+        del first
+        third = torch.empty(3000, dtype=torch.uint8)
+        return torch.cat([second, third])
+
+    trace = recorded(run)
+    assert trace == [1000, 2000, ~0, 3000, 5000, ~2, ~1, ~3] or trace == [
+        1000, 2000, ~0, 3000, 5000, ~1, ~2, ~3,
+    ]  # fmt: skip
+    assert several([10, 20, ~0, ~1], 2) == [10, 20, ~0, ~1, 10, 20, ~2, ~3]
+
+
+def test_predicted_and_recorded_stand_side_by_side() -> None:
+    pair = {"predicted": 3 * MIB, "recorded": 2 * MIB}
+    said = {"step": "net", "plan": "60%", "live": pair, "default": pair, "expandable": pair}
+    made = {"cpu": "a CPU", "versions": {"torch": "2"}, "date": "2026-01-01"}
+    cells = recorded_lines([said], made)[-1].replace(r"\|", "/").split(" | ")
+    assert cells == ["| net", "60%", "3.0 / 2.0", "3.0 / 2.0", "3.0 / 2.0 |"]
 
 
 def test_the_tables_leave_out_what_is_resident(tmp_path: Path) -> None:
