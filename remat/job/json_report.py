@@ -38,6 +38,7 @@ def report_json(report: Report) -> dict[str, Any]:
         **again_json(result, report.again),
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
+        "shortage": report.shortage,
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }

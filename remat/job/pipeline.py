@@ -17,7 +17,7 @@ from remat.job.request import Request
 from remat.job.stopwatch import Stopwatch
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
-from remat.questions.reserved import reserved_beside
+from remat.questions.reserved import reserved_beside, shortage_text
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -67,7 +67,11 @@ class RunsAgain:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `remat run` found out; `unchecked` says why a plan for this machine was not run."""
+    """All that `remat run` found out.
+
+    `unchecked` says why a plan for this machine was not run, `shortage` what becomes of one that
+    would reserve more than the device has.
+    """
 
     graph: TrainingGraph
     result: Result
@@ -78,6 +82,7 @@ class Report:
     check: Check | None = None
     recipe: Recipe | None = None
     unchecked: str = ""
+    shortage: str = ""
 
     @property
     def failures(self) -> list[str]:
@@ -180,6 +185,7 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
     report = replace(
         report, rows=(*rows, _row(graph, "this plan", result)), recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
+        shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
     if not request.is_run_here:
         return report

@@ -61,10 +61,11 @@ def _verdict(report: Report) -> Table:
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
     if report.simulation:
         table.add_row("peak held by", _held(graph, report.simulation))
-    _add_predicted_reserved(table, report.rows)
+    _add_reserved(table, report.rows)
+    if report.shortage:
+        table.add_row("advice", Text(report.shortage))
     if report.check:
         table.add_row("equal", equal_text(report.check))
-        _add_reserved(table, report.rows)
         for advice in advice_of(report.check, result.budget_bytes):
             table.add_row("advice", Text(advice))
     if report.unchecked:
@@ -79,20 +80,16 @@ def _verdict(report: Report) -> Table:
     return table
 
 
-def _add_predicted_reserved(table: Table, rows: Iterable[Row]) -> None:
-    """What the allocator of a CUDA device will hold for the plan, and for the unmodified step."""
-    known = {row.name: row.reserved for row in rows}
-    plan = known.get("this plan")
-    if plan is not None:
-        table.add_row("reserved", reserved_text(plan, known["unmodified"]))
-
-
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
-    """What the allocator held at each peak, where it holds more than it gives out."""
-    known = [(row.name, row.reserved_bytes) for row in rows if row.reserved_bytes is not None]
-    if known:
-        said = ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in known)
-        table.add_row("", f"measured: {said}")
+    """What the allocator of a CUDA device will hold, and what it held beside each peak."""
+    known = {row.name: row for row in rows}
+    plan, without = known.get("this plan"), known["unmodified"].reserved
+    if plan is not None and plan.reserved is not None:
+        table.add_row("reserved", reserved_text(plan.reserved, without))
+    measured = [(row.name, row.reserved_bytes) for row in known.values()]
+    said = [f"{name} {bytes_text(held)}" for name, held in measured if held is not None]
+    if said:
+        table.add_row("", f"measured: {', '.join(said)}")
 
 
 def _add_again(table: Table, result: Result, again: RunsAgain) -> None:

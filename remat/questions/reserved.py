@@ -6,12 +6,25 @@ A budget bounds what is allocated. What runs out is what is reserved: see docs/r
 from __future__ import annotations
 
 from remat.budgets import unmodified
+from remat.checks import EXPANDABLE_CONF
 from remat.formats import bytes_text
-from remat.graph_capture.devices.device_table import has_cuda_allocator
+from remat.graph_capture.devices.device_table import (
+    has_cuda_allocator,
+    is_in_table,
+    modelled_device,
+)
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
-from remat.schedules.reserved import Reserved, reserved_of
+from remat.schedules.buffers import buffers_of
+from remat.schedules.reserved import (
+    DEFAULT,
+    EXPANDABLE,
+    N_STEPS,
+    Reserved,
+    reserved_of,
+    retries_within,
+)
 from remat.schedules.schedule import Schedule
 from remat.solver.result import Result
 
@@ -54,6 +67,26 @@ def reserved_beside(graph: TrainingGraph, result: Result) -> Reserved | None:
     if result.schedule is None or not has_cuda_allocator(graph.device):
         return None
     return reserved_of(graph, result.schedule)
+
+
+def shortage_text(graph: TrainingGraph, schedule: Schedule) -> str:
+    """What becomes of a plan that would reserve more than a device of the table has; else empty."""
+    if not is_in_table(graph.device):
+        return ""
+    device_bytes = modelled_device(graph.device).memory_bytes
+    if reserved_of(graph, schedule).default.reserved_bytes <= device_bytes:
+        return ""
+    buffers = buffers_of(graph, schedule)
+    retries = retries_within(buffers, DEFAULT, device_bytes)
+    comes = (
+        "a step runs out of memory"
+        if retries is None
+        else f"the allocator gives memory back {retries} times in {N_STEPS} steps, and waits"
+    )
+    then = retries_within(buffers, EXPANDABLE, device_bytes)
+    is_better = then is not None and (retries is None or then < retries)
+    way_out = f"start with {EXPANDABLE_CONF}" if is_better else "take a smaller budget"
+    return f"on the {bytes_text(device_bytes)} of {graph.device}, {comes}: {way_out}"
 
 
 def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:

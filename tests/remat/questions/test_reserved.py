@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 import remat
 from remat.budgets import unmodified
+from remat.graph_capture.devices.device_table import GB, Device, device_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.reserved import reserved_beside, reserved_text
+from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
 from tests.limits import AMPLE_S
 from tests.solver.random_graphs import gpt_like
@@ -47,6 +50,28 @@ def test_where_nothing_fits_there_is_nothing_to_predict(graph: TrainingGraph) ->
     assert reserved_beside(graph, lost) is None
     with pytest.raises(remat.RematError, match="is below"):
         remat.predict_reserved(graph, lost)
+
+
+def test_a_plan_that_reserves_more_than_the_device_has_is_told_so(graph: TrainingGraph) -> None:
+    schedule = unmodified(graph).schedule
+    assert schedule is not None
+    said = reserved_of(graph, schedule)
+    assert said.default.reserved_bytes > said.expandable.reserved_bytes
+    assert shortage_text(graph, schedule) == ""
+
+    def told(device_bytes: int) -> str:
+        device = Device("a GPU", device_bytes / GB, 1.0, 1.0, {"float32": 1.0}, "")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(device_table().devices, "h100", device)
+            return shortage_text(graph, schedule)
+
+    assert told(said.default.reserved_bytes) == ""
+    tight = told(said.expandable.reserved_bytes)
+    assert re.search(r"MiB of h100, .* times in 3 steps, and waits: start with PYTORCH_CUDA", tight)
+    short = told(unmodified(graph).peak_bytes - 1)
+    assert "a step runs out of memory: take a smaller budget" in short
+    on_cuda = msgspec.structs.replace(graph, device="cuda")
+    assert shortage_text(on_cuda, schedule) == ""
 
 
 def test_the_text_has_both_settings_and_the_unmodified_step() -> None:
