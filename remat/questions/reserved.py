@@ -78,15 +78,18 @@ def shortage_text(graph: TrainingGraph, schedule: Schedule) -> str:
         return ""
     buffers = buffers_of(graph, schedule)
     retries = retries_within(buffers, DEFAULT, device_bytes)
-    comes = (
-        "a step runs out of memory"
-        if retries is None
-        else f"the allocator gives memory back {retries} times in {N_STEPS} steps, and waits"
-    )
-    then = retries_within(buffers, EXPANDABLE, device_bytes)
-    is_better = then is not None and (retries is None or then < retries)
-    way_out = f"start with {EXPANDABLE_CONF}" if is_better else "take a smaller budget"
-    return f"on the {bytes_text(device_bytes)} of {graph.device}, {comes}: {way_out}"
+    better = retries_within(buffers, EXPANDABLE, device_bytes)
+    said = f"on the {bytes_text(device_bytes)} of {graph.device}, {_outcome_text(retries)}"
+    if better is None or (retries is not None and better >= retries):
+        return f"{said}: take a smaller budget"
+    said = f"{said}: start with {EXPANDABLE_CONF}"
+    return f"{said}, and {_outcome_text(better)}" if better else said
+
+
+def _outcome_text(retries: int | None) -> str:
+    if retries is None:
+        return "a step runs out of memory"
+    return f"the allocator gives memory back {retries} times in {N_STEPS} steps, and waits"
 
 
 def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:
