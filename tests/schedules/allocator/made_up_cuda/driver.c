@@ -13,13 +13,15 @@ void made_up_give_back(size_t bytes);
 
 static uint64_t next_range = 1ull << 52;
 
-static int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t alignment, uint64_t wanted, unsigned long long flags) {
+static int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t alignment, uint64_t wanted,
+                               unsigned long long flags) {
   *address = next_range;
   next_range += (bytes / RANGE_BYTES + 2) * RANGE_BYTES;
   return 0;
 }
 
-static int cuMemCreate(unsigned long long* handle, size_t bytes, const void* properties, unsigned long long flags) {
+static int cuMemCreate(unsigned long long* handle, size_t bytes, const void* properties,
+                       unsigned long long flags) {
   if (!made_up_take(bytes)) return OUT_OF_MEMORY;
   size_t* size = malloc(sizeof *size);
   *size = bytes;
@@ -67,7 +69,8 @@ static const struct { const char* name; void* function; } known[] = {
     {"cuGetErrorString", cuGetErrorString},
 };
 
-int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long flags, int* found) {
+int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                     unsigned long long flags, int* found) {
   if (found) *found = 0;  // cudaDriverEntryPointSuccess
   *function = done;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)

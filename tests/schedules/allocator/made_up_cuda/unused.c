@@ -21,7 +21,11 @@ DONE(cudaStreamWaitEvent)
 DONE(cudaThreadExchangeStreamCaptureMode)
 
 // Said and refused, so that a release of torch that comes to need one is noticed.
-#define REFUSED(name) int name(void) { fprintf(stderr, "the made-up runtime has no %s\n", #name); return NOT_SUPPORTED; }
+#define REFUSED(name) int name(void) { return refused(#name); }
+static int refused(const char* name) {
+  fprintf(stderr, "the made-up runtime has no %s\n", name);
+  return NOT_SUPPORTED;
+}
 REFUSED(cudaDeviceCanAccessPeer)
 REFUSED(cudaDeviceGetDefaultMemPool)
 REFUSED(cudaDeviceGetGraphMemAttribute)
