@@ -105,7 +105,7 @@ def solved(name: str, solver: str, budget_bytes: int, time_limit_s: float) -> di
         "solver_memory_bytes": memory_bytes(),
         "memory_before_bytes": before_bytes,
         "message": result.message,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
         "cpu": cpu_name(),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -123,7 +123,8 @@ def _options(text: str) -> dict[str, Any]:
     return found
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages whose releases a solve depends on."""
     return {name: importlib.metadata.version(name) for name in (*PACKAGES, "remat")}
 
 

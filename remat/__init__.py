@@ -18,6 +18,7 @@ from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import Plan
+from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from remat.questions.inspection import Inspection
     from remat.questions.layer_checkpoints import EveryNth, every_n_layers
     from remat.questions.report import report
+    from remat.questions.reserved import predict_reserved
     from remat.questions.sweep import sweep
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
@@ -69,6 +71,7 @@ __all__ = [
     "Price",
     "Profile",
     "RematError",
+    "Reserved",
     "Result",
     "Schedule",
     "Sharding",
@@ -90,6 +93,7 @@ __all__ = [
     "plan_cache",
     "plan_of",
     "plans_of",
+    "predict_reserved",
     "price_of_gib",
     "profile",
     "read_plan",
@@ -136,6 +140,7 @@ _LAZY = {
     "PlanCache": "remat.several_shapes",
     "plan_cache": "remat.several_shapes",
     "plans_of": "remat.several_shapes",
+    "predict_reserved": "remat.questions.reserved",
     "price_of_gib": "remat.solver.budgets.worth",
     "profile": "remat.graph_capture.prices.profiling",
     "read_plan": "remat.rewriter.plans.archive",

@@ -22,7 +22,7 @@ CHECKED = ("outputs", "gradients", "buffers", "rng")
 """What has to be equal to eager's, to the bit."""
 FRAGMENTED = 0.10
 """Share of the peak that an allocator may hold beside it before the user is told."""
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
     if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
         said.append(
             f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "
-            f"that are larger than what is asked for: start with {EXPANDABLE}"
+            f"that are larger than what is asked for: start with {EXPANDABLE_CONF}"
         )
     reserved_bytes = check.plan_reserved_bytes or 0
     if reserved_bytes > (1 + FRAGMENTED) * check.plan_peak_bytes:
         said.append(
             f"the allocator reserves {bytes_text(reserved_bytes)} for a peak of "
-            f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE}"
+            f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE_CONF}"
         )
     if check.unsteady:
         said.append(

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.graph_rules import MOST_BYTES
+from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Schedule
 from remat.schedules.simulate import simulate
 
@@ -129,6 +130,7 @@ def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     ------
     ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
     """
+    graph = as_planned(graph, schedule)
     simulate(graph, schedule)
     return _Walk(graph).run(schedule)
 

@@ -131,6 +131,11 @@ def is_cuda(name: str) -> bool:
     return name.partition(":")[0] == CUDA
 
 
+def has_cuda_allocator(name: str) -> bool:
+    """Whether torch's CUDA caching allocator serves the device: all of the table are NVIDIA's."""
+    return is_cuda(name) or is_in_table(name)
+
+
 def check_device(name: str) -> None:
     """Raise `DeviceError` if `name` cannot be planned for."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -166,7 +171,8 @@ def _check_cuda(name: str) -> None:
 
 def rounded(size_bytes: int) -> int:
     """Bytes that the CUDA caching allocator takes where `size_bytes` are asked for."""
-    # Blocks above 1 MiB may be larger, by up to 1 MiB each. That is not predicted.
+    # Blocks above 1 MiB may be larger, by up to 1 MiB each. `predict_reserved` counts
+    # that, and a plan's peak does not.
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 

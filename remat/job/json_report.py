@@ -11,6 +11,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.questions.pieces import pieces_of
+from remat.questions.reserved import reserved_beside
 from remat.schedules.simulate import overhead_of
 from remat.solver.result import Result
 
@@ -39,6 +40,7 @@ def report_json(report: Report) -> dict[str, Any]:
         **again_json(result, report.again),
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
+        "shortage": report.shortage,
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }
@@ -51,6 +53,7 @@ def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[
     """The object that ``remat solve --json`` prints."""
     said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
     said |= {"bound": bound_json(graph, result)} | again_json(result, again)
+    said |= {"predicted_reserved": msgspec.to_builtins(reserved_beside(graph, result))}
     return said if result.schedule else said | infeasible_json(result)
 
 
@@ -121,6 +124,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     return {
         "predicted_peak_bytes": row.peak_bytes,
         "measured_peak_bytes": row.measured_peak_bytes,
+        "predicted_reserved": msgspec.to_builtins(row.reserved),
         "reserved_bytes": row.reserved_bytes,
         "predicted_step_us": row.time_us,
         "measured_step_us": row.measured_step_us,

@@ -17,6 +17,8 @@ from remat.job.request import Request
 from remat.job.stopwatch import Stopwatch
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
+from remat.questions.reserved import reserved_beside, shortage_text
+from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.kept import Kind, kinds_of
@@ -31,12 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule, predicted and, where it was run, measured."""
+    """One schedule, predicted and, where it was run, measured.
+
+    `reserved` is what the allocator of a CUDA device is predicted to take, None on a CPU;
+    `reserved_bytes` is what it was seen to hold.
+    """
 
     name: str
     peak_bytes: int
     time_us: float
     overhead: float
+    reserved: Reserved | None = None
     measured_peak_bytes: int | None = None
     measured_step_us: float | None = None
     measured_overhead: float | None = None
@@ -60,7 +67,11 @@ class RunsAgain:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `remat run` found out; `unchecked` says why a plan for this machine was not run."""
+    """All that `remat run` found out.
+
+    `unchecked` says why a plan for this machine was not run, `shortage` what becomes of one that
+    would reserve more than the device has.
+    """
 
     graph: TrainingGraph
     result: Result
@@ -71,6 +82,7 @@ class Report:
     check: Check | None = None
     recipe: Recipe | None = None
     unchecked: str = ""
+    shortage: str = ""
 
     @property
     def failures(self) -> list[str]:
@@ -165,14 +177,15 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
     chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
-    rows = _row("unmodified", unmodified(graph)), _row("chen_sqrt", chen)
+    rows = _row(graph, "unmodified", unmodified(graph)), _row(graph, "chen_sqrt", chen)
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
         return report
     report = replace(
-        report, rows=(*rows, _row("this plan", result)), recipe=traced.recipe,
+        report, rows=(*rows, _row(graph, "this plan", result)), recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
+        shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
     if not request.is_run_here:
         return report
@@ -185,8 +198,9 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
     return replace(report, rows=_rows_as_run(report.rows, checked, compared), check=checked)
 
 
-def _row(name: str, result: Result) -> Row:
-    return Row(name, result.peak_bytes, result.time_us, result.overhead)
+def _row(graph: TrainingGraph, name: str, result: Result) -> Row:
+    reserved = reserved_beside(graph, result)
+    return Row(name, result.peak_bytes, result.time_us, result.overhead, reserved)
 
 
 def _rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:

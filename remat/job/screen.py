@@ -15,6 +15,7 @@ from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.questions.pieces import pieces_of
+from remat.questions.reserved import reserved_beside, reserved_text
 from remat.questions.tables import plain_table, prices_text
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
@@ -63,9 +64,11 @@ def _verdict(report: Report) -> Table:
     table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
+    _add_reserved(table, report.rows)
+    if report.shortage:
+        table.add_row("advice", Text(report.shortage))
     if report.check:
         table.add_row("equal", equal_text(report.check))
-        _add_reserved(table, report.rows)
         for advice in advice_of(report.check, result.budget_bytes):
             table.add_row("advice", Text(advice))
     if report.unchecked:
@@ -82,11 +85,15 @@ def _verdict(report: Report) -> Table:
 
 
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
-    """What the allocator held at each peak, where it holds more than it gives out."""
-    known = [(row.name, row.reserved_bytes) for row in rows if row.reserved_bytes is not None]
-    if known:
-        said = ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in known)
-        table.add_row("reserved", said)
+    """What the allocator of a CUDA device will hold, and what it held beside each peak."""
+    known = {row.name: row for row in rows}
+    plan, without = known.get("this plan"), known["unmodified"].reserved
+    if plan is not None and plan.reserved is not None:
+        table.add_row("reserved", reserved_text(plan.reserved, without))
+    measured = [(row.name, row.reserved_bytes) for row in known.values()]
+    said = [f"{name} {bytes_text(held)}" for name, held in measured if held is not None]
+    if said:
+        table.add_row("", f"measured: {', '.join(said)}")
 
 
 def _add_pieces(table: Table, graph: TrainingGraph, result: Result) -> None:
@@ -173,6 +180,9 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
     _add_pieces(table, graph, result)
+    reserved = reserved_beside(graph, result)
+    if reserved is not None:
+        table.add_row("reserved", reserved_text(reserved))
     _add_again(table, result, again)
     _add_prices(table, graph)
     if result.message:

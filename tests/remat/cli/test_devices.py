@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_run_plans_for_a_device_that_is_not_here_and_says_so(remat: Remat) -> No
     assert "for NVIDIA H100 SXM5, 80 GB, at peak rates" in shown
     assert "nothing was run" in shown
     assert "bit-identical" not in shown
+    assert re.search(r"reserved [\d.]+ MiB predicted \(expandable [\d.]+ MiB\), unmodified", shown)
 
 
 def test_json_names_the_device_and_measures_nothing(remat: Remat) -> None:
@@ -30,6 +32,10 @@ def test_json_names_the_device_and_measures_nothing(remat: Remat) -> None:
     assert said["budget_bytes"] == 21_600_000_000
     assert said["check"] is None
     assert said["plan"]["measured_peak_bytes"] is None
+    for row in ("baseline", "chen_sqrt", "plan"):
+        for taken in said[row]["predicted_reserved"].values():
+            assert said[row]["predicted_peak_bytes"] <= taken["allocated_bytes"]
+            assert taken["allocated_bytes"] <= taken["reserved_bytes"]
 
 
 def test_a_kept_graph_remembers_its_device(remat: Remat, tmp_path: Path) -> None:
@@ -37,7 +43,10 @@ def test_a_kept_graph_remembers_its_device(remat: Remat, tmp_path: Path) -> None
     assert remat("capture", remat.gpt, "--device", "a100-40gb", "-o", graph).exit_code == 0
     said = json.loads(remat("solve", graph, "--budget", "auto", *QUICK, "--json").stdout)
     assert said["budget_bytes"] == 36_000_000_000
-    assert "for NVIDIA A100" in remat("solve", graph, *QUICK, columns=200).stdout
+    assert set(said["predicted_reserved"]) == {"default", "expandable"}
+    shown = remat("solve", graph, *QUICK, columns=200).stdout
+    assert "for NVIDIA A100" in shown
+    assert "MiB predicted (expandable " in shown
 
 
 @pytest.mark.parametrize("verb", ["run", "capture", "solve", "sweep", "inspect"])
@@ -73,6 +82,7 @@ def test_a_cpu_reserves_nothing_and_needs_no_advice(remat: Remat) -> None:
     said = json.loads(remat("run", remat.gpt, "--budget", "70%", *QUICK, "--json").stdout)
     assert said["plan"]["measured_peak_bytes"] > 0
     assert said["plan"]["reserved_bytes"] is None
+    assert said["plan"]["predicted_reserved"] is None
     assert (said["check"]["advice"], said["check"]["unsteady"]) == ([], [])
 
 

@@ -1,0 +1,1 @@
+"""What plans reserve of a device, by allocator, and what overhead that costs."""

@@ -1,0 +1,1 @@
+"""What torch's CUDA caching allocator takes from a device, replayed without one."""

@@ -1,0 +1,49 @@
+"""The screen of a run: reserved bytes, predicted and measured, and advice where they are short."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from rich.console import Console
+
+from remat.budgets import unmodified
+from remat.job.pipeline import Report, Row, RunsAgain
+from remat.job.screen import show_run
+from remat.schedules.reserved import Reserved, Taken
+from tests.solver.random_graphs import chain
+
+GIB = 1 << 30
+
+
+def shown(device: str, *, is_measured: bool, shortage: str = "") -> str:
+    graph = msgspec.structs.replace(chain(4), device=device)
+    said = Reserved(Taken(GIB, 2 * GIB), Taken(GIB, GIB)) if device != "cpu" else None
+    measured = 3 * GIB if is_measured else None
+    rows = tuple(
+        Row(name, GIB, 1.0, 0.0, said, reserved_bytes=measured)
+        for name in ("unmodified", "chen_sqrt", "this plan")
+    )
+    result = unmodified(graph)
+    report = Report(graph, result, rows, {}, RunsAgain((), None), shortage=shortage)
+    text = io.StringIO()
+    show_run(Console(file=text, width=200), report)
+    return " ".join(text.getvalue().split())
+
+
+def test_a_device_that_is_not_here_has_predictions_and_advice() -> None:
+    text = shown("h100", is_measured=False, shortage="a step runs out of memory")
+    predicted = "2.00 GiB predicted (expandable 1.00 GiB)"
+    assert f"reserved {predicted}, unmodified 2.00 GiB (expandable 1.00 GiB) " in text
+    assert "advice a step runs out of memory" in text
+    assert "measured: " not in text
+
+
+def test_what_was_measured_stands_below_what_was_predicted() -> None:
+    text = shown("cuda", is_measured=True)
+    measured = "measured: unmodified 3.00 GiB, chen_sqrt 3.00 GiB, this plan 3.00 GiB"
+    assert f"(expandable 1.00 GiB) {measured}" in text
+
+
+def test_a_cpu_reserves_nothing() -> None:
+    assert "reserved" not in shown("cpu", is_measured=False)
