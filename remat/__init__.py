@@ -18,7 +18,6 @@ from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import Plan
-from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
+    from remat.schedules.reserved import Reserved
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
     from remat.solver.budgets.price import GibPrice as Price
@@ -146,6 +146,7 @@ _LAZY = {
     "read_plan": "remat.rewriter.plans.archive",
     "rematerialize": "remat.one_call",
     "report": "remat.questions.report",
+    "Reserved": "remat.schedules.reserved",
     "Result": "remat.solver.result",
     "rewrite": "remat.rewriter.rewriting",
     "save_plan": "remat.rewriter.plans.archive",
