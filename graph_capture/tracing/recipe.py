@@ -36,6 +36,7 @@ class Recipe:
         CPU's are.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
+    hand_over : whether gradients are handed over as they are made, see `gradients/deliveries.py`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Recipe:
     device: str = CPU
     flags: Flags | None = None
     float_inputs: tuple[tuple[str, float], ...] = ()
+    hand_over: bool = False
 
     @property
     def is_modelled(self) -> bool:

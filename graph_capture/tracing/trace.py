@@ -35,6 +35,7 @@ from remat.graph_capture.float_inputs.arguments import Probe
 from remat.graph_capture.float_inputs.inputs import FloatInputs, FloatPlace, named_places
 from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
+from remat.graph_capture.gradients.deliveries import can_hand_over
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.checking_ops import checks_kept
@@ -130,6 +131,7 @@ def trace(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     float_inputs: Sequence[str] = (),
+    hand_over: bool | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -145,6 +147,8 @@ def trace(
     sharding : over ranks. It counts for what is resident on one of them.
     float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
+    hand_over : whether gradients are handed over as they are made. None does so where they are
+        accumulated on one rank: wrappers for several take gradients in their own way.
 
     Raises
     ------
@@ -174,6 +178,7 @@ def trace(
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
+        hand_over=accumulate and sharding.kind == "none" if hand_over is None else hand_over,
     )
     done = trace_recipe(model, recipe)
     keep_recipe(model, done.graph.hash, done.recipe)
@@ -335,6 +340,8 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
             place = provenance.module_of(error)
             raise refusal(error, model, place, step.known.read) from error
     _refuse_no_backward(model, descriptors)
+    if recipe.hand_over and not can_hand_over(descriptors._aot_state.fw_metadata):
+        recipe = dataclasses.replace(recipe, hand_over=False)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)
@@ -349,6 +356,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
         recipe.name,
         recipe.resident,
         step.repeats.gradients() if step.repeats else None,
+        recipe.hand_over,
         **recipe.facts(),
     )
     sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)

@@ -18,6 +18,7 @@ from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
+from remat.rewriter.handing_over import Running
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.plan import Prediction
@@ -80,6 +81,10 @@ class RematModule(SharedState, fx.GraphModule):
             raise StateChangedError(unlike)
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
+        running: Running | None = None
+        if step.handing:
+            passed, running = step.handing.through_gates([*used, *leaves])
+            used, batch = passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :])
         output = step.results(*used, *batch)
         if step.carried:
             output, tensors = output
@@ -88,7 +93,7 @@ class RematModule(SharedState, fx.GraphModule):
             one.put()
         inputs = [*state, *leaves]
         BackwardGuards(
-            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward
+            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward, running
         ).watch(output)
         return output
 
