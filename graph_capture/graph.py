@@ -22,6 +22,8 @@ from remat.graph_capture.graph_rules import check_graph
 SCHEMA_VERSION = 1
 KEPT = "kept by"
 """How `Op.pinned` begins where only the user wants that the op does not run twice."""
+DELIVER = "remat.deliver"
+"""The op that hands over gradients where they are added to those of earlier batches."""
 
 Phase = Literal["forward", "backward"]
 Origin = Literal["unpriced", "measured", "modelled", "estimated"]

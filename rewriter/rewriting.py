@@ -146,7 +146,9 @@ def _trace_for(
     target: Any,
 ) -> Trace:
     if args is not None or kwargs is not None:
-        return tracing.trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
+        return tracing.trace(
+            model, args or (), kwargs, loss_fn=loss_fn, target=target, hand_over=schedule.hands_over
+        )
     recipe = recipe_for(model, schedule.graph_hash)
     if recipe is None:
         raise RewriteError(

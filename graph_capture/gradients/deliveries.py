@@ -16,10 +16,9 @@ from typing import Any
 from torch import fx
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
-from remat.graph_capture.graph import Op, Value
+from remat.graph_capture.graph import DELIVER, Op, Value
 from remat.graph_capture.joint.values import Values
 
-DELIVER = "remat.deliver"
 PARTS = 1024
 """Gradients wait for others until they are this part of all: each delivery costs a call."""
 

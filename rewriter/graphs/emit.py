@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
-from remat.graph_capture.gradients.deliveries import DELIVER
-from remat.graph_capture.graph import Op
+from remat.graph_capture.graph import DELIVER, Op
 from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.joint.collectives import is_wait, waits_for
@@ -130,7 +129,7 @@ class EagerEmitter(Emitter[Joint]):
 
     def _hand_over(self, op: Op) -> None:
         """Note the gradients, and mark in the graph that they are final here."""
-        places = self.gradients.deliveries[op.name]
+        places = self.joint.deliveries[op.name]
         results: Any = self.joint.module.graph.output_node().args[0]
         own = results[self.joint.num_forward_outputs :]
         self.handed |= {place: self.resolve(own[place]) for place in places}

@@ -188,4 +188,5 @@ def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe
         autocast=autocast_state(),
         device=device,
         flags=(plan.told_compiling, plan.told_exporting),
+        hand_over=plan.schedule.hands_over,
     )
