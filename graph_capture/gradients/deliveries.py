@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMe
 from remat.graph_capture.graph import DELIVER, Op, Value
 from remat.graph_capture.joint.values import Values
 
-PARTS = 1024
+PARTS = 256
 """Gradients wait for others until they are this part of all: each delivery costs a call."""
 
 _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)

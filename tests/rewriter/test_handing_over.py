@@ -164,7 +164,7 @@ def test_autograd_grad_sets_no_gradient_and_runs_only_what_it_needs() -> None:
                 assert torch.equal(torch.autograd.grad(loss, wanted)[0], expected[0])
                 assert all(p.grad is None for p in module.parameters())
             taken.append(ops.number - before)
-    assert taken[0] <= taken[1] - 10
+    assert taken[0] < taken[1]
 
 
 def test_a_penalty_on_parameters_is_added_as_eager_adds_it() -> None:
