@@ -8,7 +8,7 @@ peak. Here the copy is an op of the step, right after the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ LAID_OUT = torch.ops.remat.laid_out.default
 
 
 def lay_out_gradients(
-    gm: fx.GraphModule, num_forward_outputs: int, handed_over: Sequence[int] = ()
+    gm: fx.GraphModule, num_forward_outputs: int, handed_over: Collection[int] = ()
 ) -> None:
     """Copy the gradients of parameters in a joint graph that autograd would copy.
 

@@ -1,11 +1,12 @@
 """From AOTAutograd's joint fx graph to a `TrainingGraph`, and the way back to its nodes.
 
-Four kinds of op are ours, not torch's, so that the judge of schedules needs no special case:
+Five kinds of op are ours, not torch's, so that the judge of schedules needs no special case:
 
 - `TANGENTS` opens backward: its results are what autograd hands over.
 - `SAVE_RNG` stands before each op that draws. Its value is kept as long as that op may run again.
 - `STATISTICS` updates the running statistics of a batch norm. The normalisation may run again.
-- `DELIVER` hands gradients over where they are added to those of earlier batches.
+- `DELIVER` hands gradients over where they are added to those of earlier batches, `UPDATE` where
+  the optimizer takes its step with them at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import fx
 from remat.graph_capture.devices.device_table import CUDA
 from remat.graph_capture.gradients.deliveries import Deliveries, of_parameters
 from remat.graph_capture.gradients.gradient_layout import lay_out_gradients
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.batch_norm import (
     AGAIN,
@@ -82,7 +84,8 @@ class _Builder:
     gm: fx.GraphModule
     num_forward_outputs: int
     several_gradients: Mapping[int, int]
-    handed_over: tuple[int, ...] = ()
+    handed_over: Mapping[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    updated: Mapping[str, int] = field(default_factory=dict[str, int])
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     forward: list[Op] = field(default_factory=list[Op])
     backward: list[Op] = field(default_factory=list[Op])
@@ -94,7 +97,8 @@ class _Builder:
         outputs = self.nodes[-1].args[0]
         assert isinstance(outputs, (tuple, list))
         self.forward_results = list(outputs[: self.num_forward_outputs])
-        self.deliveries = Deliveries(outputs[self.num_forward_outputs :], self.handed_over)
+        gradients = outputs[self.num_forward_outputs :]
+        self.deliveries = Deliveries(gradients, self.handed_over, self.updated)
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
@@ -290,7 +294,7 @@ def build_joint(
     name: str,
     resident: Resident,
     several_gradients: Mapping[int, int] | None = None,
-    hand_over: bool = False,
+    hand_over: HandOver | None = None,
     **facts: Any,
 ) -> Joint:
     """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
@@ -300,7 +304,7 @@ def build_joint(
     Parameters
     ----------
     several_gradients : as `Repeats.gradients` gives it.
-    hand_over : whether gradients of parameters are handed over as they are made.
+    hand_over : how gradients of parameters are handed over, if they are.
 
     Raises
     ------
@@ -308,7 +312,11 @@ def build_joint(
     """
     make_dropout_exact(gm)
     run_by_kernels_of_eager(gm)
-    handed_over = of_parameters(gm, num_forward_outputs) if hand_over else ()
-    lay_out_gradients(gm, num_forward_outputs, handed_over)
-    builder = _Builder(gm, num_forward_outputs, several_gradients or {}, handed_over)
+    handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
+    updates = dict(hand_over.updates) if hand_over else {}
+    lay_out_gradients(
+        gm, num_forward_outputs, handed_over if hand_over and hand_over.is_added else ()
+    )
+    several = several_gradients or {}
+    builder = _Builder(gm, num_forward_outputs, several, handed_over, updates)
     return builder.build(name, resident, **facts)

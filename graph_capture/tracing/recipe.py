@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, is_in_table
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Resident
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -36,7 +37,7 @@ class Recipe:
         CPU's are.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
-    hand_over : whether gradients are handed over as they are made, see `gradients/deliveries.py`.
+    hand_over : how gradients are handed over as they are made, if they are.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Recipe:
     device: str = CPU
     flags: Flags | None = None
     float_inputs: tuple[tuple[str, float], ...] = ()
-    hand_over: bool = False
+    hand_over: HandOver | None = None
 
     @property
     def is_modelled(self) -> bool:

@@ -36,6 +36,7 @@ from remat.graph_capture.float_inputs.inputs import FloatInputs, FloatPlace, nam
 from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.gradients.deliveries import can_hand_over
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.checking_ops import checks_kept
@@ -131,7 +132,7 @@ def trace(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     float_inputs: Sequence[str] = (),
-    hand_over: bool | None = None,
+    hand_over: HandOver | bool | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -147,8 +148,9 @@ def trace(
     sharding : over ranks. It counts for what is resident on one of them.
     float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
-    hand_over : whether gradients are handed over as they are made. None does so where they are
-        accumulated on one rank: wrappers for several take gradients in their own way.
+    hand_over : how gradients are handed over as they are made. None lets them be added to others
+        where they are accumulated on one rank: wrappers for several take them in their own way.
+        True always does, False never.
 
     Raises
     ------
@@ -163,6 +165,7 @@ def trace(
         names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
         numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
+    asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
     recipe = Recipe(
         name=type(model).__name__,
         signature=Signature(batch),
@@ -178,7 +181,7 @@ def trace(
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
-        hand_over=accumulate and sharding.kind == "none" if hand_over is None else hand_over,
+        hand_over=asked if isinstance(asked, HandOver) else HandOver() if asked else None,
     )
     done = trace_recipe(model, recipe)
     keep_recipe(model, done.graph.hash, done.recipe)
@@ -341,7 +344,13 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
             raise refusal(error, model, place, step.known.read) from error
     _refuse_no_backward(model, descriptors)
     if recipe.hand_over and not can_hand_over(descriptors._aot_state.fw_metadata):
-        recipe = dataclasses.replace(recipe, hand_over=False)
+        if recipe.hand_over.updates:
+            raise CaptureError(
+                f"{recipe.name} writes to a parameter or an input that it differentiates, or "
+                "returns a part of one, so that parameters cannot be updated during backward: give "
+                "forward or the caller a copy (clone()), or update after backward"
+            )
+        recipe = dataclasses.replace(recipe, hand_over=None)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
-from remat.graph_capture.graph import DELIVER, Op
+from remat.graph_capture.graph import DELIVER, UPDATE, Op
 from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.joint.collectives import is_wait, waits_for
@@ -110,7 +110,7 @@ class EagerEmitter(Emitter[Joint]):
         self.again.add(op.name)
         if op.target == TANGENTS:
             return
-        if op.target == DELIVER:
+        if op.target in (DELIVER, UPDATE):
             self._hand_over(op)
         elif op.target == SAVE_RNG:
             self._save_rng_state(op)
