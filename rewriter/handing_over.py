@@ -27,6 +27,7 @@ from torch.autograd import Variable
 
 from remat.rewriter.graphs.boxed import Boxed, compile_in_steps
 from remat.rewriter.graphs.handed_over import Handed, places_handed
+from remat.rewriter.updating import Updates
 
 _expected = threading.local()
 """`run` is the `Running` of the forward whose backward this thread is about to run."""
@@ -35,14 +36,27 @@ _C: Any = torch._C
 
 
 class Running:
-    """The backward of one forward, once in each pass of autograd's engine that comes to it."""
+    """The backward of one forward, once in each pass of autograd's engine that comes to it.
 
-    def __init__(self, handing: HandingOver) -> None:
-        self.handing = handing
+    Parameters
+    ----------
+    inputs : of the forward. updates : what is done with gradients of parameters, if anything.
+    """
+
+    def __init__(self, handing: HandingOver, inputs: list[Any], updates: Updates | None) -> None:
+        self.handing, self.updates = handing, updates
+        self.parameters = [inputs[p] for p in handing.updated] if updates else []
         self.passes: dict[int, _Pass] = {}
 
     def expect(self, unreached: Sequence[int]) -> None:
-        """Backward comes next in this thread; these places get no gradient."""
+        """Backward comes next in this thread; these places get no gradient.
+
+        Raises
+        ------
+        RewriteError : parameters may not be updated in this backward.
+        """
+        if self.updates:
+            self.updates.require_backward()
         _expected.run = self, _C._current_graph_task_id(), frozenset(unreached)
 
     def begin(self, steps: Iterator[Handed], unreached: frozenset[int]) -> None:
@@ -52,6 +66,8 @@ class Running:
         # What is left of a pass that wants few gradients goes with it.
         engine: Any = Variable._execution_engine
         engine.queue_callback(lambda: self.passes.pop(task, None))
+        if self.updates:
+            engine.queue_callback(self.updates.begin(self.parameters))
 
     def gradients(self, gate: int) -> dict[int, Tensor]:
         """The gradients that are final at a gate, by place."""
@@ -96,9 +112,16 @@ class HandingOver:
         results: Any = backward.graph.output_node().args[0]
         self.n_results = len(results)
 
-    def through_gates(self, inputs: list[Any]) -> tuple[list[Any], Running]:
+    @property
+    def updated(self) -> list[int]:
+        """Places of the parameters whose gradients are handed over before the end."""
+        return [place for places in self.gates[:-1] for place in places]
+
+    def through_gates(
+        self, inputs: list[Any], updates: Updates | None = None
+    ) -> tuple[list[Any], Running]:
         """Inputs for one forward, whose gradients come through gates."""
-        running, passed = Running(self), list(inputs)
+        running, passed = Running(self, inputs, updates), list(inputs)
         first = next(passed[place] for place in self.gates[0])
         token = torch.empty(0, device=first.device)
         for number in reversed(range(len(self.gates))):

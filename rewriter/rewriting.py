@@ -18,6 +18,7 @@ from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
+from remat.rewriter.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
@@ -35,6 +36,7 @@ def rewrite(
     prediction: Prediction | None = None,
     priced: TrainingGraph | None = None,
     compile: bool = False,
+    updates: Updates | None = None,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -53,6 +55,8 @@ def rewrite(
         those of the same module compiled with everything kept, where both have the same kernels.
         The code's peak can differ from the schedule's; `rematerialize` looks for a schedule whose
         code keeps the budget.
+    updates : what updates parameters during backward, for a schedule that has it so; see
+        `remat.training_step`.
 
     Warns
     -----
@@ -78,7 +82,12 @@ def rewrite(
         traced = trace if is_usable else _traced_again(model, trace.recipe)
     if compile:
         _warn_above_budget(traced, schedule)
-    return module_for(model, schedule, traced, prediction, priced, by_inductor=compile)
+    if schedule.updates and updates is None:
+        raise RewriteError(
+            "this plan updates parameters during backward, and no optimizer is at hand: make it "
+            "anew with remat.training_step(model, args, optimizer=...)"
+        )
+    return module_for(model, schedule, traced, prediction, priced, updates, by_inductor=compile)
 
 
 def module_for(
@@ -87,12 +96,13 @@ def module_for(
     traced: Trace,
     prediction: Prediction | None,
     priced: TrainingGraph | None,
+    updates: Updates | None = None,
     *,
     by_inductor: bool = False,
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
     step = compile_step(traced, schedule, by_inductor=by_inductor)
-    known = (prediction, priced)
+    known = (prediction, priced, updates)
     return make_module(model, schedule, traced.recipe, step, traced.python_state, *known)
 
 

@@ -95,7 +95,7 @@ def _late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedu
 def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
     """`sequence` with each update behind the last op that reads a parameter of it."""
     ops = problem.graph.ops
-    updates = {i for i, op in enumerate(ops) if op.target == UPDATE}
+    updates, made = {i for i, op in enumerate(ops) if op.target == UPDATE}, set(problem.names)
     last_read = {
         name: at for at, i in enumerate(sequence) if i not in updates for name in ops[i].inputs
     }
@@ -103,7 +103,8 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
     found: list[int] = []
     for at, i in enumerate(sequence):
         if i in updates:
-            until = max(last_read.get(name, 0) for name in ops[i].inputs)
+            read = (name for name in ops[i].inputs if name not in made)
+            until = max(last_read.get(name, 0) for name in read)
             if until > at:
                 waiting.setdefault(until, []).append(i)
                 continue

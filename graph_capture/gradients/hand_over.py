@@ -15,7 +15,9 @@ class HandOver:
     updates : parameters that the optimizer updates with each gradient at once: their names, and
         the bytes that it takes meanwhile. Other gradients then stay to the end. Empty if gradients
         are only handed over.
+    state_bytes : of the optimizer, between steps.
     """
 
     is_added: bool = True
     updates: tuple[tuple[str, int], ...] = ()
+    state_bytes: int = 0

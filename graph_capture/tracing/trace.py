@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx, nn
 from torch._dynamo import config as dynamo_config
@@ -166,22 +167,22 @@ def trace(
         numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
     asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
+    handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
+    resident = resident_bytes(
+        with_loss(model, loss_fn), batch, optimizer=optimizer, accumulate=accumulate,
+        sharding=sharding, allocated=allocated_on(device),
+    )  # fmt: skip
+    if handing and handing.state_bytes:
+        resident = msgspec.structs.replace(resident, optimizer_bytes=handing.state_bytes)
     recipe = Recipe(
         name=type(model).__name__,
         signature=Signature(batch),
         loss_fn=loss_fn,
-        resident=resident_bytes(
-            with_loss(model, loss_fn),
-            batch,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            sharding=sharding,
-            allocated=allocated_on(device),
-        ),
+        resident=resident,
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
-        hand_over=asked if isinstance(asked, HandOver) else HandOver() if asked else None,
+        hand_over=handing,
     )
     done = trace_recipe(model, recipe)
     keep_recipe(model, done.graph.hash, done.recipe)
