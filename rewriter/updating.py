@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.gradients.optimizers import groups_of, require_known, step_alone
+from remat.graph_capture.gradients.optimizers import parameter_groups, require_known, step_alone
 
 _C: Any = torch._C
 
@@ -79,7 +79,7 @@ class Updates:
         self._end()  # a backward that failed has not ended
         if self.paused:
             return self._end
-        groups = groups_of(self.optimizer)
+        groups = parameter_groups(self.optimizer)
 
         def update(parameter: Tensor) -> None:
             step_alone(self.optimizer, parameter, groups[id(parameter)])

@@ -21,7 +21,7 @@ from remat.graph_capture.errors import CaptureError
 KNOWN = (SGD, Adam, AdamW)
 """Their step of a parameter depends on its own gradient, state and group alone."""
 
-Key = tuple[Any, ...]
+Alike = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def require_known(optimizer: Optimizer) -> None:
         )
 
 
-def groups_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+def parameter_groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """By the `id` of each parameter: its group, as schedules have left it."""
     return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
@@ -89,20 +89,20 @@ def update_costs(
 
     Each distinct one is measured on made data: the second step of an optimizer of the same class.
     """
-    groups = groups_of(optimizer)
+    groups = parameter_groups(optimizer)
     keys = {
-        name: (_key(p, groups[id(p)]), p, groups[id(p)])
+        name: (_alike(p, groups[id(p)]), p, groups[id(p)])
         for name, p in parameters.items()
         if p.requires_grad and id(p) in groups
     }
-    found: dict[Key, UpdateCost] = {}
+    found: dict[Alike, UpdateCost] = {}
     for key, parameter, group in keys.values():
         if key not in found:
-            found[key] = _measured(optimizer, parameter, group, meter, allocated)
+            found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
     return {name: found[key] for name, (key, _, _) in keys.items()}
 
 
-def _key(parameter: Tensor, group: Mapping[str, Any]) -> Key:
+def _alike(parameter: Tensor, group: Mapping[str, Any]) -> Alike:
     given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
     options = ((k, v) for k, v in group.items() if k != "params")
     return *given, *(
@@ -112,7 +112,7 @@ def _key(parameter: Tensor, group: Mapping[str, Any]) -> Key:
     )
 
 
-def _measured(
+def _cost_of(
     optimizer: Optimizer,
     parameter: Tensor,
     group: Mapping[str, Any],
