@@ -91,7 +91,7 @@ def update_costs(
     """
     groups = parameter_groups(optimizer)
     keys = {
-        name: (_alike(p, groups[id(p)]), p, groups[id(p)])
+        name: (_same_update(p, groups[id(p)]), p, groups[id(p)])
         for name, p in parameters.items()
         if p.requires_grad and id(p) in groups
     }
@@ -102,7 +102,7 @@ def update_costs(
     return {name: found[key] for name, (key, _, _) in keys.items()}
 
 
-def _alike(parameter: Tensor, group: Mapping[str, Any]) -> Alike:
+def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> Alike:
     given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
     options = ((k, v) for k, v in group.items() if k != "params")
     return *given, *(
