@@ -15,7 +15,7 @@ from remat.solved import Solved, facts_of
 from remat.solver.pins.globs import Globs
 
 if TYPE_CHECKING:
-    from torch import fx, nn
+    from torch import Tensor, fx, nn
     from torch.optim import Optimizer
 
     from remat.graph_capture.gradients.hand_over import HandOver
@@ -88,6 +88,7 @@ def training_step(
         model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
         hand_over=hand_over,
     )  # fmt: skip
+    _require_no_other_reader(traced, optimizer)
     graph = price(traced, profile=known)
     result = solve(
         graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options
@@ -132,7 +133,7 @@ def _hand_over(
     step = with_loss(model, loss_fn)
     named = step.named_parameters()
     parameters = {n if step is model else path_in_model(n): p for n, p in named}
-    _require_own_storages(parameters)
+    _require_own_storages({**parameters, **dict(step.named_buffers())})
     device = resolved_device(None, model)
     costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))
     if not costs:
@@ -147,13 +148,34 @@ def _hand_over(
     )
 
 
-def _require_own_storages(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise `CaptureError` if an update of one parameter would change another."""
-    names = {name: p.untyped_storage().data_ptr() for name, p in parameters.items() if p.numel()}
+def _require_own_storages(state: Mapping[str, Tensor]) -> None:
+    """Raise `CaptureError` if an update of one parameter would change another, or a buffer."""
+    names = {name: t.untyped_storage().data_ptr() for name, t in state.items() if t.numel()}
     shared = {address for address, number in Counter(names.values()).items() if number > 1}
     both = [name for name, address in names.items() if address in shared]
     if both:
         raise CaptureError(
-            f"parameters {both[0]} and {both[1]} are views of one tensor, so that an update of one "
+            f"{both[0]} and {both[1]} are views of one tensor, so that an update of one "
             "changes the other: give each its own, or update after backward"
         )
+
+
+def _require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
+    """Raise `CaptureError` if forward reads an updated parameter by a tensor that is none.
+
+    The graph then does not know that a later read would find the new values.
+    """
+    from remat.rewriter.guards.forward import constants_of
+
+    updated = {
+        parameter.untyped_storage().data_ptr()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for constant in constants_of(traced.joint.module):
+        if constant.numel() and constant.untyped_storage().data_ptr() in updated:
+            raise CaptureError(
+                f"forward reads a parameter by another tensor of shape {list(constant.shape)}, "
+                "such as an attribute that is its .data: read the parameter itself, or update after "
+                "backward"
+            )

@@ -81,14 +81,13 @@ class _Pass:
 
     def up_to(self, gate: int, last: int) -> dict[int, Tensor]:
         """Run to the next mark; at the last gate, to the end."""
-        found = self._next()
+        found = self._taken(*next(self.steps))
         if gate == last:
-            for _ in self.steps:
-                raise AssertionError("backward goes on behind its last gate")
+            for handed in self.steps:
+                found |= self._taken(*handed)
         return found
 
-    def _next(self) -> dict[int, Tensor]:
-        places, gradients = next(self.steps)
+    def _taken(self, places: tuple[int, ...], gradients: list[Any]) -> dict[int, Tensor]:
         found = dict(zip(places, gradients, strict=True))
         gradients.clear()  # the generator holds this list
         return {place: g for place, g in found.items() if place not in self.unreached}
@@ -104,18 +103,15 @@ class HandingOver:
     Attributes
     ----------
     gates : for each gate the places of the inputs that pass through it.
+    updated : places of the parameters whose gradients are handed over before the end.
     """
 
     def __init__(self, backward: fx.GraphModule) -> None:
         *handed, rest = places_handed(backward.graph)
-        self.gates = (*handed, rest)
+        self.gates = (*handed, rest) if rest else tuple(handed)
+        self.updated = [place for places in handed for place in places]
         results: Any = backward.graph.output_node().args[0]
         self.n_results = len(results)
-
-    @property
-    def updated(self) -> list[int]:
-        """Places of the parameters whose gradients are handed over before the end."""
-        return [place for places in self.gates[:-1] for place in places]
 
     def through_gates(
         self, inputs: list[Any], updates: Updates | None = None

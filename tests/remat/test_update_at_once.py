@@ -254,3 +254,16 @@ def test_what_cannot_be_planned_says_why() -> None:
         layer.weight = nn.Parameter(half)
     with pytest.raises(CaptureError, match=r"0.weight and 1.weight are views of one tensor"):
         plan(SGD(halves.parameters()), halves)
+    other = ReadsItsData()
+    with pytest.raises(CaptureError, match=r"by another tensor of shape \[64, 64\]"):
+        plan(SGD(other.parameters()), other)
+
+
+class ReadsItsData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.data = self.linear.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() + (x @ self.data).square().sum()
