@@ -22,6 +22,10 @@ from remat.graph_capture.graph_rules import check_graph
 SCHEMA_VERSION = 1
 KEPT = "kept by"
 """How `Op.pinned` begins where only the user wants that the op does not run twice."""
+DELIVER = "remat.deliver"
+"""The op that hands over gradients where they are added to those of earlier batches."""
+UPDATE = "remat.update"
+"""The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
 
 Phase = Literal["forward", "backward"]
 Origin = Literal["unpriced", "measured", "modelled", "estimated"]
@@ -214,13 +218,14 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         """Ops whose first runs keep their captured order: they draw, or have effects.
 
         They share one random stream and the buffers. An op that only the user wants kept is not
-        among them.
+        among them, nor one that updates parameters, each of which stands for itself.
         """
         states = {value.name for value in self.values if value.kind == "rng_state"}
         return tuple(
             op.name
             for op in self.ops
-            if (op.pinned and not op.pinned.startswith(KEPT)) or states.intersection(op.inputs)
+            if (op.pinned and op.target != UPDATE and not op.pinned.startswith(KEPT))
+            or states.intersection(op.inputs)
         )
 
     @functools.cached_property

@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
+    from remat.rewriter.updating import accumulating
     from remat.schedules.reserved import Reserved
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
     from remat.solver.budgets.price import GibPrice as Price
     from remat.solver.budgets.worth import least_peak, price_of_gib
     from remat.solver.result import Result
+    from remat.update_at_once import training_step
 
 __all__ = [
     "BlocksPlan",
@@ -77,6 +79,7 @@ __all__ = [
     "Sharding",
     "Simulation",
     "TrainingGraph",
+    "accumulating",
     "block_plan",
     "capture",
     "check",
@@ -105,6 +108,7 @@ __all__ = [
     "simulate",
     "solve",
     "sweep",
+    "training_step",
 ]
 
 __version__ = "0.1.0"
@@ -152,6 +156,8 @@ _LAZY = {
     "save_plan": "remat.rewriter.plans.archive",
     "solve": "remat.one_call",
     "sweep": "remat.questions.sweep",
+    "accumulating": "remat.rewriter.updating",
+    "training_step": "remat.update_at_once",
 }
 
 

@@ -19,6 +19,8 @@ from remat.rewriter.graphs.boxed import Boxed, compile_boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
+from remat.rewriter.graphs.handed_over import marks
+from remat.rewriter.handing_over import HandingOver
 from remat.schedules.schedule import Schedule
 
 
@@ -28,7 +30,8 @@ class CompiledStep:
 
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
-    whether it runs Inductor's code or our own.
+    whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
+    made.
     """
 
     call: Callable[..., Any]
@@ -40,6 +43,7 @@ class CompiledStep:
     repeats: Repeats | None = None
     floats: FloatSource | None = None
     by_inductor: bool = False
+    handing: HandingOver | None = None
 
     def results(self, *inputs: Any) -> Any:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
@@ -64,6 +68,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     floats = FloatSource(trace.floats) if trace.floats else None
     make_compilers = _inductor if by_inductor else _boxed
     compilers: list[Any] = []
+    handings: list[HandingOver] = []
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -73,13 +78,16 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             floats.inputs.mark(gm)
         several = trace.repeats.gradients() if trace.repeats else None
         joint = build_joint(
-            gm, num_fwd_outputs, recipe.name, recipe.resident, several, **recipe.facts()
-        )
+            gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.hand_over,
+            **recipe.facts(),
+        )  # fmt: skip
         schedule.check_made_for(joint.graph)
         # Inductor's kernels are made for the strides of the trace.
         metadata = None if by_inductor else state.fw_metadata
         emitted.extend(emit(joint, schedule, floats, metadata, writes=not by_inductor))
-        compilers.extend(make_compilers(joint, *emitted))
+        if marks(emitted[1].graph):
+            handings.append(HandingOver(emitted[1]))
+        compilers.extend(make_compilers(joint, *emitted, *handings))
         return emitted[0], emitted[1]
 
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
@@ -97,15 +105,23 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
             bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
         )
     written = trace.carried, trace.settled, trace.repeats, floats
-    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor)
+    handing = handings[0] if handings else None
+    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor, handing)
 
 
-def _boxed(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:
+def _boxed(
+    joint: Joint,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    handing: HandingOver | None = None,
+) -> tuple[Any, Any]:
     def compile_backward(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
         # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
         # the user's tensors all the same, which may change in place.
         for node in gm.graph.find_nodes(op="get_attr"):
             setattr(gm, str(node.target), getattr(backward, str(node.target)))
+        if handing:
+            return handing.compile_backward(gm)
         return compile_boxed(gm, example_inputs)
 
     return compile_boxed, compile_backward

@@ -19,6 +19,7 @@ from remat.graph_capture.tracing.trace import Trace
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.in_pieces import trace_in_pieces
+from remat.rewriter.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
@@ -36,6 +37,7 @@ def rewrite(
     prediction: Prediction | None = None,
     priced: TrainingGraph | None = None,
     compile: bool = False,
+    updates: Updates | None = None,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -54,6 +56,8 @@ def rewrite(
         those of the same module compiled with everything kept, where both have the same kernels.
         The code's peak can differ from the schedule's; `rematerialize` looks for a schedule whose
         code keeps the budget.
+    updates : what updates parameters during backward, for a schedule that has it so; see
+        `remat.training_step`.
 
     Warns
     -----
@@ -80,7 +84,12 @@ def rewrite(
         traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
     if compile:
         _warn_above_budget(traced, schedule)
-    return module_for(model, schedule, traced, prediction, priced, by_inductor=compile)
+    if schedule.updates and updates is None:
+        raise RewriteError(
+            "this plan updates parameters during backward, and no optimizer is at hand: make it "
+            "anew with remat.training_step(model, args, optimizer=...)"
+        )
+    return module_for(model, schedule, traced, prediction, priced, updates, by_inductor=compile)
 
 
 def module_for(
@@ -89,12 +98,13 @@ def module_for(
     traced: Trace,
     prediction: Prediction | None,
     priced: TrainingGraph | None,
+    updates: Updates | None = None,
     *,
     by_inductor: bool = False,
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
     step = compile_step(traced, schedule, by_inductor=by_inductor)
-    known = (prediction, priced)
+    known = (prediction, priced, updates)
     return make_module(model, schedule, traced.recipe, step, traced.python_state, *known)
 
 
@@ -148,7 +158,9 @@ def _trace_for(
     target: Any,
 ) -> Trace:
     if args is not None or kwargs is not None:
-        traced = tracing.trace(model, args or (), kwargs, loss_fn=loss_fn, target=target)
+        traced = tracing.trace(
+            model, args or (), kwargs, loss_fn=loss_fn, target=target, hand_over=schedule.hands_over
+        )
         return _traced_again(model, traced.recipe, schedule) if schedule.pieces else traced
     recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if recipe is None:

@@ -9,7 +9,7 @@ import msgspec
 
 from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
 from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import DELIVER, UPDATE, TrainingGraph
 from remat.graph_capture.graph_rules import are_figures
 
 SCHEMA_VERSION = 1
@@ -107,6 +107,16 @@ class Schedule(msgspec.Struct, frozen=True):
             solver=solver,
             options=options or {},
         )
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it was made for a graph that hands over gradients as they are made."""
+        return any(f" = {DELIVER}(" in line for line in self.signatures)
+
+    @property
+    def updates(self) -> bool:
+        """Whether it was made for a graph that updates parameters during backward."""
+        return any(f" = {UPDATE}(" in line for line in self.signatures)
 
     def computations(self) -> Counter[str]:
         """How often each op is computed."""

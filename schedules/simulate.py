@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
@@ -87,6 +87,7 @@ class _Replay:
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
+        self.updated: dict[str, str] = {}
         self.opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
 
     def run(self, steps: tuple[Step, ...]) -> Simulation:
@@ -131,6 +132,10 @@ class _Replay:
         for value in op.inputs:
             present = value in self.live or value in self.resident
             self._require(present, i, f"op {name} reads {value}, which is not live")
+            by = self.updated.get(value, "")
+            self._require(not by, i, f"op {name} reads {value}, which op {by} has updated")
+        if op.target == UPDATE:
+            self.updated |= {value: name for value in op.inputs if value in self.resident}
         fresh = [value for value in op.outputs if value not in self.live]
         self._require(not again or bool(fresh), i, f"op {name} makes nothing that is not live")
         running = self.bytes + op.workspace_bytes + sum(self.size[v] for v in op.outputs)

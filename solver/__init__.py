@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.contract import Solver
+from remat.solver.late_updates import has_updates, solve_with_updates
 from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs
 from remat.solver.result import Holding, Result, naming_the_limit
@@ -75,8 +76,17 @@ def solve(
                 keep=keep, recompute=recompute, **options,
             )  # fmt: skip
 
-        found = solve_in_pieces(graph, budget_bytes, solve_one, time_limit_s)
-    elif keep or recompute:
+        return solve_in_pieces(graph, budget_bytes, solve_one, time_limit_s)
+    if has_updates(graph):
+
+        def ask(one: TrainingGraph, size_bytes: int) -> Result:
+            return solve(
+                one, size_bytes, solver, time_limit_s=time_limit_s, progress=progress,
+                keep=keep, recompute=recompute, **options,
+            )  # fmt: skip
+
+        return solve_with_updates(graph, budget_bytes, ask)
+    if keep or recompute:
         from remat.solver.pins.pinned import solve_pinned
 
         found = solve_pinned(

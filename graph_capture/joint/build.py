@@ -1,10 +1,12 @@
 """From AOTAutograd's joint fx graph to a `TrainingGraph`, and the way back to its nodes.
 
-Three kinds of op are ours, not torch's, so that the judge of schedules needs no special case:
+Five kinds of op are ours, not torch's, so that the judge of schedules needs no special case:
 
 - `TANGENTS` opens backward: its results are what autograd hands over.
 - `SAVE_RNG` stands before each op that draws. Its value is kept as long as that op may run again.
 - `STATISTICS` updates the running statistics of a batch norm. The normalisation may run again.
+- `DELIVER` hands gradients over where they are added to those of earlier batches, `UPDATE` where
+  the optimizer takes its step with them at once.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch import fx
 
 from remat.graph_capture.devices.device_table import CUDA
+from remat.graph_capture.gradients.deliveries import Deliveries, of_parameters
+from remat.graph_capture.gradients.gradient_layout import lay_out_gradients
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.batch_norm import (
     AGAIN,
@@ -28,7 +33,6 @@ from remat.graph_capture.joint.batch_norm import (
 from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
 from remat.graph_capture.joint.eager_memory import held_until
-from remat.graph_capture.joint.gradient_layout import lay_out_gradients
 from remat.graph_capture.joint.in_place import BEGUN, WRITES, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
@@ -60,6 +64,7 @@ class Joint:
     value_of_node : name of the value that a tensor node belongs to.
     base_of_value : the node that first returns a value; absent if nothing reads it.
     in_place : the writes that stay in place.
+    deliveries : for each op that hands over gradients, their places among backward's results.
     """
 
     module: fx.GraphModule
@@ -69,6 +74,7 @@ class Joint:
     value_of_node: dict[fx.Node, str]
     base_of_value: dict[str, fx.Node]
     in_place: InPlace
+    deliveries: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 @dataclass
@@ -78,6 +84,8 @@ class _Builder:
     gm: fx.GraphModule
     num_forward_outputs: int
     several_gradients: Mapping[int, int]
+    handed_over: Mapping[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    updated: Mapping[str, int] = field(default_factory=dict[str, int])
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     forward: list[Op] = field(default_factory=list[Op])
     backward: list[Op] = field(default_factory=list[Op])
@@ -89,7 +97,8 @@ class _Builder:
         outputs = self.nodes[-1].args[0]
         assert isinstance(outputs, (tuple, list))
         self.forward_results = list(outputs[: self.num_forward_outputs])
-        self.backward_results = list(outputs[self.num_forward_outputs :])
+        gradients = outputs[self.num_forward_outputs :]
+        self.deliveries = Deliveries(gradients, self.handed_over, self.updated)
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
@@ -104,6 +113,7 @@ class _Builder:
         for node in self.nodes:
             if node.op == "call_function":
                 self._add_call(node)
+        self.backward = self.deliveries.added_to(self.backward, self.values)
         given, ends = self._ends(tangents)
         ops = (*self.forward, *self.backward)
         held = held_until(ops, self.node_of_op, self.values.of_node)
@@ -121,6 +131,7 @@ class _Builder:
         return Joint(
             self.gm, self.num_forward_outputs, graph,
             self.node_of_op, self.values.of_node, self.values.base_of, self.in_place,
+            self.deliveries.of_op,
         )  # fmt: skip
 
     def _ends(self, tangents: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -137,7 +148,7 @@ class _Builder:
         )
         for name in kept:
             self.values.changed(name, kind="output")
-        gradients = self.values.made_by_ops(self.backward_results)
+        gradients = self.values.made_by_ops(self.deliveries.returned())
         # Autograd's engine holds the tangents to the end.
         ends = (*kept, *gradients, *tangents)
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))
@@ -283,6 +294,7 @@ def build_joint(
     name: str,
     resident: Resident,
     several_gradients: Mapping[int, int] | None = None,
+    hand_over: HandOver | None = None,
     **facts: Any,
 ) -> Joint:
     """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
@@ -292,6 +304,7 @@ def build_joint(
     Parameters
     ----------
     several_gradients : as `Repeats.gradients` gives it.
+    hand_over : how gradients of parameters are handed over, if they are.
 
     Raises
     ------
@@ -299,6 +312,11 @@ def build_joint(
     """
     make_dropout_exact(gm)
     run_by_kernels_of_eager(gm)
-    lay_out_gradients(gm, num_forward_outputs)
-    builder = _Builder(gm, num_forward_outputs, several_gradients or {})
+    handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
+    updates = dict(hand_over.updates) if hand_over else {}
+    lay_out_gradients(
+        gm, num_forward_outputs, handed_over if hand_over and hand_over.is_added else ()
+    )
+    several = several_gradients or {}
+    builder = _Builder(gm, num_forward_outputs, several, handed_over, updates)
     return builder.build(name, resident, **facts)

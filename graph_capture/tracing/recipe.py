@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, is_in_table
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Resident
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -40,6 +41,7 @@ class Recipe:
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
     split : what may run in pieces. pieces : of a plan: how many, and whether exactly, by region.
+    hand_over : how gradients are handed over as they are made, if they are.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Recipe:
     float_inputs: tuple[tuple[str, float], ...] = ()
     split: Split = "none"
     pieces: tuple[tuple[str, int, bool], ...] = ()
+    hand_over: HandOver | None = None
 
     @property
     def is_modelled(self) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx, nn
 from torch._dynamo import config as dynamo_config
@@ -35,6 +36,8 @@ from remat.graph_capture.float_inputs.arguments import Probe
 from remat.graph_capture.float_inputs.inputs import FloatInputs, FloatPlace, named_places
 from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
+from remat.graph_capture.gradients.deliveries import can_hand_over
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.checking_ops import checks_kept
@@ -132,6 +135,7 @@ def trace(
     sharding: Sharding = NO_SHARDING,
     float_inputs: Sequence[str] = (),
     split: Split = "none",
+    hand_over: HandOver | bool | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -149,6 +153,9 @@ def trace(
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
     split : what may run in pieces: ``exact`` allows what gives eager's bits, ``tolerance`` also
         what sums in another order.
+    hand_over : how gradients are handed over as they are made. None lets them be added to others
+        where they are accumulated on one rank: wrappers for several take them in their own way.
+        True always does, False never.
 
     Raises
     ------
@@ -163,22 +170,24 @@ def trace(
         names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
         numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
+    asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
+    handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
+    resident = resident_bytes(
+        with_loss(model, loss_fn), batch, optimizer=optimizer, accumulate=accumulate,
+        sharding=sharding, allocated=allocated_on(device),
+    )  # fmt: skip
+    if handing and handing.state_bytes:
+        resident = msgspec.structs.replace(resident, optimizer_bytes=handing.state_bytes)
     recipe = Recipe(
         name=type(model).__name__,
         signature=Signature(batch),
         loss_fn=loss_fn,
-        resident=resident_bytes(
-            with_loss(model, loss_fn),
-            batch,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            sharding=sharding,
-            allocated=allocated_on(device),
-        ),
+        resident=resident,
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
         split=split,
+        hand_over=handing,
     )
     done = trace_recipe(model, recipe)
     keep_recipe(model, done.graph.hash, done.recipe)
@@ -340,6 +349,14 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
             place = provenance.module_of(error)
             raise refusal(error, model, place, step.known.read) from error
     _refuse_no_backward(model, descriptors)
+    if recipe.hand_over and not can_hand_over(descriptors._aot_state.fw_metadata):
+        if recipe.hand_over.updates:
+            raise CaptureError(
+                f"{recipe.name} writes to a parameter or an input that it differentiates, or "
+                "returns a part of one, so that parameters cannot be updated during backward: give "
+                "forward or the caller a copy (clone()), or update after backward"
+            )
+        recipe = dataclasses.replace(recipe, hand_over=None)
     results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
     refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
     cast_weights_once(descriptors.graph_module)
@@ -355,6 +372,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
         recipe.name,
         recipe.resident,
         step.repeats.gradients() if step.repeats else None,
+        recipe.hand_over,
         **recipe.facts(),
     )
     sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)

@@ -93,7 +93,7 @@ def rematerialize_blocks(
         known = as_profile(profile)
         traced = trace_blocks(
             model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
-            optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+            optimizer=optimizer, accumulate=accumulate, sharding=sharding, hand_over=False,
         )  # fmt: skip
         require_group(traced.whole.joint.module, group)
 

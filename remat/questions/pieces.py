@@ -55,7 +55,7 @@ def pieces_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InPieces
         found.append(
             InPieces(
                 one.region, whole[0].module, one.pieces, one.exact,
-                _held_bytes(graph, whole), _held_bytes(planned, ours), extra_us / graph.time_us,
+                _own_bytes(graph, whole), _own_bytes(planned, ours), extra_us / graph.time_us,
             )
         )  # fmt: skip
     return tuple(found)
@@ -71,7 +71,7 @@ def _names(region: Region, chosen: Pieces) -> list[str]:
     ]
 
 
-def _held_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
+def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     """The most that one of `ops` has live of what they make and of its workspace."""
     size = {name: graph.value_by_name[name].size_bytes for op in ops for name in op.outputs}
     return max(

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from remat.graph_capture.joint.nodes import is_getitem
 from remat.rewriter.graphs.bindings import Bindings
+from remat.rewriter.graphs.handed_over import Steps, marks, places_handed
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -24,10 +25,19 @@ _serial = itertools.count()
 
 
 class _Writer:
-    """Writes one graph as a function. `bound` holds the globals that the function reads."""
+    """Writes one graph as a function. `bound` holds the globals that the function reads.
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    Parameters
+    ----------
+    in_steps : whether it stops at each mark of `handed_over`, as a generator.
+    """
+
+    def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
         self.gm = gm
+        results: Any = gm.graph.output_node().args[0]
+        self.marks = frozenset(marks(gm.graph) if in_steps else ())
+        self.rest = places_handed(gm.graph)[-1] if in_steps else ()
+        self.results = [results[place] for place in self.rest] if in_steps else results
         self.bindings = Bindings()
         self.bound: dict[str, Any] = {}
         self.names: dict[int, str] = {}
@@ -36,7 +46,8 @@ class _Writer:
     def write(self) -> str:
         """The source."""
         nodes = list(self.gm.graph.nodes)
-        dead = _dead_after(nodes)
+        returned = [r for r in self.results if isinstance(r, fx.Node)]
+        dead = _dead_after(nodes, returned)
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
@@ -45,6 +56,8 @@ class _Writer:
         for node in nodes:
             self._line(node)
             self._drop(dead.get(node, []))
+            if node in self.marks:  # not before: it would hold what it waits with
+                self.lines.append(f"yield {node.args[0]!r}, _handed")
         body = "\n    ".join(self.lines)
         return f"def run(args_list):\n    {body}\n"
 
@@ -52,8 +65,12 @@ class _Writer:
         if node.op == "get_attr":
             constant = self.bind(getattr(self.gm, str(node.target)))
             self.lines.append(f"{node.name} = {constant}")
+        elif node.op == "output" and self.marks:
+            self.lines.append(f"yield {self.rest!r}, {self._shown(self.results)}")
         elif node.op == "output":
             self.lines.append(f"return {self._shown(node.args[0])}")
+        elif node in self.marks:
+            self.lines.append(f"_handed = {self._shown(list(node.args[1]))}")
         elif node.op == "call_function":
             result = f"{node.name} = " if node.users else ""
             self.lines.append(f"{result}{self._call(node)}")
@@ -90,10 +107,10 @@ class _Writer:
         return self.names[id(thing)]
 
 
-def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that it is the last to read. What the output reads never dies."""
+def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that it is the last to read. What is returned never dies."""
     dead: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set(nodes[-1].all_input_nodes)
+    seen: set[fx.Node] = set(returned)
     for node in reversed(nodes[:-1]):
         for read in node.all_input_nodes:
             if read not in seen:
@@ -104,13 +121,25 @@ def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
     """The compiler that AOTAutograd is given: plain generated Python over ATen ops."""
-    writer = _Writer(gm)
+    run: Boxed = _compiled(_Writer(gm))
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def compile_in_steps(gm: fx.GraphModule) -> Steps:
+    """Backward as a generator that hands over gradients where the graph has marks.
+
+    Its last result is the gradients that no mark hands over.
+    """
+    return _compiled(_Writer(gm, in_steps=True))
+
+
+def _compiled(writer: _Writer) -> Any:
     source = writer.write()
     filename = f"<remat step {next(_serial)}>"
     space = dict(writer.bound)
     exec(compile(source, filename, "exec"), space)
-    run: Boxed = space["run"]
+    run = space["run"]
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(run, linecache.cache.pop, filename, None)
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run

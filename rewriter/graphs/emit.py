@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
-from remat.graph_capture.graph import Op
+from remat.graph_capture.graph import DELIVER, UPDATE, Op
 from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.joint.collectives import is_wait, waits_for
@@ -24,6 +24,7 @@ from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter, as_module, 
 from remat.rewriter.graphs.fewer_views import leave_out_views
 from remat.rewriter.graphs.floats import FloatSource, read_floats
 from remat.rewriter.graphs.gradient_strides import take_as_they_come
+from remat.rewriter.graphs.handed_over import hand_over
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state
 from remat.schedules.schedule import Schedule
 
@@ -63,6 +64,7 @@ class EagerEmitter(Emitter[Joint]):
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
         self.updates: dict[str, tuple[fx.Node, fx.Node]] = {}
+        self.handed: dict[int, fx.Node] = {}
 
     def values_behind(self, node: fx.Node) -> tuple[str, ...]:
         """The one value that a tensor node belongs to."""
@@ -108,7 +110,9 @@ class EagerEmitter(Emitter[Joint]):
         self.again.add(op.name)
         if op.target == TANGENTS:
             return
-        if op.target == SAVE_RNG:
+        if op.target in (DELIVER, UPDATE):
+            self._hand_over(op)
+        elif op.target == SAVE_RNG:
             self._save_rng_state(op)
         elif op.target == STATISTICS:
             for name in op.outputs:
@@ -116,6 +120,22 @@ class EagerEmitter(Emitter[Joint]):
                     self.put(*self.updates.pop(name))
         else:
             self._run(op, self.joint.node_of_op[op.name], again)
+
+    def gradients(self, results: Sequence[Any]) -> list[Any]:
+        """The results of backward; those that were handed over may not be live any more."""
+        rest = {i: r for i, r in enumerate(results) if i not in self.handed}
+        found = dict(zip(rest, self.results(rest.values()), strict=True)) | self.handed
+        return [found[i] for i in range(len(results))]
+
+    def _hand_over(self, op: Op) -> None:
+        """Note the gradients, and mark in the graph that they are final here."""
+        places = self.joint.deliveries[op.name]
+        results: Any = self.joint.module.graph.output_node().args[0]
+        own = results[self.joint.num_forward_outputs :]
+        self.handed |= {place: self.resolve(own[place]) for place in places}
+        if self.writes:
+            given = tuple(self.handed[place] for place in places)
+            self.graph.call_function(hand_over, (places, given))
 
     def _save_rng_state(self, op: Op) -> None:
         """Save the state only if the op that draws from it runs again."""

@@ -7,7 +7,7 @@ it has not made itself, forward returns it as well, and backward gets a placehol
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.utils._pytree as pytree
@@ -134,6 +134,10 @@ class Emitter(ABC, Generic[AnyJoint]):
         """Emitted nodes of some of the joint graph's results."""
         return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
 
+    def gradients(self, results: Sequence[Any]) -> list[Any]:
+        """Emitted nodes of the results of backward."""
+        return self.results(results)
+
     def entering(self, node: fx.Node) -> fx.Node | None:
         """A constant, an input, or what forward left; None for what follows from live values.
 
@@ -194,7 +198,7 @@ def emit_both(
     backward = start(forward.kept, live_after_forward(joint.graph, schedule))
     tangents = backward.take_inputs(node for node in inputs if is_tangent(node))
     backward.carry_out(schedule.steps[end:], first=end)
-    gradients = backward.results(returned[n_outputs:])
+    gradients = backward.gradients(returned[n_outputs:])
     # What is saved is known only now, but placeholders come first in a graph.
     saved = sorted(backward.brought.values(), key=_is_without_version)
     _put_first(backward.graph, [*(placeholder for _, placeholder in saved), *tangents])

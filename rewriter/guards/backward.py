@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.tracing.checkpointed import is_inside_checkpoint
 from remat.rewriter.graphs.gradient_facts import GradientFacts
+from remat.rewriter.handing_over import Running
 
 _NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
@@ -34,6 +35,7 @@ class BackwardGuards:
     inputs : what the step was called with, parameters and buffers first.
     facts : of the step's gradients.
     constants : tensors that backward's graph holds itself, by what they are.
+    running : what hands gradients over as they are made, if they are.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class BackwardGuards:
         inputs: list[Any],
         facts: GradientFacts,
         constants: list[tuple[str, Tensor]],
+        running: Running | None = None,
     ) -> None:
-        self.model, self.names, self.facts = model, names, facts
+        self.model, self.names, self.facts, self.running = model, names, facts, running
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
@@ -64,7 +67,8 @@ class BackwardGuards:
             )
         self._require_own_pass()
         self._require_unchanged()
-        for i in self._unreached(tangents):
+        unreached = self._unreached(tangents)
+        for i in unreached:
             tensor = self.trained[i]()
             if tensor is not None and _has_hook(tensor):
                 raise RewriteError(
@@ -72,6 +76,8 @@ class BackwardGuards:
                     f"{self._name(i)} not at all, and its hook would be called without a gradient. "
                     "Remove the hook, or plan with a loss_fn that takes the part alone"
                 )
+        if self.running:
+            self.running.expect(unreached)
 
     def _after(
         self, gradients: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]

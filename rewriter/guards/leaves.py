@@ -36,3 +36,7 @@ class FlatBatches:
             if _LEAVES.issuperset(map(type, leaves)):
                 return leaves, self._spec
         return pytree.tree_flatten(batch)
+
+    def tree(self, leaves: list[Any]) -> Any:
+        """(args, kwargs, target) of such leaves."""
+        return pytree.tree_unflatten(leaves, self._spec)

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from remat.graph_capture.devices.cpu_meter import cpu_title
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -188,4 +189,5 @@ def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe
         autocast=autocast_state(),
         device=device,
         flags=(plan.told_compiling, plan.told_exporting),
+        hand_over=HandOver() if plan.schedule.hands_over else None,
     )

@@ -113,6 +113,11 @@ def load(
     ScheduleError : all these are the same, and yet the model computes something else.
     """
     kept = plan if isinstance(plan, Plan) else read_plan(plan)
+    if kept.schedule.updates:
+        raise PlanError(
+            "the plan updates parameters during backward, and a file holds no optimizer: make it "
+            "anew with remat.training_step(model, args, optimizer=...)"
+        )
     refuse_rewritten(model)
     is_given = any(part is not None for part in (args, kwargs, target))
     batch = (tuple(args or ()), dict(kwargs or {}), target) if is_given else None

@@ -18,6 +18,8 @@ from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
+from remat.rewriter.handing_over import Running
+from remat.rewriter.updating import Updates
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.plan import Prediction
@@ -48,6 +50,7 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_guards: ClassVar[Guards]
     _remat_prediction: ClassVar[Prediction | None]
     _remat_priced: ClassVar[TrainingGraph | None]
+    _remat_updates: ClassVar[Updates | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance: `GraphModule.__new__` would make another class for it."""
@@ -80,6 +83,13 @@ class RematModule(SharedState, fx.GraphModule):
             raise StateChangedError(unlike)
         refuse_checkpoint(guards.model, step.gradients)
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
+        running: Running | None = None
+        if step.handing:
+            updates = self._remat_updates
+            if updates:
+                updates.require_forward()
+            passed, running = step.handing.through_gates([*used, *leaves], updates)
+            used, batch = passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :])
         output = step.results(*used, *batch)
         if step.carried:
             output, tensors = output
@@ -88,7 +98,7 @@ class RematModule(SharedState, fx.GraphModule):
             one.put()
         inputs = [*state, *leaves]
         BackwardGuards(
-            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward
+            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward, running
         ).watch(output)
         return output
 
@@ -173,8 +183,12 @@ def make_module(
     python_state: PythonState,
     prediction: Prediction | None = None,
     priced: TrainingGraph | None = None,
+    updates: Updates | None = None,
 ) -> RematModule:
-    """A `RematModule` over `model`, which is an instance of the model's own class too."""
+    """A `RematModule` over `model`, which is an instance of the model's own class too.
+
+    Copies of it have parameters of their own, which no optimizer knows: they update nothing.
+    """
     kind = class_of_user(
         RematModule,
         model,
@@ -191,6 +205,7 @@ def make_module(
         ),
         _remat_prediction=prediction,
         _remat_priced=priced,
+        _remat_updates=updates,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()

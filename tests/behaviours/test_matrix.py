@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from remat.graph_capture.errors import RewriteError
+from remat.rewriter import RematModule
 from tests.behaviours.behaviours import BEHAVIOURS
 from tests.behaviours.trainee import Observed, Trainee, differences, planned
 
@@ -75,9 +76,30 @@ PAIRS = [
 ]
 
 
+QUICK_HANDING_OVER = ("tied_weights", "input_requires_grad")
+HANDING_OVER = [
+    pytest.param(
+        name, behaviour,
+        marks=[] if name in QUICK_HANDING_OVER and "pickled" not in behaviour else pytest.mark.slow,
+    )
+    for behaviour in BEHAVIOURS
+    for name in MODELS
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "behaviour"), PAIRS)
 def test_a_rewritten_module_behaves_as_the_eager_one(name: str, behaviour: str) -> None:
-    eager, module = planned(name)
+    require_same(name, behaviour, *planned(name))
+
+
+@pytest.mark.parametrize(("name", "behaviour"), HANDING_OVER)
+def test_so_does_one_that_hands_over_gradients_as_they_are_made(name: str, behaviour: str) -> None:
+    eager, module = planned(name, accumulate=True)
+    assert module._remat_compiled_step.handing is not None
+    require_same(name, behaviour, eager, module)
+
+
+def require_same(name: str, behaviour: str, eager: Trainee, module: RematModule) -> None:
     planned_one = eager.with_module(copy.deepcopy(module))
     if (name, behaviour) in REFUSED:
         with pytest.raises(RewriteError, match=REFUSED[name, behaviour]):

@@ -84,9 +84,12 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 @functools.cache
-def planned(name: str) -> tuple[Trainee, RematModule]:
-    """An eager module and its rewritten one; both are copied before they are used."""
+def planned(name: str, *, accumulate: bool = False) -> tuple[Trainee, RematModule]:
+    """An eager module and its rewritten one; both are copied before they are used.
+
+    With `accumulate`, the rewritten one hands over each gradient as it is made.
+    """
     model, args, kwargs, _, _ = make(name)
-    traced = trace(model, args, kwargs)
+    traced = trace(model, args, kwargs, accumulate=accumulate)
     module = rewrite(model, schedule_of(price(traced), "chen_sqrt"), trace=traced)
     return Trainee(model, args, kwargs), module

@@ -8,7 +8,7 @@ peak. Here the copy is an op of the step, right after the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,15 @@ def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
 LAID_OUT = torch.ops.remat.laid_out.default
 
 
-def lay_out_gradients(gm: fx.GraphModule, num_forward_outputs: int) -> None:
-    """Copy the gradients of parameters in a joint graph that autograd would copy."""
+def lay_out_gradients(
+    gm: fx.GraphModule, num_forward_outputs: int, handed_over: Collection[int] = ()
+) -> None:
+    """Copy the gradients of parameters in a joint graph that autograd would copy.
+
+    Parameters
+    ----------
+    handed_over : places of gradients that autograd adds to others, and copies itself if it must.
+    """
     end = gm.graph.output_node()
     results: list[Any] = list(end.args[0])  # pyright: ignore[reportArgumentType]
     parameter = {
@@ -40,7 +47,8 @@ def lay_out_gradients(gm: fx.GraphModule, num_forward_outputs: int) -> None:
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
-        if not isinstance(node, fx.Node) or like is None or _autograd_keeps(node.meta["val"], like):
+        is_own = i - num_forward_outputs not in handed_over and isinstance(node, fx.Node)
+        if not is_own or like is None or _autograd_keeps(node.meta["val"], like):
             continue
         if node not in copies:
             copies[node] = _laid_out_copy(gm, node, like)

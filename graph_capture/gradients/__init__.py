@@ -1,0 +1,1 @@
+"""Gradients: in which layout autograd keeps them, and when they are handed over."""

@@ -1,0 +1,158 @@
+"""Gradients that are handed over as they are made, to be added to those of earlier batches.
+
+Eager's autograd adds each gradient to ``.grad`` as soon as backward has made it, and lets go of it
+(`AccumulateGrad`). A step that returned all of them together would hold them to its end, beside
+those that they are added to. So a step that accumulates has an op for it, `DELIVER`: after it,
+nothing needs the gradient any more. Without accumulation there is nothing to gain: ``.grad`` is
+then the gradient itself, and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+
+from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.joint.values import Values
+
+PARTS = 256
+"""Gradients wait for others until they are this part of all: each delivery costs a call."""
+
+_ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
+
+
+def can_hand_over(metadata: ViewAndMutationMeta) -> bool:
+    """Whether a step's gradients can be handed over one by one.
+
+    The step is then given views of what it differentiates. That cannot be where it writes to one of
+    them, or returns a part of one.
+    """
+    inputs = metadata.input_info
+    written = any(
+        one.requires_grad and (one.mutates_data or one.mutates_metadata) for one in inputs
+    )
+    returned = any(
+        one.output_type in _ALIASES_OF_INPUTS
+        and one.base_idx is not None
+        and inputs[one.base_idx].requires_grad
+        for one in metadata.output_info
+    )
+    return not written and not returned
+
+
+def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.Node]:
+    """The gradients of parameters in a joint graph: by place, the node of the parameter.
+
+    A place is the index among the results of backward.
+    """
+    nodes = gm.graph.find_nodes(op="placeholder")
+    parameters = {
+        node.meta["desc"]: node
+        for node in nodes
+        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
+    }
+    described = gm.graph.output_node().meta["desc"][num_forward_outputs:]
+    grad_of = (getattr(what, "grad_of", None) for what in described)
+    return {place: parameters[what] for place, what in enumerate(grad_of) if what in parameters}
+
+
+@dataclass
+class Deliveries:
+    """Adds the ops that hand over gradients, or that update parameters.
+
+    Attributes
+    ----------
+    gradients : the results of backward.
+    parameters : by place, the parameters of those that may be handed over.
+    updated : bytes that an update of each parameter takes, by its name, if they are updated at
+        once. Then only their gradients are handed over.
+    of_op : for each op that hands over, the places of its gradients.
+    """
+
+    gradients: Sequence[Any]
+    parameters: Mapping[int, fx.Node]
+    updated: Mapping[str, int] = field(default_factory=dict[str, int])
+    of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+    def returned(self) -> list[Any]:
+        """The gradients that are not handed over but returned at the end."""
+        handed = {place for places in self.of_op.values() for place in places}
+        return [g for place, g in enumerate(self.gradients) if place not in handed]
+
+    def added_to(self, ops: Sequence[Op], values: Values) -> list[Op]:
+        """`ops` of backward, and behind them the ops that hand over what they make."""
+        made = self._made_by_ops(values)
+        least_bytes = _sum_bytes(values, made.values()) / PARTS
+        last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
+        final = self._final_at(ops, values, made, last_read)
+        found: list[Op] = []
+        waiting: list[int] = []
+        for i, op in enumerate(ops):
+            found.append(op)
+            waiting += final.get(i, ())
+            held = tuple(dict.fromkeys(made[place] for place in waiting))
+            is_large = i in final and _sum_bytes(values, held) >= least_bytes
+            if waiting and (is_large or i == len(ops) - 1):
+                shared = [name for name in held if last_read.get(name, 0) > i]
+                copied_bytes = _sum_bytes(values, shared) if self.updated else 0
+                found.append(self._op(op, values, held, waiting, copied_bytes))
+                waiting = []
+        return found
+
+    def _made_by_ops(self, values: Values) -> dict[int, str]:
+        """By place: the value of each gradient that an op makes."""
+        found: dict[int, str] = {}
+        for place, parameter in self.parameters.items():
+            if self.updated and _parameter_name(parameter) not in self.updated:
+                continue
+            node = self.gradients[place]
+            value = values.by_name.get(values.of(node)) if isinstance(node, fx.Node) else None
+            if value is not None and value.producer and value.kind != "tangent":
+                found[place] = value.name
+        return found
+
+    def _final_at(
+        self, ops: Sequence[Op], values: Values, made: dict[int, str], last_read: dict[str, int]
+    ) -> dict[int, list[int]]:
+        """For the index of each op: places that are final behind it.
+
+        What forward has made is final as backward begins. A parameter is updated when all of
+        backward has read it.
+        """
+        index = {op.name: i for i, op in enumerate(ops)}
+        final: dict[int, list[int]] = {}
+        for place, name in made.items():
+            at = index.get(values.by_name[name].producer, 0)
+            if self.updated:
+                at = max(at, last_read.get(values.of(self.parameters[place]), 0))
+            final.setdefault(at, []).append(place)
+        return final
+
+    def _op(
+        self, behind: Op, values: Values, held: Sequence[str], places: Sequence[int], copied: int
+    ) -> Op:
+        """An op behind another; `copied` are the bytes that autograd copies of what it is given."""
+        target, pinned, read = DELIVER, "it adds to what .grad holds", tuple(held)
+        if self.updated:
+            target, pinned = UPDATE, "it updates parameters"
+            read += tuple(dict.fromkeys(values.of(self.parameters[place]) for place in places))
+            copied += max(self.updated[_parameter_name(self.parameters[place])] for place in places)
+        name = f"{target.removeprefix('remat.')}_{held[-1]}"
+        self.of_op[name] = tuple(places)
+        return Op(
+            name, target, "backward", read, (), workspace_bytes=copied, pinned=pinned,
+            module=behind.module, source=behind.source,
+        )  # fmt: skip
+
+
+def _parameter_name(parameter: fx.Node) -> str:
+    return path_in_model(str(parameter.meta["desc"].target))
+
+
+def _sum_bytes(values: Values, names: Iterable[str]) -> int:
+    return sum(values.by_name[name].size_bytes for name in names)

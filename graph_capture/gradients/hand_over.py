@@ -1,0 +1,23 @@
+"""What becomes of gradients that a step hands over as they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Gradients of parameters leave backward one by one; see `deliveries.py`.
+
+    Attributes
+    ----------
+    is_added : whether ``.grad`` is there before the step, and gradients are added to it.
+    updates : parameters that the optimizer updates with each gradient at once: their names, and
+        the bytes that it takes meanwhile. Other gradients then stay to the end. Empty if gradients
+        are only handed over.
+    state_bytes : of the optimizer, between steps.
+    """
+
+    is_added: bool = True
+    updates: tuple[tuple[str, int], ...] = ()
+    state_bytes: int = 0

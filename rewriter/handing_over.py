@@ -1,0 +1,184 @@
+"""Gradients reach autograd as they are made: a backward of several autograd nodes.
+
+AOTAutograd makes one node of a backward, and autograd's engine takes the gradients of a node when
+all of it has run. So the inputs of a step pass through gates, one for each place where gradients
+are final, which stand in a chain::
+
+    loss ─► compiled step ─► gate 1 ─► gate 2 ─► ... ─► last gate
+                               │         │                 │
+                          parameters parameters     all other inputs
+
+In forward a gate does nothing. In backward the compiled step only begins a generator; each gate
+runs it up to the next mark and returns the gradients that are final there. The engine then adds
+them to ``.grad`` before it comes to the next gate. All that is autograd's stays autograd's: hooks,
+`torch.autograd.grad`, ``inputs=``, sums with gradients from elsewhere, wrappers for ranks. Gates
+that no wanted gradient needs are not run, and neither is the rest of backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Variable
+
+from remat.rewriter.graphs.boxed import Boxed, compile_in_steps
+from remat.rewriter.graphs.handed_over import Handed, places_handed
+from remat.rewriter.updating import Updates
+
+_expected = threading.local()
+"""`run` is the `Running` of the forward whose backward this thread is about to run."""
+
+_C: Any = torch._C
+
+
+class Running:
+    """The backward of one forward, once in each pass of autograd's engine that comes to it.
+
+    Parameters
+    ----------
+    inputs : of the forward. updates : what is done with gradients of parameters, if anything.
+    """
+
+    def __init__(self, handing: HandingOver, inputs: list[Any], updates: Updates | None) -> None:
+        self.handing, self.updates = handing, updates
+        self.parameters = [inputs[p] for p in handing.updated] if updates else []
+        self.passes: dict[int, _Pass] = {}
+
+    def expect(self, unreached: Sequence[int]) -> None:
+        """Backward comes next in this thread; these places get no gradient.
+
+        Raises
+        ------
+        RewriteError : parameters may not be updated in this backward.
+        """
+        if self.updates:
+            self.updates.require_backward()
+        _expected.run = self, _C._current_graph_task_id(), frozenset(unreached)
+
+    def begin(self, steps: Iterator[Handed], unreached: frozenset[int]) -> None:
+        """Let the gates go on with `steps` in this pass of the engine."""
+        task = _C._current_graph_task_id()
+        self.passes[task] = _Pass(steps, unreached)
+        # What is left of a pass that wants few gradients goes with it.
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(lambda: self.passes.pop(task, None))
+        if self.updates:
+            engine.queue_callback(self.updates.begin(self.parameters))
+
+    def gradients(self, gate: int) -> dict[int, Tensor]:
+        """The gradients that are final at a gate, by place."""
+        now = self.passes.get(_C._current_graph_task_id())
+        return now.up_to(gate, len(self.handing.gates) - 1) if now else {}
+
+
+class _Pass:
+    def __init__(self, steps: Iterator[Handed], unreached: frozenset[int]) -> None:
+        self.steps, self.unreached = steps, unreached
+
+    def up_to(self, gate: int, last: int) -> dict[int, Tensor]:
+        """Run to the next mark; at the last gate, to the end."""
+        found = self._taken(*next(self.steps))
+        if gate == last:
+            for handed in self.steps:
+                found |= self._taken(*handed)
+        return found
+
+    def _taken(self, places: tuple[int, ...], gradients: list[Any]) -> dict[int, Tensor]:
+        found = dict(zip(places, gradients, strict=True))
+        gradients.clear()  # the generator holds this list
+        return {place: g for place, g in found.items() if place not in self.unreached}
+
+
+class HandingOver:
+    """The gates of one compiled step.
+
+    Parameters
+    ----------
+    backward : the emitted graph, with marks.
+
+    Attributes
+    ----------
+    gates : for each gate the places of the inputs that pass through it.
+    updated : places of the parameters whose gradients are handed over before the end.
+    """
+
+    def __init__(self, backward: fx.GraphModule) -> None:
+        *handed, rest = places_handed(backward.graph)
+        self.gates = (*handed, rest) if rest else tuple(handed)
+        self.updated = [place for places in handed for place in places]
+        results: Any = backward.graph.output_node().args[0]
+        self.n_results = len(results)
+
+    def through_gates(
+        self, inputs: list[Any], updates: Updates | None = None
+    ) -> tuple[list[Any], Running]:
+        """Inputs for one forward, whose gradients come through gates."""
+        running, passed = Running(self, inputs, updates), list(inputs)
+        first = next(passed[place] for place in self.gates[0])
+        token = torch.empty(0, device=first.device)
+        for number in reversed(range(len(self.gates))):
+            places = self.gates[number]
+            token, *aliases = _Gate.apply(running, number, token, *(passed[p] for p in places))
+            for place, alias in zip(places, aliases, strict=True):
+                passed[place] = alias
+        return passed, running
+
+    def compile_backward(self, gm: fx.GraphModule) -> Boxed:
+        """The function that AOTAutograd calls as the backward of the step."""
+        in_steps = compile_in_steps(gm)
+
+        def backward(taken: list[Any]) -> list[Any]:
+            # A saved tensor knows the gate that it came through, and the gate this generator.
+            given = [t.detach() if isinstance(t, Tensor) and t.grad_fn else t for t in taken]
+            taken.clear()
+            running, unreached = self._expected()
+            if running is None:
+                return self._together(in_steps(given))
+            running.begin(in_steps(given), unreached)
+            return [None] * self.n_results
+
+        backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return backward
+
+    def _expected(self) -> tuple[Running | None, frozenset[int]]:
+        running, task, unreached = getattr(_expected, "run", (None, -1, frozenset[int]()))
+        _expected.run = None, -1, frozenset[int]()
+        is_own = running is not None and running.handing is self
+        return (running if is_own and task == _C._current_graph_task_id() else None), unreached
+
+    def _together(self, steps: Iterator[Handed]) -> list[Any]:
+        """All gradients at the end, where nobody waits for each."""
+        found: list[Any] = [None] * self.n_results
+        for places, gradients in steps:
+            for place, gradient in zip(places, gradients, strict=True):
+                found[place] = gradient
+        return found
+
+
+class _Gate(torch.autograd.Function):
+    """Passes tensors on as they are; returns their gradients when they are final."""
+
+    @staticmethod
+    def forward(ctx: Any, running: Running, number: int, token: Tensor, *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.running, ctx.number, ctx.token = running, number, token.detach()
+        return token.new_empty(0), *inputs
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *given: Tensor | None) -> Any:
+        # AOTAutograd runs backward without autocast, too.
+        with _C._DisableAutocast():
+            found = ctx.running.gradients(ctx.number)
+        places = ctx.running.handing.gates[ctx.number]
+        sums = [_sum(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
+        return None, None, ctx.token, *sums
+
+
+def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return gradient + other

@@ -1,0 +1,113 @@
+"""Steps that update parameters during backward: no op reads a parameter after its update.
+
+Solvers do not know of this rule. They solve a graph without it, in which updates stand behind all
+captured readers of their parameters; what they compute again may read one later. Then the update
+waits for it, and its gradient lives longer. If that exceeds the budget, the solver is asked again
+for less. Few recomputations are that late: what backward computes again it needs for gradients
+that come before those of the parameter.
+
+Bound: that of the graph without the rule, which every schedule that keeps the rule follows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.solver.problem import Problem
+from remat.solver.result import Result, infeasible, judged
+from remat.solver.sequence import ops_of, schedule_of
+
+ROUNDS = 4
+"""How often a solver is asked for less."""
+Ask = Callable[[TrainingGraph, int], Result]
+
+
+def has_updates(graph: TrainingGraph) -> bool:
+    """Whether the step updates parameters."""
+    return any(op.target == UPDATE for op in graph.ops)
+
+
+def without_rule(graph: TrainingGraph) -> TrainingGraph:
+    """The same step whose parameters may be read at any time."""
+    resident = {value.name for value in graph.values if not value.producer}
+
+    def freed(op: Op) -> Op:
+        if op.target != UPDATE:
+            return op
+        made = tuple(name for name in op.inputs if name not in resident)
+        return msgspec.structs.replace(op, target=DELIVER, inputs=made)
+
+    return msgspec.structs.replace(graph, ops=tuple(map(freed, graph.ops)))
+
+
+def solve_with_updates(graph: TrainingGraph, budget_bytes: int, ask: Ask) -> Result:
+    """The outcome of a solver for a step with updates.
+
+    Parameters
+    ----------
+    ask : solves a graph for a budget in bytes.
+    """
+    free, target_bytes, first = without_rule(graph), budget_bytes, None
+    for _ in range(ROUNDS):
+        result = ask(free, target_bytes)
+        first = first or result
+        given = result.schedule or result.least_schedule
+        if given is None:
+            return result
+        late = _late(graph, given, budget_bytes)
+        peak_bytes = simulate(graph, late).peak_bytes
+        if peak_bytes <= budget_bytes:
+            break
+        if result.schedule is None:
+            return _infeasible(graph, late, result, budget_bytes)
+        target_bytes -= peak_bytes - budget_bytes
+    return msgspec.structs.replace(
+        judged(
+            graph, late, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
+            wall_s=result.wall_s, cut_short=result.status == "time limit", message=result.message,
+        ),
+        floor=result.floor,
+    )  # fmt: skip
+
+
+def _infeasible(graph: TrainingGraph, late: Schedule, lost: Result, budget_bytes: int) -> Result:
+    found = infeasible(graph, late, simulate(graph, late), budget_bytes, lost.wall_s, lost.message)
+    return msgspec.structs.replace(
+        found, status=lost.status, floor=lost.floor, least_bound_bytes=lost.least_bound_bytes,
+        lower_bound_us=lost.lower_bound_us,
+    )  # fmt: skip
+
+
+def _late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """A schedule of the graph without the rule as one of `graph`, with updates late enough."""
+    problem = Problem.of(graph)
+    made = schedule_of(problem, late_sequence(problem, ops_of(problem, schedule)))
+    return msgspec.structs.replace(
+        made, budget_bytes=budget_bytes, solver=schedule.solver, options=schedule.options
+    )
+
+
+def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
+    """`sequence` with each update behind the last op that reads a parameter of it."""
+    ops = problem.graph.ops
+    updates, made = {i for i, op in enumerate(ops) if op.target == UPDATE}, set(problem.names)
+    last_read = {
+        name: at for at, i in enumerate(sequence) if i not in updates for name in ops[i].inputs
+    }
+    waiting: dict[int, list[int]] = {}
+    found: list[int] = []
+    for at, i in enumerate(sequence):
+        if i in updates:
+            read = (name for name in ops[i].inputs if name not in made)
+            until = max(last_read.get(name, 0) for name in read)
+            if until > at:
+                waiting.setdefault(until, []).append(i)
+                continue
+        found.append(i)
+        found += waiting.pop(at, ())
+    return found
