@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.gradients.hand_over import HandOver
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.tracing.recipe import Split
     from remat.graph_capture.tracing.trace import Trace
 
 
@@ -40,6 +41,7 @@ def training_step(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
+    split: Split = "none",
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, and updates parameters during backward.
@@ -86,7 +88,7 @@ def training_step(
     known, hand_over = as_profile(profile), _hand_over(model, optimizer, loss_fn, accumulate)
     traced: Trace = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
-        hand_over=hand_over,
+        hand_over=hand_over, split=split,
     )  # fmt: skip
     _require_no_other_reader(traced, optimizer)
     graph = price(traced, profile=known)

@@ -84,7 +84,10 @@ def find_regions(trace: Trace, is_exact: bool) -> list[Found]:
     # The copy that becomes a module has nodes of its own, under the same names.
     node_named = {node.name: node for node in gm.graph.nodes}
     facts, recipe = trace.recipe.facts(), trace.recipe
-    joint = build_joint(gm, captured.num_forward_outputs, recipe.name, recipe.resident, **facts)
+    joint = build_joint(
+        gm, captured.num_forward_outputs, recipe.name, recipe.resident,
+        hand_over=recipe.hand_over, **facts,
+    )  # fmt: skip
     return [
         _found(head, joint, [node_named[node.name] for node in made[head.softmax.name]], captured)
         for head in heads
