@@ -93,8 +93,8 @@ class Choice(msgspec.Struct, frozen=True):
     Attributes
     ----------
     pieces : their number. exact : whether its results are eager's to the bit.
-    ops : what runs in the region's place: each op, after the name of that whose place it takes.
-    values : those that these ops make.
+    ops : what runs in the region's place: each op, after the name of the op before which it
+        stands; empty for the end. values : those that these ops make.
     """
 
     pieces: int

@@ -11,7 +11,7 @@ import dataclasses
 from torch import nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.splitting.regions import find_regions, set_pieces
+from remat.graph_capture.splitting.regions import AND, find_regions
 from remat.graph_capture.splitting.same_bits import are_known_to_be, gives_eagers_bits
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
@@ -28,7 +28,9 @@ def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Tra
     """
     if not are_known_to_be(schedule, recipe.device):
         _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), schedule)
-    pieces = tuple((one.region, one.pieces, one.exact) for one in schedule.pieces)
+    pieces = tuple(
+        (head, one.pieces, one.exact) for one in schedule.pieces for head in one.region.split(AND)
+    )
     return trace_recipe(model, dataclasses.replace(recipe, pieces=pieces))
 
 
@@ -37,7 +39,7 @@ def _require_eagers_bits(captured: Trace, schedule: Schedule) -> None:
     for found in find_regions(captured, is_exact=True):
         if found.name not in wanted:
             continue
-        set_pieces(found.nodes, wanted[found.name])
+        found.set_pieces(wanted[found.name])
         if not gives_eagers_bits(found):
             raise RewriteError(
                 f"{found.name} in {found.pieces} pieces gives other bits than eager here, as "

@@ -64,7 +64,8 @@ def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> Trainin
     for region in replaced:
         for place, op in choices[region.name].ops:
             at.setdefault(place, []).append(op)
-    ops = tuple(op for old in graph.ops for op in _in_place_of(old, dropped, at))
+    kept = [op for op in graph.ops if op.name not in dropped]
+    ops = (*(one for op in kept for one in (*at.get(op.name, ()), op)), *at.get("", ()))
     return msgspec.structs.replace(
         graph,
         ops=ops,
@@ -72,10 +73,6 @@ def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> Trainin
         regions=(),
         captured_us=graph.base_us,
     )
-
-
-def _in_place_of(old: Op, dropped: set[str], at: Mapping[str, list[Op]]) -> list[Op]:
-    return [*at.get(old.name, []), *([] if old.name in dropped else [old])]
 
 
 def _values_in_pieces(

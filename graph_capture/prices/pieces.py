@@ -8,12 +8,12 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.graph_capture.splitting.regions import COUNTS, Found, set_pieces
+from remat.graph_capture.splitting.heads import Head
+from remat.graph_capture.splitting.linear_cross_entropy import FORWARD
+from remat.graph_capture.splitting.regions import COUNTS, Found
 
-PricedPieces = Callable[[Found, int], tuple[Mapping[str, Op], Sequence[Value]]]
-"""From a region and a number of pieces: its ops by name, and the values of the graph with them."""
-
-
+PricedPieces = Callable[[Found], tuple[Mapping[str, Op], Sequence[Value]]]
+"""From a region in pieces: its ops of ours by name, and the values of the graph with them."""
 IsExact = Callable[[Found], bool]
 """Whether the ops of a region, in the pieces that they are set to, give eager's bits."""
 
@@ -25,49 +25,55 @@ def with_regions(
 
     Where eager's bits are asked for, numbers of pieces that do not give them are left out.
     """
-    regions = tuple(_region(one, priced, is_exact) for one in found)
+    regions = tuple(_region(graph, one, priced, is_exact) for one in found)
     return msgspec.structs.replace(graph, regions=regions)
 
 
-def _region(found: Found, priced: PricedPieces, is_exact: IsExact) -> Region:
+def _region(graph: TrainingGraph, found: Found, priced: PricedPieces, is_exact: IsExact) -> Region:
     choices: list[Choice] = []
     for pieces in COUNTS:
-        set_pieces(found.nodes, pieces)
+        found.set_pieces(pieces)
         if not found.is_exact or is_exact(found):
-            choices.append(_choice(found, pieces, priced))
-    return Region(found.name, found.ops, tuple(choices))
+            ops, values = priced(found)
+            choices.append(_choice(graph, found, ops, values))
+    return Region(found.name, found.dropped, tuple(choices))
 
 
-def _choice(found: Found, pieces: int, priced: PricedPieces) -> Choice:
-    ops, values = priced(found, pieces)
-    own = [ops[node.name] for node in found.nodes]
-    made = {name for op in own for name in op.outputs}
-    return Choice(
-        pieces,
-        found.is_exact,
-        tuple((found.places[op.name], op) for op in own),
-        tuple(value for value in values if value.name in made),
-    )
+def _choice(
+    graph: TrainingGraph, found: Found, ours: Mapping[str, Op], values: Sequence[Value]
+) -> Choice:
+    ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
+    made = {name for _, op in ops for name in op.outputs}
+    own = tuple(value for value in values if value.name in made)
+    return Choice(found.pieces, found.is_exact, tuple(ops), own)
+
+
+def _as_captured(graph: TrainingGraph, op: Op) -> Op:
+    """An op that reads other values than before, such as an update, at its captured price."""
+    same = [one for one in graph.ops if one.target == op.target]
+    before = next((one for one in same if one.name == op.name), same[0])
+    return msgspec.structs.replace(op, cost_us=before.cost_us, price=before.price)
 
 
 def modelled(
     captured: TrainingGraph, launch_us: float, rounded: Callable[[int], int]
 ) -> PricedPieces:
     """Prices from those of the ops that the pieces replace, for a device that is not here."""
+    costs = {op.name: op.cost_us for op in captured.ops}
 
-    def priced(found: Found, pieces: int) -> tuple[Mapping[str, Op], Sequence[Value]]:
+    def priced(found: Found) -> tuple[Mapping[str, Op], Sequence[Value]]:
         ops = {op.name: op for op in found.joint.graph.ops}
-        costs = {op.name: op.cost_us for op in captured.ops}
-        workspace_bytes = rounded(_workspace_bytes(found, pieces))
-        return {
+        more_us = (found.pieces - 1) * launch_us
+        ours = {
             node.name: msgspec.structs.replace(
                 ops[node.name],
-                cost_us=_cost_us(found, node, costs, (pieces - 1) * launch_us),
-                workspace_bytes=workspace_bytes,
+                cost_us=_cost_us(_captured_ops(head, node), costs, more_us),
+                workspace_bytes=rounded(_workspace_bytes(head, found.pieces)),
                 price="modelled",
             )
-            for node in found.nodes
-        }, [
+            for head, node in found.by_node()
+        }
+        return ours, [
             msgspec.structs.replace(value, size_bytes=rounded(value.size_bytes))
             for value in found.joint.graph.values
         ]
@@ -75,18 +81,15 @@ def modelled(
     return priced
 
 
-def _cost_us(
-    found: Found, node: fx.Node, costs: Mapping[str, float], more_launches_us: float
-) -> float:
-    """Time of the captured ops that an op of ours runs, and of the launches beyond one of each."""
-    ran = [one for one in _captured_ops(found, node) if one.name in costs]
-    return sum(costs[one.name] for one in ran) + more_launches_us * len(ran)
+def _cost_us(nodes: Sequence[fx.Node], costs: Mapping[str, float], more_us: float) -> float:
+    """Time of captured nodes, and of the launches of each beyond one."""
+    ran = [node for node in nodes if node.name in costs]
+    return sum(costs[node.name] for node in ran) + more_us * len(ran)
 
 
-def _captured_ops(found: Found, node: fx.Node) -> list[fx.Node]:
+def _captured_ops(head: Head, node: fx.Node) -> list[fx.Node]:
     """The nodes whose work an op of ours does: backward makes the logits again."""
-    head = found.head
-    if node is found.nodes[0]:
+    if node.target is FORWARD:
         return head.forward
     ends = (head.of_x, head.of_weight, head.of_bias)
     made = {node.name, *(user.name for user in node.users)}
@@ -95,11 +98,11 @@ def _captured_ops(found: Found, node: fx.Node) -> list[fx.Node]:
     return [*(one for one in head.forward if one is not head.loss), *shared, *own]
 
 
-def _workspace_bytes(found: Found, pieces: int) -> int:
+def _workspace_bytes(head: Head, pieces: int) -> int:
     """The most bytes that one piece has live: three blocks in the dtype of the loss.
 
     They are, in backward, the logarithms of the probabilities, their gradient and that of the
     logits; in forward it is less.
     """
-    value = found.head.softmax.meta["val"]
+    value = head.softmax.meta["val"]
     return 3 * (-(-value.numel() // pieces)) * value.element_size()

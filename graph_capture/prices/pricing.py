@@ -115,9 +115,10 @@ def _measured(
 def _measured_pieces(meter: Meter, cache: PriceCache, told: Counted) -> PricedPieces:
     """Measured prices of the ops that run in pieces."""
 
-    def priced(found: Found, _: int) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
-        keys = {node.name: price_key(node) for node in found.nodes}
-        nodes = {keys[node.name]: node for node in found.nodes}
+    def priced(found: Found) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
+        own_nodes = [node for _, node in found.by_node()]
+        keys = {node.name: price_key(node) for node in own_nodes}
+        nodes = {keys[node.name]: node for node in own_nodes}
         prices = known_or_measured(found.joint, nodes, meter, cache, {}, told, None)
         of_op = {name: prices[key] for name, key in keys.items()}
         ops = {op.name: op for op in found.joint.graph.ops}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from torch import fx
 
+from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import Places, copy_of
 from remat.graph_capture.splitting.heads import Head, find_heads
@@ -16,37 +18,53 @@ from remat.graph_capture.tracing.trace import Trace
 
 COUNTS = (2, 4, 8, 16)
 """Numbers of pieces that are priced."""
+AND = ", "
+"""Between the names of heads, which run in the same number of pieces."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One head, and the ops that would run in its place.
+    """The heads of a step, and the ops that would run in their place.
 
     Attributes
     ----------
-    head : in the captured joint graph. joint : a copy of it, with every head in pieces.
-    nodes : the ops of ours in that copy. is_exact : whether they give eager's bits.
-    ops : names of those that they replace. places : for each of ours, the op whose place it takes.
+    heads : in the captured joint graph. joint : a copy of it, with every head in pieces.
+    nodes : for each head, the ops of ours in that copy.
+    is_exact : whether they give eager's bits.
+    dropped : names of captured ops that the copy has not, or has otherwise.
+    added : ops of the copy that the captured graph has not, each after the name of the op before
+        which it stands; empty for the end.
     captured_hash : of the captured graph.
     """
 
-    head: Head
+    heads: tuple[Head, ...]
     joint: Joint
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
     is_exact: bool
-    ops: tuple[str, ...]
-    places: dict[str, str]
+    dropped: tuple[str, ...]
+    added: tuple[tuple[str, Op], ...]
     captured_hash: str
+
+    @property
+    def name(self) -> str:
+        """The name of the region: those of the heads."""
+        return AND.join(head.softmax.name for head in self.heads)
 
     @property
     def pieces(self) -> int:
         """The number of pieces that the ops are set to."""
-        return int(self.nodes[0].args[-1])  # pyright: ignore
+        return cast("int", self.nodes[0][0].args[-1])
 
-    @property
-    def name(self) -> str:
-        """The name of the region."""
-        return self.head.softmax.name
+    def set_pieces(self, pieces: int) -> None:
+        """Set the number of pieces that the ops run in: their last argument."""
+        for node in (node for nodes in self.nodes for node in nodes):
+            node.args = (*node.args[:-1], pieces)
+
+    def by_node(self) -> Iterator[tuple[Head, fx.Node]]:
+        """Each op of ours with the head that it serves."""
+        for head, nodes in zip(self.heads, self.nodes, strict=True):
+            for node in nodes:
+                yield head, node
 
 
 def regions_asked(trace: Trace) -> list[Found]:
@@ -69,45 +87,44 @@ def regions_asked(trace: Trace) -> list[Found]:
 
 
 def find_regions(trace: Trace, is_exact: bool) -> list[Found]:
-    """The heads of a trace, each with the ops that would run in its place."""
+    """The heads of a trace as one region, with the ops that would run in their place."""
     heads, _ = find_heads(trace.joint.module.graph)
     if not heads:
         return []
-    made: dict[str, list[fx.Node]] = {}
+    made: list[list[str]] = []
 
     def edit(graph: fx.Graph) -> None:
-        for head in find_heads(graph)[0]:
-            made[head.softmax.name] = replace_head(head, COUNTS[0], is_exact)
+        ours = [replace_head(head, COUNTS[0], is_exact) for head in find_heads(graph)[0]]
+        made.extend([node.name for node in nodes] for nodes in ours)
 
-    captured = trace.joint
+    captured, recipe = trace.joint, trace.recipe
     gm = copy_of(captured.module, edit)
-    # The copy that becomes a module has nodes of its own, under the same names.
-    node_named = {node.name: node for node in gm.graph.nodes}
-    facts, recipe = trace.recipe.facts(), trace.recipe
     joint = build_joint(
         gm, captured.num_forward_outputs, recipe.name, recipe.resident,
-        hand_over=recipe.hand_over, **facts,
+        hand_over=recipe.hand_over, **recipe.facts(),
     )  # fmt: skip
-    return [
-        _found(head, joint, [node_named[node.name] for node in made[head.softmax.name]], captured)
-        for head in heads
-    ]
+    # The copy that becomes a module has nodes of its own, under the same names.
+    node_named = {node.name: node for node in gm.graph.nodes}
+    nodes = tuple(tuple(node_named[name] for name in names) for names in made)
+    changes = _changes(captured.graph, joint.graph)
+    return [Found(tuple(heads), joint, nodes, is_exact, *changes, captured.graph.hash)]
 
 
-def set_pieces(nodes: Sequence[fx.Node], pieces: int) -> None:
-    """Set the number of pieces that nodes of ours run in: their last argument."""
-    for node in nodes:
-        node.args = (*node.args[:-1], pieces)
-
-
-def _found(head: Head, joint: Joint, nodes: list[fx.Node], captured: Joint) -> Found:
-    names = {node.name for node in (*head.forward, *head.backward)}
-    ops = tuple(op.name for op in captured.graph.ops if op.name in names)
-    forward, *backward = nodes
-    places = {forward.name: head.loss.name}
-    order = captured.graph.op_index
-    for node in backward:
-        results = {node.name, *(user.name for user in node.users)} & set(order)
-        places[node.name] = min(results, key=order.__getitem__)
-    is_exact = len(backward) == sum(one is not None for one in (head.of_x, head.of_weight))
-    return Found(head, joint, tuple(nodes), is_exact, ops, places, captured.graph.hash)
+def _changes(
+    before: TrainingGraph, after: TrainingGraph
+) -> tuple[tuple[str, ...], tuple[tuple[str, Op], ...]]:
+    """What to drop from `before` and what to add so that it becomes `after`."""
+    index, last = before.op_index, -1
+    added: list[tuple[str, Op]] = []
+    waiting: list[Op] = []
+    same: set[str] = set()
+    for op in after.ops:
+        at = index.get(op.name, -1)
+        if at > last and before.ops[at] == op:
+            added += [(op.name, one) for one in waiting]
+            waiting, last = [], at
+            same.add(op.name)
+        else:
+            waiting.append(op)
+    added += [("", one) for one in waiting]
+    return tuple(op.name for op in before.ops if op.name not in same), tuple(added)

@@ -32,11 +32,12 @@ def gives_eagers_bits(found: Found) -> bool:
 
     It takes the memory of four times the logits. Where that runs out, the answer is no.
     """
-    device = str(found.head.x.meta["val"].device)
+    device = str(found.heads[0].x.meta["val"].device)
     key = _fact(found.captured_hash, device, found.name, found.pieces, found.is_exact)
     if key not in _known:
         try:
-            _known[key] = _are_same_bits(found.head, found.nodes)
+            pairs = zip(found.heads, found.nodes, strict=True)
+            _known[key] = all(_are_same_bits(*pair) for pair in pairs)
         except RuntimeError as error:  # of CUDA's allocator too
             if "memory" not in str(error):
                 raise

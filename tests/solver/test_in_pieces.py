@@ -51,7 +51,7 @@ def choice(n: int, cost_us: float) -> Choice:
         "dh", "pieces_back", "backward", ("h", "t"), ("dh",), 45.0 + cost_us * n, 128 * MIB // n
     )
     made = (Value("l", 4, "loss_n", "output"), Value("dh", MIB, "dh", "gradient"))
-    return Choice(n, True, (("loss", forward), ("dh", backward)), made)
+    return Choice(n, True, (("tangents", forward), ("", backward)), made)
 
 
 def test_the_whole_is_kept_where_it_fits() -> None:
