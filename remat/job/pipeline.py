@@ -23,6 +23,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import Result
+from remat.update_at_once import planned_hand_over
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
@@ -100,10 +101,16 @@ def trace_loaded(loaded: Loaded, request: Request) -> Trace:
     """The unpriced trace of what a factory made."""
     from remat.graph_capture.tracing.trace import trace
 
+    hand_over = None
+    if request.update_at_once:
+        hand_over = planned_hand_over(
+            loaded.model, request.optimizer, request.device,
+            loss_fn=loaded.loss_fn, accumulate=request.accumulate,
+        )  # fmt: skip
     return trace(
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
         optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
-        sharding=request.sharding, split=request.split,
+        sharding=request.sharding, split=request.split, hand_over=hand_over,
     )  # fmt: skip
 
 

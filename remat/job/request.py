@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from remat.budgets import parse_budget
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.devices.device_table import CPU, check_device, device_table, is_in_table
+from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
 from remat.solver import TABLE, make_solver
 
@@ -73,6 +74,13 @@ class Request:
     optimizer: Optimizer = field(
         default="none", metadata={"help": "count this optimizer's state as resident"}
     )
+    update_at_once: bool = field(
+        default=False,
+        metadata={
+            "help": "plan with updates during backward, as remat.training_step makes them, by the "
+            "--optimizer; nothing is run"
+        },
+    )
     accumulate: bool = field(
         default=False, metadata={"help": "count accumulated gradients as resident"}
     )
@@ -111,7 +119,8 @@ class Request:
     @property
     def is_run_here(self) -> bool:
         """Whether the plan is one of the very step that can run on this machine, alone."""
-        return not is_in_table(self.device) and self.sharding == NO_SHARDING
+        is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING
+        return is_here and not self.update_at_once
 
     def checked(self) -> Request:
         """The same with its profile read, refused before anything runs if a part is unknown.
@@ -126,7 +135,11 @@ class Request:
         check_device(self.device)
         known = self.read_profile()
         make_solver(self.solver, order=self.order)
-        _ = self.sharding
+        if self.update_at_once and self.sharding != NO_SHARDING:
+            raise DeviceError(
+                "--update-at-once plans a step on one rank: wrappers for several take gradients "
+                "first. Leave out --shard, or --update-at-once"
+            )
         return replace(self, profile=known)
 
     def read_profile(self) -> Profile | None:

@@ -1,0 +1,80 @@
+"""`--split` and `--update-at-once`: planned from the command line, with what they take said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from remat.cli.main import app
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(400, 16), nn.Linear(16, 400, bias=False)
+
+    def forward(self, tokens, target):
+        logits = self.head(torch.tanh(self.embedding(tokens)))
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def factory():
+    return {"model": LanguageModel(), "args": (torch.zeros(4, 64).long(), torch.ones(4, 64).long())}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    (tmp_path / "job.py").write_text(MODEL)
+    return f"{tmp_path / 'job.py'}:factory"
+
+
+def said(*words: str) -> str:
+    done = CliRunner().invoke(app, [*words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_run_says_what_is_in_pieces_and_keeps_it(job: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    text = said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
+    assert "head and its loss in" in text
+    assert "to eager's bits" in text
+    found = json.loads(said("run", job, "--budget", "min", "--split", "exact", "--json"))
+    (pieces,) = found["pieces"]
+    assert pieces["exact"]
+    assert pieces["pieces_bytes"] < pieces["whole_bytes"]
+    assert "remat.linear_cross_entropy_weight" in said("inspect", job, "--plan", str(plan))
+    assert "head and its loss in" in said("explain", str(plan))
+    said("check", job, str(plan))
+
+
+def test_updates_at_once_need_fewer_bytes(job: str) -> None:
+    words = ("solve", job, "--budget", "min", "--optimizer", "adamw", "--split", "exact", "--json")
+    after = json.loads(said(*words))
+    during = json.loads(said(*words, "--update-at-once"))
+    assert during["peak_bytes"] < after["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--update-at-once",), "name it, --optimizer sgd, momentum or adamw"),
+        (
+            ("--update-at-once", "--optimizer", "sgd", "--shard", "ddp", "--world-size", "2"),
+            "on one",
+        ),
+    ],
+)
+def test_what_cannot_be_updated_so_is_refused(job: str, words: tuple[str, ...], text: str) -> None:
+    done = CliRunner().invoke(app, ["solve", job, "--budget", "min", *words])
+    assert done.exit_code == 2
+    assert text in " ".join(done.output.split())
