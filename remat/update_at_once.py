@@ -225,6 +225,6 @@ def _require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
         if constant.numel() and constant.untyped_storage().data_ptr() in updated:
             raise CaptureError(
                 f"forward reads a parameter by another tensor of shape {list(constant.shape)}, "
-                "such as an attribute that is its .data: read the parameter, or update after "
-                "backward"
+                "such as an attribute that is its .data: read the parameter itself, or update "
+                "after backward"
             )

@@ -17,7 +17,15 @@ import numpy as np
 
 from remat.solver.layout.boxes import Boxes, Floats, Ints, range_maxima
 from remat.solver.layout.canonical_state import (
-    State,
+    CROSSING,
+    HIGH,
+    LEAST,
+    LEFT,
+    LOW,
+    OFFSETS,
+    SOLVED,
+    Arrays,
+    Undo,
     candidates,
     fits,
     initial,
@@ -27,7 +35,7 @@ from remat.solver.layout.canonical_state import (
     take_back,
 )
 from remat.solver.layout.jit import compiled
-from remat.solver.layout.sections import Sections, sections_of
+from remat.solver.layout.sections import sections_of
 
 OPEN, FOUND, FAILED, OUT_OF_TRIES = 0, 1, 2, 3
 FIRST, LAST, NEXT, PART = 0, 1, 2, 3
@@ -46,48 +54,48 @@ class Preorder(NamedTuple):
 
 
 @compiled
-def ranked(sections: Sections, state: State, keys: Floats, total_key: int, boxes: Ints) -> Ints:
+def ranked(sections: Arrays, state: Arrays, keys: Floats, total_key: int, boxes: Ints) -> Ints:
     """`boxes` in preorder; `keys[total_key]` is of what is left, so it is made here."""
     boxes = np.sort(boxes)
     for k in range(keys.shape[0] - 1, -1, -1):
         key = keys[k][boxes]
         if k == total_key:
             for i in range(boxes.size):
-                low, high = sections.low[boxes[i]], sections.high[boxes[i]]
-                key[i] = state.left[low:high].max()
+                low, high = sections[LOW][boxes[i]], sections[HIGH][boxes[i]]
+                key[i] = state[LEFT][low:high].max()
         boxes = boxes[np.argsort(-key, kind="mergesort")]
     return boxes
 
 
 @compiled
-def falls_apart(sections: Sections, state: State, box: int) -> bool:
+def falls_apart(sections: Arrays, state: Arrays, box: int) -> bool:
     """Whether nothing that is left crosses some end of section that `box` crosses."""
-    return (state.crossing[sections.low[box] : sections.high[box] - 1] == 0).any()
+    return (state[CROSSING][sections[LOW][box] : sections[HIGH][box] - 1] == 0).any()
 
 
 @compiled
-def next_part(sections: Sections, state: State, box: int, first: int, last: int) -> int:
+def next_part(sections: Arrays, state: Arrays, box: int, first: int, last: int) -> int:
     """Where the part of time from `first` on ends, after `box` was placed across it."""
     end = first + 1
     while end < last:
-        is_crossed_by_box = sections.low[box] < end and end < sections.high[box]
-        if is_crossed_by_box and state.crossing[end - 1] == 0:
+        is_crossed_by_box = sections[LOW][box] < end and end < sections[HIGH][box]
+        if is_crossed_by_box and state[CROSSING][end - 1] == 0:
             break
         end += 1
     return end
 
 
 @compiled
-def inside(sections: Sections, boxes: Ints, box: int, first: int, last: int) -> Ints:
+def inside(sections: Arrays, boxes: Ints, box: int, first: int, last: int) -> Ints:
     """Those of `boxes` but `box` that are in sections from `first` to `last`."""
-    is_in = (sections.low[boxes] < last) & (sections.high[boxes] > first) & (boxes != box)
+    is_in = (sections[LOW][boxes] < last) & (sections[HIGH][boxes] > first) & (boxes != box)
     return boxes[is_in]
 
 
 @compiled
 def search(
-    sections: Sections,
-    state: State,
+    sections: Arrays,
+    state: Arrays,
     keys: Floats,
     total_key: int,
     boxes: Ints,
@@ -105,14 +113,13 @@ def search(
     frames[0, FIRST], frames[0, LAST] = first, last
     boxes_at = [boxes]
     todo_at = [candidates(sections, state, boxes, 0, 0)]
-    undo_at = [put(sections, state, boxes[0], first, last)]  # for its type alone
-    take_back(sections, state, boxes[0], undo_at.pop())
+    undo_at: list[Undo] = []
     used, outcome = 0, OPEN
     while len(boxes_at) > 0:
         depth = len(boxes_at) - 1
         frame, here, todo = frames[depth], boxes_at[depth], todo_at[depth]
         if len(undo_at) > depth:
-            box = here[todo[frame[NEXT] - 1]]
+            box = int(here[todo[frame[NEXT] - 1]])
             if outcome == FOUND and frame[PART] < frame[LAST]:
                 begin = frame[PART]
                 frame[PART] = next_part(sections, state, box, begin, frame[LAST])
@@ -125,10 +132,10 @@ def search(
                     outcome = OPEN
                 continue
             if outcome == FOUND:
-                state.found[box] = state.offsets[box]
+                state[SOLVED][box] = state[OFFSETS][box]
             undo = undo_at.pop()
             take_back(sections, state, box, undo)
-            if outcome == FOUND or undo.is_topmost:
+            if outcome == FOUND or undo[4]:
                 boxes_at.pop()
                 todo_at.pop()
                 continue
@@ -137,10 +144,10 @@ def search(
             boxes_at.pop()
             todo_at.pop()
             continue
-        rank = todo[frame[NEXT]]
+        rank = int(todo[frame[NEXT]])
         frame[NEXT] += 1
-        box = here[rank]
-        offset = state.least[box]
+        box = int(here[rank])
+        offset = int(state[LEAST][box])
         if overflows(sections, state, box, capacity):
             if is_topmost(sections, state, box):
                 frame[NEXT] = todo.size
@@ -186,19 +193,19 @@ class CanonicalSearch:
 
     def run(self, capacity: int, preorder: Preorder, tries: int) -> tuple[int, Ints, int]:
         """How it ended, the offsets if `FOUND`, and the placements tried, at most `tries`."""
-        state = initial(self.sections)
+        state, sections = initial(self.sections), tuple(self.sections)
         letters = self.letters[preorder.widths]
         keys = np.array([letters[key] for key in preorder.keys], np.float64)
         used, total_key = 0, preorder.keys.index("T")
         for boxes, first, last in self._parts():
-            order = ranked(self.sections, state, keys, total_key, boxes)
+            order = ranked(sections, state, keys, total_key, boxes)
             outcome, more = search(
-                self.sections, state, keys, total_key, order, first, last, capacity, tries - used
+                sections, state, keys, total_key, order, first, last, capacity, tries - used
             )
             used += more
             if outcome != FOUND:
-                return outcome, state.found, used
-        return FOUND, state.found, used
+                return outcome, state[SOLVED], used
+        return FOUND, state[SOLVED], used
 
     def _parts(self) -> list[tuple[Ints, int, int]]:
         """Boxes and sections of each part of time that no box ties to the next."""

@@ -5,8 +5,6 @@ Written for NumPy and for Numba alike. `FLOORS` alone is written twice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from remat.solver.layout.boxes import Ints
@@ -16,37 +14,27 @@ from remat.solver.layout.sections import Sections
 UNPLACED = -1
 NO_OFFSET = 1 << 62
 
+Arrays = tuple[Ints, ...]
+Undo = tuple[Ints, Ints, int, Ints, bool]
+"""What a placement changed: boxes that it raised, and their least offsets before; the first of the
+sections whose floors it changed, and those before; whether nothing unplaced is above it."""
 
-class State(NamedTuple):
-    """Arrays that the search changes in place.
+# Plain tuples, since Numba keeps classes by name in its files, which outlive a release of ours.
+SIZE, LOW, HIGH, OVERLAP_AT, OVERLAPS, MEMBER_AT, MEMBERS = range(7)
+"""Where the fields of `Sections` stand in a plain tuple of them."""
+OFFSETS, LEAST, FLOOR, LEFT, CROSSING, SOLVED = range(6)
+"""Where the arrays that the search changes stand in its state.
 
-    `offsets` of what is placed, else `UNPLACED`; the `least` offset that each box can still have;
-    of each section the `floor` below which nothing more can lie, and `left`, the bytes that it
-    still gets; how many unplaced boxes are `crossing` into the next section; the offsets `found`.
-    """
-
-    offsets: Ints
-    least: Ints
-    floor: Ints
-    left: Ints
-    crossing: Ints
-    found: Ints
-
-
-class Undo(NamedTuple):
-    """What a placement changed: boxes `raised` from `old` offsets, and `floors` from `first` on."""
-
-    raised: Ints
-    old: Ints
-    first: int
-    floors: Ints
-    is_topmost: bool
+`OFFSETS` of what is placed, else `UNPLACED`; the `LEAST` offset that each box can still have; of
+each section the `FLOOR` below which nothing more can lie, and `LEFT`, the bytes that it still gets;
+how many unplaced boxes are `CROSSING` into the next section; and the offsets that are `SOLVED`.
+"""
 
 
-def initial(sections: Sections) -> State:
+def initial(sections: Sections) -> Arrays:
     """Nothing is placed."""
-    n, n_sections = len(sections.size), len(sections.member_at) - 1
-    return State(
+    n, n_sections = len(sections[SIZE]), len(sections[MEMBER_AT]) - 1
+    return (
         np.full(n, UNPLACED, np.int64),
         np.zeros(n, np.int64),
         np.zeros(n_sections, np.int64),
@@ -56,93 +44,95 @@ def initial(sections: Sections) -> State:
     )
 
 
-def _least_in_loops(sections: Sections, state: State, first: int, last: int) -> Ints:
+def least_in_loops(sections: Arrays, state: Arrays, first: int, last: int) -> Ints:
     """The least offset of what is unplaced in each section; `NO_OFFSET` where nothing is."""
     least = np.full(last - first, NO_OFFSET, np.int64)
     for s in range(first, last):
-        for k in range(sections.member_at[s], sections.member_at[s + 1]):
-            box = sections.members[k]
-            if state.offsets[box] < 0 and state.least[box] < least[s - first]:
-                least[s - first] = state.least[box]
+        for k in range(sections[MEMBER_AT][s], sections[MEMBER_AT][s + 1]):
+            box = sections[MEMBERS][k]
+            if state[OFFSETS][box] < 0 and state[LEAST][box] < least[s - first]:
+                least[s - first] = state[LEAST][box]
     return least
 
 
-def _least_in_arrays(sections: Sections, state: State, first: int, last: int) -> Ints:
-    at = sections.member_at[first : last + 1]
-    boxes = sections.members[at[0] : at[-1]]
-    least = np.where(state.offsets[boxes] < 0, state.least[boxes], NO_OFFSET)
+def least_in_arrays(sections: Arrays, state: Arrays, first: int, last: int) -> Ints:
+    """The same without a loop."""
+    at = sections[MEMBER_AT][first : last + 1]
+    boxes = sections[MEMBERS][at[0] : at[-1]]
+    least = np.where(state[OFFSETS][boxes] < 0, state[LEAST][boxes], NO_OFFSET)
     return np.minimum.reduceat(least, at[:-1] - at[0])
 
 
-FLOORS = loops_or_arrays(_least_in_loops, _least_in_arrays)
+FLOORS = loops_or_arrays(least_in_loops, least_in_arrays)
 
 
 @compiled
-def put(sections: Sections, state: State, box: int, first: int, last: int) -> Undo:
+def put(sections: Arrays, state: Arrays, box: int, first: int, last: int) -> Undo:
     """Place `box` as low as it can lie; floors of sections from `first` to `last` follow."""
-    top = state.least[box] + sections.size[box]
-    near = sections.overlaps[sections.overlap_at[box] : sections.overlap_at[box + 1]]
-    near = near[state.offsets[near] < 0]
-    raised = near[state.least[near] < top]
-    old = state.least[raised]
-    low, high = sections.low[box], sections.high[box]
+    top = state[LEAST][box] + sections[SIZE][box]
+    near = sections[OVERLAPS][sections[OVERLAP_AT][box] : sections[OVERLAP_AT][box + 1]]
+    near = near[state[OFFSETS][near] < 0]
+    raised = near[state[LEAST][near] < top]
+    old = state[LEAST][raised]
+    low, high = sections[LOW][box], sections[HIGH][box]
     a, b = low, high
     if raised.size:
-        a = max(min(low, sections.low[raised].min()), first)
-        b = min(max(high, sections.high[raised].max()), last)
-    undo = Undo(raised, old, a, state.floor[a:b].copy(), near.size == 0)
-    state.offsets[box] = state.least[box]
-    state.least[raised] = top
-    state.floor[low:high] = top
-    state.left[low:high] -= sections.size[box]
-    state.crossing[low : high - 1] -= 1
+        a = max(min(low, sections[LOW][raised].min()), first)
+        b = min(max(high, sections[HIGH][raised].max()), last)
+    floors = state[FLOOR][a:b].copy()
+    state[OFFSETS][box] = state[LEAST][box]
+    state[LEAST][raised] = top
+    state[FLOOR][low:high] = top
+    state[LEFT][low:high] -= sections[SIZE][box]
+    state[CROSSING][low : high - 1] -= 1
     least = FLOORS(sections, state, a, b)
-    raises = (least < NO_OFFSET) & (least > state.floor[a:b])
-    state.floor[a:b] = np.where(raises, least, state.floor[a:b])
-    return undo
+    raises = (least < NO_OFFSET) & (least > state[FLOOR][a:b])
+    state[FLOOR][a:b] = np.where(raises, least, state[FLOOR][a:b])
+    return raised, old, int(a), floors, near.size == 0
 
 
 @compiled
-def take_back(sections: Sections, state: State, box: int, undo: Undo) -> None:
+def take_back(sections: Arrays, state: Arrays, box: int, undo: Undo) -> None:
     """As it was before `put`."""
-    low, high = sections.low[box], sections.high[box]
-    state.floor[undo.first : undo.first + undo.floors.size] = undo.floors
-    state.left[low:high] += sections.size[box]
-    state.crossing[low : high - 1] += 1
-    state.least[undo.raised] = undo.old
-    state.offsets[box] = UNPLACED
+    low, high = sections[LOW][box], sections[HIGH][box]
+    raised, old, first, floors, _ = undo
+    state[FLOOR][first : first + floors.size] = floors
+    state[LEFT][low:high] += sections[SIZE][box]
+    state[CROSSING][low : high - 1] += 1
+    state[LEAST][raised] = old
+    state[OFFSETS][box] = UNPLACED
 
 
 @compiled
-def overflows(sections: Sections, state: State, box: int, capacity: int) -> bool:
+def overflows(sections: Arrays, state: Arrays, box: int, capacity: int) -> bool:
     """Whether `box` at its least offset leaves too little in a section of its own: a quick look."""
-    low, high = sections.low[box], sections.high[box]
-    return state.left[low:high].max() > capacity - state.least[box]
+    low, high = sections[LOW][box], sections[HIGH][box]
+    return state[LEFT][low:high].max() > capacity - state[LEAST][box]
 
 
 @compiled
-def is_topmost(sections: Sections, state: State, box: int) -> bool:
+def is_topmost(sections: Arrays, state: Arrays, box: int) -> bool:
     """Whether nothing that is unplaced shares a section with `box`."""
-    near = sections.overlaps[sections.overlap_at[box] : sections.overlap_at[box + 1]]
-    return (state.offsets[near] >= 0).all()
+    near = sections[OVERLAPS][sections[OVERLAP_AT][box] : sections[OVERLAP_AT][box + 1]]
+    return bool((state[OFFSETS][near] >= 0).all())
 
 
 @compiled
-def fits(state: State, offset: int, first: int, last: int, capacity: int) -> bool:
+def fits(state: Arrays, offset: int, first: int, last: int, capacity: int) -> bool:
     """Whether each section can still hold what it gets, nothing of it below `offset`."""
-    floor = np.maximum(state.floor[first:last], offset)
-    return not (floor + state.left[first:last] > capacity).any()
+    floor = np.maximum(state[FLOOR][first:last], offset)
+    return not (floor + state[LEFT][first:last] > capacity).any()
 
 
 @compiled
-def candidates(sections: Sections, state: State, boxes: Ints, offset: int, rank: int) -> Ints:
+def candidates(sections: Arrays, state: Arrays, boxes: Ints, offset: int, rank: int) -> Ints:
     """Positions in `boxes` of what may be placed next, the lowest first.
 
     Placements come by offset, and at one offset by rank, so that each layout is met once. A box
     that leaves room for another below it is none: the other could be placed first.
     """
-    least = state.least[boxes]
-    ceiling = (least + sections.size[boxes]).min()
+    least = state[LEAST][boxes]
+    ceiling = (least + sections[SIZE][boxes]).min()
     later = (least > offset) | ((least == offset) & (np.arange(boxes.size) >= rank))
     may = np.flatnonzero(later & (least < ceiling))
     return may[np.argsort(least[may], kind="mergesort")]

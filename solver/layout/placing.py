@@ -32,8 +32,9 @@ SMALL_PART = 4096
 """A buffer below this part of the most live bytes is small."""
 SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
-TRIES = 8
-"""Placements tried a box in each dive: one that succeeds mostly takes little above one."""
+TRIES = 3500
+"""Placements tried in each dive, and two a box in any case: most that succeed take little above one
+a box."""
 JUMPS = 0.1, 0.5, 0.25, 0.1
 """Of the squeaky wheel, one run each; which does well differs from step to step."""
 WHEEL_WORK = 200_000
@@ -86,7 +87,7 @@ def _place(boxes: Boxes) -> Found:
         return found
     offsets = np.zeros(len(boxes), np.int64)
     offsets[is_large] = found.offsets
-    return Found(_fill(boxes, ~is_large, offsets, boxes.load + slack), found.by)
+    return Found(_fill_holes(boxes, ~is_large, offsets, boxes.load + slack), found.by)
 
 
 def _place_large(boxes: Boxes, goal: int) -> Found:
@@ -95,7 +96,7 @@ def _place_large(boxes: Boxes, goal: int) -> Found:
     if boxes.top(best.offsets) <= goal:
         return best
     if len(boxes) <= MOST_BOXES:
-        dived = dive(CanonicalSearch(boxes), goal, TRIES * len(boxes))
+        dived = dive(CanonicalSearch(boxes), goal, max(TRIES, 2 * len(boxes)))
         if dived.offsets is not None:
             return Found(dived.offsets, f"canonical search, {dived.preorder.keys}")
     rounds = WHEEL_WORK // len(JUMPS) // len(boxes)
@@ -108,7 +109,7 @@ def _place_large(boxes: Boxes, goal: int) -> Found:
     return best
 
 
-def _fill(boxes: Boxes, is_small: Mask, offsets: Ints, goal: int) -> Ints:
+def _fill_holes(boxes: Boxes, is_small: Mask, offsets: Ints, goal: int) -> Ints:
     """The small ones into holes between the others; the lowest of few orders."""
     best, best_top = offsets, 1 << 62
     for order in box_orders(boxes).values():

@@ -1,0 +1,58 @@
+"""Random buffers, and the least arena of few of them by trying all orders."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+from hypothesis import strategies as st
+
+from remat.schedules.buffers import Buffers
+
+
+def random_buffers(source: random.Random, n: int, most_bytes: int, times: int) -> Buffers:
+    start = [source.randrange(times) for _ in range(n)]
+    size_bytes = [source.randint(1, most_bytes) for _ in range(n)]
+    end = [time + source.randint(1, max(times // 2, 1)) for time in start]
+    return Buffers.of_arrays(size_bytes, start, end)
+
+
+@st.composite
+def some_buffers(draw: st.DrawFn, most: int = 40) -> Buffers:
+    source = random.Random(draw(st.integers(0, 1 << 30)))
+    most_bytes = source.choice([3, 50, 5_000_000])
+    return random_buffers(source, source.randint(0, most), most_bytes, source.choice([1, 6, 40]))
+
+
+def cut_rectangle(seed: int, n: int) -> Buffers:
+    """A rectangle cut into pieces: one layout at the load is known to exist."""
+    source = np.random.default_rng(seed)
+    pieces = [(0, 4096, 0, 32)]
+    while len(pieces) < n:
+        low, high, start, end = pieces.pop(0)
+        if source.random() < 0.5 and end - start > 1:
+            at = int(source.integers(start + 1, end))
+            pieces += [(low, high, start, at), (low, high, at, end)]
+        else:
+            at = int(source.integers(low + 1, high))
+            pieces += [(low, at, start, end), (at, high, start, end)]
+    low, high, start, end = np.array(pieces).T
+    return Buffers.of_arrays(high - low, start, end)
+
+
+def least_arena_bytes(buffers: Buffers) -> int:
+    """Any layout, read from the bottom up, is an order in which each falls onto those before."""
+    rows = list(zip(buffers.size_bytes, buffers.start, buffers.end, strict=True))
+    return min(
+        (_height(order) for order in itertools.permutations(rows)),
+        default=0,
+    )
+
+
+def _height(rows: tuple[tuple[int, int, int], ...]) -> int:
+    tops: list[tuple[int, int, int]] = []
+    for size, start, end in rows:
+        below = [top for top, first, last in tops if first < end and start < last]
+        tops.append((max(below, default=0) + int(size), start, end))
+    return max((top for top, _, _ in tops), default=0)

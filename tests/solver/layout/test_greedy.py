@@ -1,0 +1,70 @@
+"""Greedy placements and the squeaky wheel on boxes small enough to follow by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from remat.schedules.buffers import Buffers
+from remat.solver.layout.box_orders import box_orders
+from remat.solver.layout.boxes import Boxes
+from remat.solver.layout.greedy import greedy, place_in_order
+from remat.solver.layout.squeaky_wheel import squeaky_wheel
+from tests.solver.layout.random_boxes import cut_rectangle, some_buffers
+
+HOLES = Boxes.of(Buffers.of_arrays([4, 1, 2, 1, 2], [0, 0, 0, 0, 1], [1, 2, 1, 2, 2]), 1)
+"""In this order: at 0, 4, 5 and 7. At time 1 the first leaves 4 below, the third 2 between."""
+
+
+@pytest.mark.parametrize(("is_best_fit", "offset"), [(False, 0), (True, 5)])
+def test_first_fit_is_the_lowest_gap_and_best_fit_the_smallest(
+    is_best_fit: bool, offset: int
+) -> None:
+    placed = place_in_order(HOLES, np.arange(5), is_best_fit=is_best_fit)
+    assert placed is not None
+    assert placed.tolist() == [0, 4, 5, 7, offset]
+
+
+def test_what_fits_no_gap_goes_on_top() -> None:
+    boxes = Boxes.of(Buffers.of_arrays([4, 1, 5], [0, 0, 1], [1, 2, 2]), 1)
+    placed = place_in_order(boxes, np.arange(3))
+    assert placed is not None
+    assert placed.tolist() == [0, 4, 5]
+
+
+def test_it_gives_up_at_the_ceiling() -> None:
+    assert place_in_order(HOLES, np.arange(5), ceiling=8) is None
+    assert place_in_order(HOLES, np.arange(5), ceiling=9) is not None
+
+
+def test_what_is_given_stays() -> None:
+    given_offsets = np.array([0, 4, 5, 9, 0])
+    placed = place_in_order(HOLES, np.array([4, 2]), given=given_offsets)
+    assert placed is not None
+    assert placed.tolist() == [0, 4, 5, 9, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_buffers())
+def test_orders_hold_each_box_once(buffers: Buffers) -> None:
+    boxes = Boxes.of(buffers, 64)
+    found = box_orders(boxes)
+    for name, order in found.items():
+        assert sorted(order.tolist()) == list(range(len(boxes))), name
+    assert len(found) == (18 if len(boxes) else 6)
+
+
+@pytest.mark.parametrize(("seed", "n"), [(0, 20), (0, 30), (6, 30)])
+def test_the_squeaky_wheel_lowers_what_greedy_placements_leave_high(seed: int, n: int) -> None:
+    boxes = Boxes.of(cut_rectangle(seed, n), 1)
+    offsets, _ = greedy(boxes, boxes.load)
+    turned = squeaky_wheel(boxes, offsets, boxes.load, rounds=200, jump=0.25, seed=0)
+    assert boxes.load <= boxes.top(turned) < boxes.top(offsets)
+
+
+def test_the_squeaky_wheel_returns_the_lowest_that_it_saw() -> None:
+    boxes = Boxes.of(cut_rectangle(0, 20), 1)
+    offsets, _ = greedy(boxes, boxes.load)
+    turned = squeaky_wheel(boxes, offsets, boxes.load, rounds=1, jump=1.0, seed=0)
+    assert boxes.top(turned) <= boxes.top(offsets)
