@@ -131,6 +131,16 @@ class Schedule(msgspec.Struct, frozen=True):
             "Capture and solve again for the model and batch at hand"
         )
 
+    def check_captured_as(self, graph: TrainingGraph) -> None:
+        """As `check_made_for`, of the graph that was captured before regions ran in pieces."""
+        if not self.pieces:
+            self.check_made_for(graph)
+        elif self.captured_hash != graph.hash:
+            raise ScheduleError(
+                "this plan, with a region in pieces, was made for another graph. Capture and solve "
+                "again for the model and batch at hand"
+            )
+
     def _first_difference(self, graph: TrainingGraph) -> str:
         for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
             if mine != theirs:

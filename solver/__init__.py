@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.contract import Solver
-from remat.solver.late_updates import has_updates, solve_with_updates
+from remat.solver.levers.late_updates import has_updates, solve_with_updates
 from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs
 from remat.solver.result import Holding, Result, naming_the_limit
@@ -68,7 +68,7 @@ def solve(
     budget_bytes = whole_bytes(budget_bytes)
     check_number("time_limit_s", time_limit_s)
     if graph.regions:
-        from remat.solver.in_pieces import solve_in_pieces
+        from remat.solver.levers.in_pieces import solve_in_pieces
 
         def solve_one(graph: TrainingGraph, time_limit_s: float) -> Result:
             return solve(

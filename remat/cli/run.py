@@ -76,7 +76,7 @@ def check_verb(
     schedule = fitting_schedule(kept, loaded)
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
-        schedule.check_made_for(traced.graph)
+        schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
         found = pipeline.check_schedule(loaded, traced, schedule, request)
     failed = failures(found, schedule.budget_bytes)

@@ -16,7 +16,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.rewriter.in_pieces import trace_in_pieces
+from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.plans.archive import read_plan
 from remat.rewriter.plans.facts import (
     autocast_of,

@@ -9,7 +9,7 @@ from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.late_updates import has_updates, late_sequence, without_rule
+from remat.solver.levers.late_updates import has_updates, late_sequence, without_rule
 from remat.solver.problem import Problem
 from remat.solver.sequence import ops_of, schedule_of
 
