@@ -112,3 +112,12 @@ def test_a_schedule_knows_the_graph_that_it_is_of() -> None:
     with pytest.raises(ScheduleError, match="no region of that name"):
         in_pieces(msgspec.structs.replace(graph, regions=()), schedule.pieces)
     assert TrainingGraph.from_json(graph.to_json()) == graph
+
+
+def test_any_order_and_any_solver_take_pieces() -> None:
+    graph = region_graph()
+    for solver, options in (("auto", {"order": "free"}), ("cut", {}), ("chen_sqrt", {})):
+        result = solve(graph, 40 * MIB, solver, **options)
+        assert result.schedule is not None
+        assert result.schedule.pieces == (Pieces("head", 4),)
+        assert result.solver == solver
