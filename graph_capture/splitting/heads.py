@@ -58,12 +58,6 @@ class Head:
     forward: list[fx.Node] = field(default_factory=list[fx.Node])
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of the logits, as the loss reads them."""
-        read: Tensor = self.softmax.meta["val"]
-        return read.numel() * read.element_size()
-
 
 def find_heads(graph: fx.Graph) -> tuple[list[Head], list[tuple[fx.Node, str]]]:
     """The heads of a joint graph, and the losses that cannot be split, each with the reason."""

@@ -92,11 +92,8 @@ class _Loss:
 
     def logits(self, rows: _Rows) -> Tensor:
         """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
-        x = self.x[rows.a : rows.b]
-        made = torch.mm(x, self.weight.t())
-        if self.bias is not None:
-            del made
-            made = torch.addmm(self.bias, x, self.weight.t())
+        x, weight = self.x[rows.a : rows.b], self.weight.t()
+        made = torch.mm(x, weight) if self.bias is None else torch.addmm(self.bias, x, weight)
         if rows.inside is not None:
             made = made.index_select(0, rows.inside)
         return made.to(self.dtype)
