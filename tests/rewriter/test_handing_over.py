@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gpt import GPT, Sizes
@@ -174,6 +175,21 @@ def test_a_penalty_on_parameters_is_added_as_eager_adds_it() -> None:
         for _ in range(2):
             penalty = sum(p.square().sum() for p in one.parameters())
             (one(*args) + 0.01 * penalty).backward()
+    assert same(gradients(eager), gradients(module))
+
+
+def test_a_wrapper_for_ranks_takes_the_gradients_as_ever() -> None:
+    model, module, args = accumulating("plain")
+    eager = copy.deepcopy(model)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for wrapped in (DistributedDataParallel(eager), DistributedDataParallel(module)):
+            with wrapped.no_sync():
+                wrapped(*args).backward()
+            wrapped(*args).backward()
+    finally:
+        torch.distributed.destroy_process_group()
     assert same(gradients(eager), gradients(module))
 
 
