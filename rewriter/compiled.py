@@ -87,7 +87,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         emitted.extend(emit(joint, schedule, floats, metadata, writes=not by_inductor))
         if marks(emitted[1].graph):
             handings.append(HandingOver(emitted[1]))
-        compilers.extend(make_compilers(joint, *emitted, *handings))
+        compilers.extend(make_compilers(joint, emitted[0], emitted[1], *handings))
         return emitted[0], emitted[1]
 
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.

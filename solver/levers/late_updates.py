@@ -52,10 +52,9 @@ def solve_with_updates(graph: TrainingGraph, budget_bytes: int, ask: Ask) -> Res
     ----------
     ask : solves a graph for a budget in bytes.
     """
-    free, target_bytes, first = without_rule(graph), budget_bytes, None
-    for _ in range(ROUNDS):
-        result = ask(free, target_bytes)
-        first = first or result
+    free, target_bytes, rounds = without_rule(graph), budget_bytes, 1
+    first = result = ask(free, target_bytes)
+    while True:
         given = result.schedule or result.least_schedule
         if given is None:
             return result
@@ -65,7 +64,10 @@ def solve_with_updates(graph: TrainingGraph, budget_bytes: int, ask: Ask) -> Res
             break
         if result.schedule is None:
             return _infeasible(graph, late, result, budget_bytes)
+        if rounds == ROUNDS:
+            break
         target_bytes -= peak_bytes - budget_bytes
+        result, rounds = ask(free, target_bytes), rounds + 1
     return msgspec.structs.replace(
         judged(
             graph, late, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
