@@ -100,7 +100,7 @@ def _measured(
         },
         notes=() if profile is None else (note_of(profile),),
     )
-    step = whole_step(priced, cache, rounds, profile)
+    step = whole_step(joint, priced, cache, rounds, profile)
     return priced if step is None else booked(priced, step), Prices(prices, step)
 
 
