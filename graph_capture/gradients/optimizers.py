@@ -121,7 +121,8 @@ def _cost_of(
 ) -> UpdateCost:
     made = nn.Parameter(torch.zeros_like(parameter))
     options = {name: value for name, value in group.items() if name != "params"}
-    other = type(optimizer)([{**options, "params": [made]}])
+    kind: Any = type(optimizer)
+    other: Optimizer = kind([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
     other.step()
     memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
