@@ -286,6 +286,11 @@ def test_what_cannot_be_planned_says_why() -> None:
         plan(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(CaptureError, match=r"clipped by their global norm .* last gradient"):
         plan(SGD(model.parameters()), max_grad_norm=1.0)
+    with (
+        pytest.raises(CaptureError, match=r"GradScaler.*use bfloat16"),
+        torch.autocast("cpu", dtype=torch.float16),
+    ):
+        plan(SGD(model.parameters()))
     with pytest.raises(CaptureError, match="no parameter of this"):
         plan(SGD(copy.deepcopy(model).parameters()))
     halves = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
