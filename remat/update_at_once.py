@@ -84,6 +84,7 @@ def training_step(
     from remat.rewriter.updating import Updates
 
     _refuse_clipping(max_grad_norm)
+    _refuse_scaling()
     refuse_rewritten(model)
     known, hand_over = as_profile(profile), _hand_over(model, optimizer, loss_fn, accumulate)
     traced: Trace = trace(
@@ -113,6 +114,20 @@ def _refuse_clipping(max_grad_norm: float | None) -> None:
             "gradients cannot be clipped by their global norm where parameters are updated during "
             "backward: the norm is known when the last gradient is there, and by then the others "
             "have been used. Update after backward (remat.rematerialize), or leave out clipping"
+        )
+
+
+def _refuse_scaling() -> None:
+    """Raise `CaptureError` under autocast to float16, which is trained with a `GradScaler`."""
+    import torch
+
+    from remat.graph_capture.tracing.recipe import autocast_state
+
+    if any(on and dtype is torch.float16 for _, on, dtype in autocast_state()):
+        raise CaptureError(
+            "float16 autocast needs a GradScaler, which unscales all gradients when backward has "
+            "ended, and parameters that are updated during backward would take scaled ones: use "
+            "bfloat16, or update after backward (remat.rematerialize)"
         )
 
 

@@ -66,7 +66,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     emitted: list[fx.GraphModule] = []
     facts = gradient_facts(trace.joint)
     floats = FloatSource(trace.floats) if trace.floats else None
-    make_compilers = _inductor if by_inductor else _boxed
+    make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
     compilers: list[Any] = []
     handings: list[HandingOver] = []
 
@@ -87,7 +87,8 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         emitted.extend(emit(joint, schedule, floats, metadata, writes=not by_inductor))
         if marks(emitted[1].graph):
             handings.append(HandingOver(emitted[1]))
-        compilers.extend(make_compilers(joint, emitted[0], emitted[1], *handings))
+        handing = handings[0] if handings else None
+        compilers.extend(make_compilers(joint, *emitted, handing))
         return emitted[0], emitted[1]
 
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
@@ -113,7 +114,7 @@ def _boxed(
     joint: Joint,
     forward: fx.GraphModule,
     backward: fx.GraphModule,
-    handing: HandingOver | None = None,
+    handing: HandingOver | None,
 ) -> tuple[Any, Any]:
     def compile_backward(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
         # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
@@ -127,7 +128,12 @@ def _boxed(
     return compile_boxed, compile_backward
 
 
-def _inductor(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:
+def _inductor(
+    joint: Joint,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    handing: HandingOver | None,
+) -> tuple[Any, Any]:
     from remat.rewriter.inductor.compiler import InductorStep
 
     step = InductorStep(joint, forward, backward)

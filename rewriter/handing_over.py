@@ -169,8 +169,8 @@ class _Gate(torch.autograd.Function):
         return token.new_empty(0), *inputs
 
     @staticmethod
-    def backward(ctx: Any, *all_given: Tensor | None) -> Any:
-        given = all_given[1:]  # the first is of the token
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _, *given = gradients
         # AOTAutograd runs backward without autocast, too.
         with _C._DisableAutocast():
             found = ctx.running.gradients(ctx.number)

@@ -121,7 +121,7 @@ def _cost_of(
 ) -> UpdateCost:
     made = nn.Parameter(torch.zeros_like(parameter))
     options = {name: value for name, value in group.items() if name != "params"}
-    kind: Any = type(optimizer)  # the base class takes defaults as well
+    kind: Any = type(optimizer)
     other: Optimizer = kind([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
     other.step()

@@ -11,7 +11,7 @@ Five kinds of op are ours, not torch's, so that the judge of schedules needs no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,7 @@ class Joint:
     base_of_value : the node that first returns a value; absent if nothing reads it.
     in_place : the writes that stay in place.
     deliveries : for each op that hands over gradients, their places among backward's results.
+    timed_hash : of the graph whose gradients come together, as the step is when it is timed.
     """
 
     module: fx.GraphModule
@@ -74,7 +75,8 @@ class Joint:
     value_of_node: dict[fx.Node, str]
     base_of_value: dict[str, fx.Node]
     in_place: InPlace
-    deliveries: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    deliveries: dict[str, tuple[int, ...]]
+    timed_hash: str
 
 
 @dataclass
@@ -113,9 +115,9 @@ class _Builder:
         for node in self.nodes:
             if node.op == "call_function":
                 self._add_call(node)
-        self.backward = self.deliveries.added_to(self.backward, self.values)
-        given, ends = self._ends(tangents)
-        ops = (*self.forward, *self.backward)
+        backward = self.deliveries.added_to(self.backward, self.values)
+        given, ends = self._ends(tangents, self.deliveries.returned())
+        ops = (*self.forward, *backward)
         held = held_until(ops, self.node_of_op, self.values.of_node)
         for value in held.keys() - set(ends):  # what is live at the end is held as long in any case
             self.values.changed(value, held_until=held[value])
@@ -131,10 +133,19 @@ class _Builder:
         return Joint(
             self.gm, self.num_forward_outputs, graph,
             self.node_of_op, self.values.of_node, self.values.base_of, self.in_place,
-            self.deliveries.of_op,
+            self.deliveries.of_op, self._timed_hash(graph, tangents),
         )  # fmt: skip
 
-    def _ends(self, tangents: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
+        if not self.deliveries.of_op:
+            return graph.hash
+        ops = (*self.forward, *self.backward)
+        _, ends = self._ends(tangents, self.deliveries.gradients)
+        return msgspec.structs.replace(graph, ops=ops, outputs=ends).hash
+
+    def _ends(
+        self, tangents: tuple[str, ...], returned: Sequence[Any]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Values that must be live when forward ends, and when the step ends."""
         given = self.values.made_by_ops(self.forward_results)
         # AOTAutograd copies new values of buffers into the buffers when forward ends, so they need
@@ -148,7 +159,7 @@ class _Builder:
         )
         for name in kept:
             self.values.changed(name, kind="output")
-        gradients = self.values.made_by_ops(self.deliveries.returned())
+        gradients = self.values.made_by_ops(returned)
         # Autograd's engine holds the tangents to the end.
         ends = (*kept, *gradients, *tangents)
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))

@@ -103,7 +103,7 @@ def _measured(
         },
         notes=() if profile is None else (note_of(profile),),
     )
-    step = whole_step(priced, cache, rounds, profile)
+    step = whole_step(joint, priced, cache, rounds, profile)
     priced = priced if step is None else booked(priced, step)
     found = regions_asked(trace)
     if found:

@@ -48,7 +48,7 @@ def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
     """The measured ops of a trace, and on a CPU the time of its whole step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = PriceCache(meter.title, meter.settings)
-    graph, prices = price_with(traced, meter, cache, progress)
+    prices = price_with(traced, meter, cache, progress)[1]
     ops = {
         key: ProfiledOp(
             **msgspec.structs.asdict(price),
@@ -57,5 +57,5 @@ def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
         for key, price in prices.of_key.items()
     }
     kind = CUDA if is_cuda(meter.device) else CPU
-    steps = {} if prices.step is None else {graph.hash: prices.step}
+    steps = {} if prices.step is None else {traced.joint.timed_hash: prices.step}
     return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps)

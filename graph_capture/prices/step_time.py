@@ -49,7 +49,11 @@ SPREAD = 0.02
 
 
 def whole_step(
-    graph: TrainingGraph, cache: PriceCache, rounds: StepRounds | None, profile: Profile | None
+    joint: Joint,
+    graph: TrainingGraph,
+    cache: PriceCache,
+    rounds: StepRounds | None,
+    profile: Profile | None,
 ) -> WholeStep | None:
     """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none.
 
@@ -61,13 +65,14 @@ def whole_step(
     """
     if graph.device != CPU:
         return None
-    if profile is not None and graph.hash in profile.steps:
-        return profile.steps[graph.hash]
+    key = joint.timed_hash
+    if profile is not None and key in profile.steps:
+        return profile.steps[key]
     if rounds is None:
-        return cache.steps.get(graph.hash) if _is_of(profile, cache.title) else None
+        return cache.steps.get(key) if _is_of(profile, cache.title) else None
     found = rounds.whole(graph)
     if found is not None:
-        cache.steps[graph.hash] = found
+        cache.steps[key] = found
         cache.save()
     return found
 
@@ -157,7 +162,8 @@ def step_rounds(
 
     None where its times are known, and where a `profile` of another machine is used.
     """
-    is_known = graph.hash in cache.steps or (profile is not None and graph.hash in profile.steps)
+    key = joint.timed_hash
+    is_known = key in cache.steps or (profile is not None and key in profile.steps)
     if graph.device != CPU or is_known or not _is_of(profile, meter.title):
         return None
     return StepRounds(meter, lambda: _runs_of(joint, graph, meter))

@@ -70,8 +70,8 @@ class _Writer:
         elif node.op == "output":
             self.lines.append(f"return {self._shown(node.args[0])}")
         elif node in self.marks:
-            given: Any = node.args[1]
-            self.lines.append(f"_handed = {self._shown(list(given))}")
+            gradients: Any = node.args[1]
+            self.lines.append(f"_handed = {self._shown(list(gradients))}")
         elif node.op == "call_function":
             result = f"{node.name} = " if node.users else ""
             self.lines.append(f"{result}{self._call(node)}")

@@ -52,29 +52,27 @@ def solve_with_updates(graph: TrainingGraph, budget_bytes: int, ask: Ask) -> Res
     ----------
     ask : solves a graph for a budget in bytes.
     """
-    free, target_bytes, rounds = without_rule(graph), budget_bytes, 1
-    first = result = ask(free, target_bytes)
-    while True:
-        given = result.schedule or result.least_schedule
-        if given is None:
+    free, target_bytes = without_rule(graph), budget_bytes
+    first = result = ask(free, budget_bytes)
+    late = _late(graph, result, budget_bytes)
+    for _ in range(ROUNDS):
+        if late is None:
             return result
-        late = _late(graph, given, budget_bytes)
-        peak_bytes = simulate(graph, late).peak_bytes
-        if peak_bytes <= budget_bytes:
+        over_bytes = simulate(graph, late).peak_bytes - budget_bytes
+        if over_bytes <= 0 or result.schedule is None:
             break
-        if result.schedule is None:
-            return _infeasible(graph, late, result, budget_bytes)
-        if rounds == ROUNDS:
-            break
-        target_bytes -= peak_bytes - budget_bytes
-        result, rounds = ask(free, target_bytes), rounds + 1
-    return msgspec.structs.replace(
-        judged(
-            graph, late, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
-            wall_s=result.wall_s, cut_short=result.status == "time limit", message=result.message,
-        ),
-        floor=result.floor,
+        target_bytes -= over_bytes
+        result = ask(free, target_bytes)
+        late = _late(graph, result, budget_bytes)
+    if late is None:
+        return result
+    if result.schedule is None and simulate(graph, late).peak_bytes > budget_bytes:
+        return _infeasible(graph, late, result, budget_bytes)
+    found = judged(
+        graph, late, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
+        wall_s=result.wall_s, cut_short=result.status == "time limit", message=result.message,
     )  # fmt: skip
+    return msgspec.structs.replace(found, floor=result.floor)
 
 
 def _infeasible(graph: TrainingGraph, late: Schedule, lost: Result, budget_bytes: int) -> Result:
@@ -85,8 +83,14 @@ def _infeasible(graph: TrainingGraph, late: Schedule, lost: Result, budget_bytes
     )  # fmt: skip
 
 
-def _late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """A schedule of the graph without the rule as one of `graph`, with updates late enough."""
+def _late(graph: TrainingGraph, found: Result, budget_bytes: int) -> Schedule | None:
+    """What was found for the graph without the rule as a schedule of `graph`, updates late enough.
+
+    None where it has no schedule at all.
+    """
+    schedule = found.schedule or found.least_schedule
+    if schedule is None:
+        return None
     problem = Problem.of(graph)
     made = schedule_of(problem, late_sequence(problem, ops_of(problem, schedule)))
     return msgspec.structs.replace(

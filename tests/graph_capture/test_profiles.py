@@ -17,6 +17,7 @@ import remat
 from remat.graph_capture import capture, trace
 from remat.graph_capture.devices.device_table import Efficiency, modelled_device
 from remat.graph_capture.errors import DeviceError, ProfileError
+from remat.graph_capture.graph import DELIVER
 from remat.graph_capture.joint.nodes import target_name
 from remat.graph_capture.prices import step_time
 from remat.graph_capture.prices.op_work import Work, work_of
@@ -72,6 +73,17 @@ def test_a_profile_serves_as_the_measurement_it_was(
     assert [op.target for op in again.ops if op.price == "unpriced"] == ["remat.tangents"]
     assert again.notes == (f"measured on {profile.title} with torch {torch.__version__}",)
     assert measured.notes == ()
+
+
+def test_a_profile_times_the_step_that_hands_gradients_over_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_time.StepRounds, "whole", lambda *_: WholeStep(1e6))
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    profile = changed(remat.profile(**step()), title=ELSEWHERE)
+    graph = capture(**step(), accumulate=True, profile=profile)
+    assert any(op.target == DELIVER for op in graph.ops)
+    assert graph.time_us == pytest.approx(1e6)
 
 
 def test_prices_of_another_machine_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_graph_of_another_device_is_left_as_it_is() -> None:
     graph = msgspec.structs.replace(traced.graph, device="cuda:0")
     meter, cache = CpuMeter(), PriceCache()
     assert step_time.step_rounds(traced.joint, graph, meter, cache, None) is None
-    assert step_time.whole_step(graph, cache, None, None) is None
+    assert step_time.whole_step(traced.joint, graph, cache, None, None) is None
 
 
 class Clock(CpuMeter):

@@ -19,6 +19,7 @@ from examples.gpt import GPT, Sizes
 from remat.graph_capture.errors import CaptureError, PlanError, RewriteError
 from remat.graph_capture.memory_events import measure_peak
 from remat.schedules.simulate import simulate
+from tests.limits import AMPLE_S
 from tests.models import make
 
 Make = Callable[[Any], Optimizer]
@@ -126,6 +127,45 @@ def test_the_peak_is_as_predicted_and_lower_by_the_gradients(optimizer: str, bud
     eagers = resident_bytes + measure_peak(lambda: step(eager, others))
     trained_bytes = sum(p.nbytes for p in model.parameters())
     assert found < eagers - (0.45 if budget == "min" else 0.1) * trained_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_with_dropout", "batch_norm_in_place_relu", "tied_under_three_names",
+        "frozen_parameters", "custom_function", "in_place_views", "overwritten_buffer",
+        "constant_attribute", "group_and_layer_norm", "transformer_layers", "lstm_cells",
+        "double_precision", "bfloat16", "gradients_in_another_layout", "user_checkpoint", "noise",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_models_of_all_kinds_are_trained_as_by_eager(name: str, optimizer: str) -> None:
+    model, args, kwargs, _, _ = make(name)
+    eager = copy.deepcopy(model)
+    own, others = (
+        OPTIMIZERS[optimizer]([p for p in one.parameters() if p.requires_grad])
+        for one in (model, eager)
+    )
+    fast: Any = remat.training_step(
+        model, args, kwargs, optimizer=own, budget="min", solver="cut", time_limit_s=AMPLE_S
+    )
+
+    def step(module: nn.Module, optimizer: Optimizer) -> None:
+        module(*args, **kwargs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for module, its in ((eager, others), (fast, own)):
+        torch.manual_seed(3)
+        for _ in range(3):
+            step(module, its)
+    for (key, a), b in zip(eager.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    plan = remat.plan_of(fast)
+    assert plan.graph is not None
+    found = plan.graph.resident.total_bytes + measure_peak(lambda: step(fast, own))
+    assert found == pytest.approx(simulate(plan.graph, plan.schedule).peak_bytes, rel=0.01)
 
 
 def test_the_state_of_the_optimizer_loads_both_ways() -> None:
@@ -246,6 +286,11 @@ def test_what_cannot_be_planned_says_why() -> None:
         plan(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(CaptureError, match=r"clipped by their global norm .* last gradient"):
         plan(SGD(model.parameters()), max_grad_norm=1.0)
+    with (
+        pytest.raises(CaptureError, match=r"GradScaler.*use bfloat16"),
+        torch.autocast("cpu", dtype=torch.float16),
+    ):
+        plan(SGD(model.parameters()))
     with pytest.raises(CaptureError, match="no parameter of this"):
         plan(SGD(copy.deepcopy(model).parameters()))
     halves = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -22,7 +22,7 @@ from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter import RematModule, check, load, plan_of, rewrite, save_plan
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
-from tests.models import make
+from tests.models import MODELS, make
 from tests.steps import schedule_of
 
 Gradients = dict[str, Tensor | None]
@@ -76,6 +76,22 @@ def test_no_plan_needs_more_than_eager_and_its_peak_is_as_predicted(
     eager = as_eager(graph)
     unmodified = simulate(eager, schedule_of(eager, "store_all")).peak_bytes
     assert found.baseline_peak_bytes == pytest.approx(unmodified, rel=0.04)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["store_all", "cut"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_eagers_gradients_at_the_predicted_peak(name: str, kind: str) -> None:
+    model, args, kwargs, loss_fn, target = make(name)
+    graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=True)
+    assert any(op.target == DELIVER for op in graph.ops)
+    schedule = schedule_of(graph, kind)
+    found = check(
+        model, rewrite(model, schedule), args, kwargs,
+        loss_fn=loss_fn, target=target, accumulate=True, steps=1,
+    )  # fmt: skip
+    assert found.equal
+    assert found.plan_peak_bytes == simulate(graph, schedule).peak_bytes
 
 
 @pytest.mark.slow
