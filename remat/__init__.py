@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.checkpoint_policy import checkpoint_policy
+    from remat.rewriter.gradients.updating import accumulating
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
-    from remat.rewriter.updating import accumulating
     from remat.schedules.reserved import Reserved
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
@@ -156,7 +156,7 @@ _LAZY = {
     "save_plan": "remat.rewriter.plans.archive",
     "solve": "remat.one_call",
     "sweep": "remat.questions.sweep",
-    "accumulating": "remat.rewriter.updating",
+    "accumulating": "remat.rewriter.gradients.updating",
     "training_step": "remat.update_at_once",
 }
 

@@ -80,8 +80,8 @@ def training_step(
     from remat.graph_capture.prices.pricing import price
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.trace import trace
+    from remat.rewriter.gradients.updating import Updates
     from remat.rewriter.rewriting import refuse_rewritten, rewrite
-    from remat.rewriter.updating import Updates
 
     _refuse_clipping(max_grad_norm)
     _refuse_scaling()

@@ -15,12 +15,12 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.tracing.carried import Carried, Settled
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.trace import Trace
+from remat.rewriter.gradients.handing_over import HandingOver
 from remat.rewriter.graphs.boxed import Boxed, compile_boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.rewriter.graphs.handed_over import marks
-from remat.rewriter.handing_over import HandingOver
 from remat.schedules.schedule import Schedule
 
 

@@ -18,8 +18,8 @@ from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
+from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
-from remat.rewriter.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule

@@ -1,7 +1,7 @@
 """The mark in a backward graph where gradients are final, and code that stops at each mark.
 
 Backward is then a generator. At each mark it hands out gradients, lets go of them, and waits until
-it is asked to go on. See `rewriter/handing_over.py` for who asks.
+it is asked to go on. See `rewriter/gradients/handing_over.py` for who asks.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.tracing.checkpointed import is_inside_checkpoint
+from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.graphs.gradient_facts import GradientFacts
-from remat.rewriter.handing_over import Running
 
 _NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""

@@ -16,10 +16,10 @@ from remat.graph_capture.tracing.carried import Carried, state_guarded
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
+from remat.rewriter.gradients.handing_over import Running
+from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
-from remat.rewriter.handing_over import Running
-from remat.rewriter.updating import Updates
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.plan import Prediction

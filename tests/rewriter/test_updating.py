@@ -16,10 +16,10 @@ from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import UPDATE
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter import RematModule, rewrite
-from remat.rewriter.updating import Updates
+from remat.rewriter.gradients.updating import Updates
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.late_updates import late_sequence
+from remat.solver.levers.late_updates import late_sequence
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 from tests.behaviours.behaviours import Fails

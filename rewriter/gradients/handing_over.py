@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import Variable
 
+from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.boxed import Boxed, compile_in_steps
 from remat.rewriter.graphs.handed_over import Handed, places_handed
-from remat.rewriter.updating import Updates
 
 _expected = threading.local()
 """`run` is the `Running` of the forward whose backward this thread is about to run."""
