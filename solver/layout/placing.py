@@ -25,7 +25,7 @@ from remat.solver.layout.boxes import Boxes, Ints, Mask
 from remat.solver.layout.canonical import CanonicalSearch
 from remat.solver.layout.capacity import dive
 from remat.solver.layout.greedy import greedy, place_in_order
-from remat.solver.layout.sections import MOST_BOXES
+from remat.solver.layout.sections import MOST_OVERLAPS, overlaps_in
 from remat.solver.layout.squeaky_wheel import squeaky_wheel
 
 SMALL_PART = 4096
@@ -33,8 +33,7 @@ SMALL_PART = 4096
 SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
 TRIES = 3500
-"""Placements tried in each dive, and two a box in any case: most that succeed take little above one
-a box."""
+"""Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
 JUMPS = 0.1, 0.5, 0.25, 0.1
 """Of the squeaky wheel, one run each; which does well differs from step to step."""
 WHEEL_WORK = 200_000
@@ -95,8 +94,8 @@ def _place_large(boxes: Boxes, goal: int) -> Found:
     best = Found(*greedy(boxes, goal))
     if boxes.top(best.offsets) <= goal:
         return best
-    if len(boxes) <= MOST_BOXES:
-        dived = dive(CanonicalSearch(boxes), goal, max(TRIES, 2 * len(boxes)))
+    if overlaps_in(boxes) <= MOST_OVERLAPS:
+        dived = dive(CanonicalSearch(boxes), goal, max(TRIES, len(boxes) + len(boxes) // 4))
         if dived.offsets is not None:
             return Found(dived.offsets, f"canonical search, {dived.preorder.keys}")
     rounds = WHEEL_WORK // len(JUMPS) // len(boxes)

@@ -14,7 +14,7 @@ from remat.solver.layout import canonical_state
 from remat.solver.layout.boxes import Boxes, range_maxima
 from remat.solver.layout.canonical import FAILED, FOUND, OUT_OF_TRIES, CanonicalSearch, Preorder
 from remat.solver.layout.capacity import CHIP_PREORDERS, STEP_PREORDERS, dive, fit_into
-from remat.solver.layout.sections import sections_of
+from remat.solver.layout.sections import overlaps_in, sections_of
 from tests.solver.layout.random_boxes import cut_rectangle, least_arena_bytes, random_buffers
 
 
@@ -73,6 +73,7 @@ def test_sections_hold_what_is_live_together() -> None:
     assert [row.tolist() for row in rows] == [[0, 1], [1, 2], [3]]
     assert sections.totals.tolist() == [3, 6, 8]
     assert sections.crossings.tolist() == [1, 0, 0]
+    assert overlaps_in(boxes) == len(sections.overlaps) == 4
     near = np.split(sections.overlaps, sections.overlap_at[1:-1])
     assert [row.tolist() for row in near] == [[1], [0, 2], [1], []]
 
@@ -84,7 +85,7 @@ def test_floors_in_loops_and_in_arrays_are_equal(seed: int) -> None:
     sections = sections_of(boxes)
     state = canonical_state.initial(sections)
     state[canonical_state.LEAST][:] = source.integers(0, 50, 20)
-    state[canonical_state.OFFSETS][source.random(20) < 0.4] = 7
+    state[canonical_state.LEAST][source.random(20) < 0.4] = canonical_state.PLACED
     last = len(sections.member_at) - 1
     for first in range(last):
         loops, arrays = (
