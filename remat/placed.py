@@ -49,5 +49,5 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def arena_text(layout: Layout) -> str:
-    """``1.3 GiB, 0.0 % above the most live bytes``."""
+    """``1.34 GiB, 0.0 % above the most live bytes``."""
     return f"{bytes_text(layout.arena_bytes)}, {percent_text(layout.gap)} above the most live bytes"
