@@ -3,13 +3,12 @@
 Related: Y. Imanishi and Z. Xu, "A Heuristic for Periodic Memory Allocation with Little
 Fragmentation to Train Neural Networks", ISMM 2024; H. Shu et al., "ROAM: Memory-Efficient Large
 DNN Training via Optimized Operator Ordering and Memory Layout", 2023, arXiv 2310.19295; STAlloc,
-2025, arXiv 2507.16274. Their figures were the mark; the ways here are greedy placements, the search
-of MiniMalloc and the squeaky wheel.
+2025, arXiv 2507.16274.
 
 In order: small buffers, half of a step's and a thousandth of its bytes, wait. The others are placed
-greedily, then by dives of the canonical search, then by the squeaky wheel, until they are at their
-most live bytes. The small ones fill the holes. All limits are of work, so the same buffers get the
-same layout on any machine.
+greedily, then by dives of the canonical search, then by the squeaky wheel, until they are near
+their most live bytes; where Numba is installed, what is still high is annealed. The small ones fill
+the holes. All limits are of work, so the same buffers get the same layout.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from remat.solver.layout.boxes import Boxes, Ints, Mask
 from remat.solver.layout.canonical import CanonicalSearch
 from remat.solver.layout.capacity import dive
 from remat.solver.layout.greedy import greedy, place_in_order
+from remat.solver.layout.insertion_annealing import insertion_annealing
+from remat.solver.layout.jit import IS_COMPILED
 from remat.solver.layout.sections import MOST_OVERLAPS, overlaps_in
 from remat.solver.layout.squeaky_wheel import squeaky_wheel
 
@@ -38,6 +39,11 @@ JUMPS = 0.1, 0.5, 0.25, 0.1
 """Of the squeaky wheel, one run each; which does well differs from step to step."""
 WHEEL_WORK = 200_000
 """Boxes placed by the squeaky wheel in all, some seconds of NumPy."""
+
+ANNEALING_STEPS, ANNEALING_WORK = 20_000, 16_000_000
+"""Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
+HOTTEST_PARTS = 300, 300, 500, 200
+"""Of the load, the first temperature of each annealing."""
 
 
 class Found(NamedTuple):
@@ -90,7 +96,7 @@ def _place(boxes: Boxes) -> Found:
 
 
 def _place_large(boxes: Boxes, goal: int) -> Found:
-    """Greedily; then dives at `goal`; then the squeaky wheel from the lowest."""
+    """Greedily; then dives at `goal`; then the squeaky wheel from the lowest, then annealing."""
     best = Found(*greedy(boxes, goal))
     if boxes.top(best.offsets) <= goal:
         return best
@@ -105,6 +111,20 @@ def _place_large(boxes: Boxes, goal: int) -> Found:
         turned = squeaky_wheel(boxes, best.offsets, goal, rounds=rounds, jump=jump, seed=seed)
         if boxes.top(turned) < boxes.top(best.offsets):
             best = Found(turned, "squeaky wheel")
+    return _annealed(boxes, best, goal) if IS_COMPILED else best
+
+
+def _annealed(boxes: Boxes, best: Found, goal: int) -> Found:
+    """`best`, or what annealing makes of it."""
+    steps = min(ANNEALING_STEPS, ANNEALING_WORK // len(boxes))
+    for seed, part in enumerate(HOTTEST_PARTS):
+        if boxes.top(best.offsets) <= goal:
+            break
+        cooled = insertion_annealing(
+            boxes, best.offsets, goal, steps=steps, hottest=boxes.load / part, seed=seed
+        )
+        if boxes.top(cooled) < boxes.top(best.offsets):
+            best = Found(cooled, "annealing")
     return best
 
 

@@ -15,7 +15,12 @@ from remat.solver.layout.boxes import Boxes, range_maxima
 from remat.solver.layout.canonical import FAILED, FOUND, OUT_OF_TRIES, CanonicalSearch, Preorder
 from remat.solver.layout.capacity import CHIP_PREORDERS, STEP_PREORDERS, dive, fit_into
 from remat.solver.layout.sections import overlaps_in, sections_of
-from tests.solver.layout.random_boxes import cut_rectangle, least_arena_bytes, random_buffers
+from tests.solver.layout.random_boxes import (
+    cut_rectangle,
+    least_arena_bytes,
+    overlaps,
+    random_buffers,
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -29,18 +34,8 @@ def test_it_finds_a_layout_where_one_exists_and_proves_that_none_does(seed: int)
         outcome, offsets, _ = search.run(least, preorder, 1 << 30)
         assert outcome == FOUND
         assert boxes.top(offsets) == least
-        _no_overlap(boxes, offsets)
+        assert not overlaps(boxes, offsets)
         assert search.run(least - 1, preorder, 1 << 30)[0] == FAILED
-
-
-def _no_overlap(boxes: Boxes, offsets: np.ndarray) -> None:
-    for i in range(len(boxes)):
-        for j in range(i):
-            together = boxes.start[i] < boxes.end[j] and boxes.start[j] < boxes.end[i]
-            apart = (
-                offsets[i] + boxes.size[i] <= offsets[j] or offsets[j] + boxes.size[j] <= offsets[i]
-            )
-            assert apart or not together
 
 
 def test_it_ends_after_its_tries() -> None:
