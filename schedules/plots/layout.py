@@ -41,7 +41,9 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     for kind, colour in KINDS.items():
         corners = _corners(buffers, layout, scale)[kinds == kind]
         if len(corners):
-            drawn = PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=EDGE)
+            drawn = PolyCollection(
+                list(corners), facecolors=colour, edgecolors="white", linewidths=EDGE
+            )
             drawn.set_label(kind)
             ax.add_collection(drawn)
     ax.axhline(
