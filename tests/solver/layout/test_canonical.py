@@ -42,8 +42,10 @@ def test_it_ends_after_its_tries() -> None:
     boxes = Boxes.of(random_buffers(random.Random(3), 40, 50, 20), 1)
     outcome, _, tries = CanonicalSearch(boxes).run(boxes.load, Preorder("WAT"), 10)
     assert (outcome, tries) == (OUT_OF_TRIES, 10)
-    found = dive(CanonicalSearch(boxes), boxes.load, 10)
+    found = dive(CanonicalSearch(boxes), boxes.load, 10, 10_000)
     assert (found.offsets, found.tries) == (None, 70)
+    found = dive(CanonicalSearch(boxes), boxes.load, 10, 15)
+    assert (found.offsets, found.tries) == (None, 15)
 
 
 def test_searches_in_turn_use_their_tries_up_and_no_more() -> None:
