@@ -17,6 +17,7 @@ find_beside()
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from remat.job.fit import fit
     from remat.job.fitted import Fit
     from remat.one_call import rematerialize, solve
+    from remat.placed import place
     from remat.questions.budget_slider import BudgetSlider
     from remat.questions.compare import compare
     from remat.questions.comparison import Comparison
@@ -68,6 +70,7 @@ __all__ = [
     "Fit",
     "Front",
     "Inspection",
+    "Layout",
     "Plan",
     "PlanCache",
     "Price",
@@ -93,6 +96,7 @@ __all__ = [
     "least_peak",
     "load",
     "measured_step",
+    "place",
     "plan_cache",
     "plan_of",
     "plans_of",
@@ -138,6 +142,7 @@ _LAZY = {
     "least_peak": "remat.solver.budgets.worth",
     "load": "remat.rewriter.plans.loading",
     "measured_step": "remat.rewriter.checking.measured_step",
+    "place": "remat.placed",
     "plan_of": "remat.rewriter.plans.loading",
     "Price": "remat.solver.budgets.price:GibPrice",
     "Profile": "remat.graph_capture.prices.profile",

@@ -32,5 +32,9 @@ PriceOfGib = Annotated[
 ]
 Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]
+LayoutFile = Annotated[
+    Path | None,
+    typer.Option("--layout", help="place the plan's buffers in one arena; keep their offsets here"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]

@@ -11,7 +11,9 @@ from remat.infeasible import infeasible_text
 from remat.job.kept_plans import plan_of_result, write_plan
 from remat.job.opened import Captured, Opened, open_plan
 from remat.job.request import Request
+from remat.placed import arena_text, layout_json, place
 from remat.questions.sweep import price_json, price_text
+from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
@@ -41,6 +43,29 @@ def keep_plan(session: Session, path: Path, plan: Plan | None) -> None:
     if plan is not None:
         write_plan(plan, path)
         session.err.print(f"plan written to {path}", soft_wrap=True)
+
+
+def keep_layout(
+    session: Session, path: Path | None, graph: TrainingGraph, result: Result
+) -> Layout | None:
+    """Place the buffers of a plan and write their offsets; None where nothing is asked or fits."""
+    if path is None or result.schedule is None:
+        return None
+    with session.stopwatch.stage("place", "placing buffers"):
+        layout = place(graph, result.schedule)
+    session.save(path, layout.to_json(), "layout")
+    return layout
+
+
+def said_layout(layout: Layout | None) -> dict[str, Any]:
+    """The arena as an entry of the JSON object, if there is one."""
+    return {} if layout is None else {"layout": layout_json(layout)}
+
+
+def show_layout(session: Session, layout: Layout | None) -> None:
+    """One line with the arena, if there is one."""
+    if layout is not None:
+        session.out.print(f"arena  {arena_text(layout)}")
 
 
 def priced(

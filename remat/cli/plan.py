@@ -8,7 +8,15 @@ import msgspec
 from rich.text import Text
 
 from remat.cli import options
-from remat.cli.outcome import keep_result, priced, said_price, show_price
+from remat.cli.outcome import (
+    keep_layout,
+    keep_result,
+    priced,
+    said_layout,
+    said_price,
+    show_layout,
+    show_price,
+)
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import CAPTURED, COUNTED, verb
 from remat.formats import bytes_text, time_text
@@ -44,6 +52,7 @@ def solve_verb(
     request: Request,
     price: options.PriceOfGib = False,
     output: options.Output = None,
+    layout: options.LayoutFile = None,
 ) -> None:
     """Find the fastest schedule that fits the budget."""
     source_of = captured(source, request, session.stopwatch)
@@ -51,11 +60,15 @@ def solve_verb(
     result = pipeline.solve_request(graph, request, session.stopwatch)
     again = pipeline.runs_again(graph, result)
     keep_result(session, output, source_of, result)
+    placed = keep_layout(session, layout, graph, result)
     worth = priced(session, graph, result, request) if price else None
     if session.as_json:
-        session.emit(json_report.result_json(graph, result, again) | said_price(worth))
+        session.emit(
+            json_report.result_json(graph, result, again) | said_layout(placed) | said_price(worth)
+        )
     elif result.schedule:
         show_result(session.out, graph, result, again)
+        show_layout(session, placed)
         show_price(session, worth)
     session.conclude(INFEASIBLE, [] if result.schedule else [infeasible_text(result)])
 

@@ -10,7 +10,15 @@ import typer
 
 from remat.checks import failures
 from remat.cli import options
-from remat.cli.outcome import keep_plan, priced, said_price, show_price
+from remat.cli.outcome import (
+    keep_layout,
+    keep_plan,
+    priced,
+    said_layout,
+    said_price,
+    show_layout,
+    show_price,
+)
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import COUNTED, verb
 from remat.graph_capture.devices.device_table import CPU
@@ -21,6 +29,7 @@ from remat.job.kept_plans import fitting_schedule, plan_of_result, read_kept
 from remat.job.opened import load_shown
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
+from remat.schedules.layout import Layout
 from remat.solver.budgets.price import GibPrice
 
 CheckAnyway = Annotated[
@@ -36,15 +45,17 @@ def run_verb(
     price: options.PriceOfGib = False,
     check: CheckAnyway = False,
     output: options.Output = None,
+    layout: options.LayoutFile = None,
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     loaded = load_shown(model, session.stopwatch, request.device)
     report = pipeline.run(loaded, request, session.stopwatch, check=check)
     _keep(session, output, loaded, report)
+    placed = keep_layout(session, layout, report.graph, report.result)
     worth = priced(session, report.graph, report.result, request) if price else None
     if session.as_json:
-        session.emit(json_report.report_json(report) | said_price(worth))
-    _conclude_run(session, report, worth)
+        session.emit(json_report.report_json(report) | said_layout(placed) | said_price(worth))
+    _conclude_run(session, report, placed, worth)
 
 
 def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
@@ -52,12 +63,15 @@ def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.
         keep_plan(session, path, plan_of_result(loaded, report.recipe, report.graph, report.result))
 
 
-def _conclude_run(session: Session, report: pipeline.Report, price: GibPrice | None) -> None:
+def _conclude_run(
+    session: Session, report: pipeline.Report, layout: Layout | None, price: GibPrice | None
+) -> None:
     """Print the screen, unless JSON was, and end with the code that fits."""
     if report.result.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
         show_run(session.out, report)
+        show_layout(session, layout)
         show_price(session, price)
     session.conclude(CHECK_FAILED, report.failures)
 

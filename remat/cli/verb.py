@@ -68,7 +68,8 @@ def _command(function: Verb, requested: Collection[str]) -> Verb:
     def command(*, as_json: bool, debug: bool, **given: Any) -> None:
         session = Session(as_json=as_json, debug=debug)
         with session.guarded():
-            session.require_folder(given.get("output"))
+            for file in ("output", "layout"):
+                session.require_folder(given.get(file))
             if requested:
                 asked: dict[str, Any] = {name: given.pop(name) for name in requested}
                 # What repeats comes as a list; a request is frozen, down to its pins.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from remat.schedules.plots.convergence import draw_convergence
 from remat.schedules.plots.front import draw_front
+from remat.schedules.plots.layout import draw_layout
 from remat.schedules.plots.live_bytes import draw_live_bytes
 from remat.schedules.plots.peak_values import draw_peak_values
 from remat.schedules.plots.predicted_measured import draw_predicted_measured
@@ -16,6 +17,7 @@ from remat.schedules.plots.ribbon import draw_ribbon
 __all__ = [
     "draw_convergence",
     "draw_front",
+    "draw_layout",
     "draw_live_bytes",
     "draw_peak_values",
     "draw_predicted_measured",

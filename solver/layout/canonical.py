@@ -22,7 +22,6 @@ from remat.solver.layout.canonical_state import (
     LEAST,
     LEFT,
     LOW,
-    OFFSETS,
     SOLVED,
     Arrays,
     Undo,
@@ -132,10 +131,10 @@ def search(
                     outcome = OPEN
                 continue
             if outcome == FOUND:
-                state[SOLVED][box] = state[OFFSETS][box]
+                state[SOLVED][box] = undo_at[depth][4]
             undo = undo_at.pop()
             take_back(sections, state, box, undo)
-            if outcome == FOUND or undo[4]:
+            if outcome == FOUND or undo[5]:
                 boxes_at.pop()
                 todo_at.pop()
                 continue

@@ -11,23 +11,23 @@ from remat.solver.layout.boxes import Ints
 from remat.solver.layout.jit import compiled, loops_or_arrays
 from remat.solver.layout.sections import Sections
 
-UNPLACED = -1
-NO_OFFSET = 1 << 62
+PLACED = 1 << 62
+"""Above all offsets, so that a least offset among boxes is that of the unplaced ones."""
 
 Arrays = tuple[Ints, ...]
-Undo = tuple[Ints, Ints, int, Ints, bool]
+Undo = tuple[Ints, Ints, int, Ints, int, bool]
 """What a placement changed: boxes that it raised, and their least offsets before; the first of the
-sections whose floors it changed, and those before; whether nothing unplaced is above it."""
+sections whose floors it changed, and those before; its offset; whether nothing is left above it."""
 
 # Plain tuples, since Numba keeps classes by name in its files, which outlive a release of ours.
 SIZE, LOW, HIGH, OVERLAP_AT, OVERLAPS, MEMBER_AT, MEMBERS = range(7)
 """Where the fields of `Sections` stand in a plain tuple of them."""
-OFFSETS, LEAST, FLOOR, LEFT, CROSSING, SOLVED = range(6)
+LEAST, FLOOR, LEFT, CROSSING, SOLVED = range(5)
 """Where the arrays that the search changes stand in its state.
 
-`OFFSETS` of what is placed, else `UNPLACED`; the `LEAST` offset that each box can still have; of
-each section the `FLOOR` below which nothing more can lie, and `LEFT`, the bytes that it still gets;
-how many unplaced boxes are `CROSSING` into the next section; and the offsets that are `SOLVED`.
+The `LEAST` offset that each box can still have, or `PLACED`; of each section the `FLOOR`, below
+which nothing more can lie, and `LEFT`, the bytes that it still gets; how many unplaced boxes are
+`CROSSING` into the next section; and the offsets that are `SOLVED`.
 """
 
 
@@ -35,23 +35,21 @@ def initial(sections: Sections) -> Arrays:
     """Nothing is placed."""
     n, n_sections = len(sections[SIZE]), len(sections[MEMBER_AT]) - 1
     return (
-        np.full(n, UNPLACED, np.int64),
         np.zeros(n, np.int64),
         np.zeros(n_sections, np.int64),
         sections.totals.copy(),
         sections.crossings.copy(),
-        np.full(n, UNPLACED, np.int64),
+        np.zeros(n, np.int64),
     )
 
 
 def least_in_loops(sections: Arrays, state: Arrays, first: int, last: int) -> Ints:
-    """The least offset of what is unplaced in each section; `NO_OFFSET` where nothing is."""
-    least = np.full(last - first, NO_OFFSET, np.int64)
+    """The least offset of what is unplaced in each section; `PLACED` where nothing is."""
+    least = np.full(last - first, PLACED, np.int64)
     for s in range(first, last):
         for k in range(sections[MEMBER_AT][s], sections[MEMBER_AT][s + 1]):
             box = sections[MEMBERS][k]
-            if state[OFFSETS][box] < 0 and state[LEAST][box] < least[s - first]:
-                least[s - first] = state[LEAST][box]
+            least[s - first] = min(least[s - first], state[LEAST][box])
     return least
 
 
@@ -59,8 +57,7 @@ def least_in_arrays(sections: Arrays, state: Arrays, first: int, last: int) -> I
     """The same without a loop."""
     at = sections[MEMBER_AT][first : last + 1]
     boxes = sections[MEMBERS][at[0] : at[-1]]
-    least = np.where(state[OFFSETS][boxes] < 0, state[LEAST][boxes], NO_OFFSET)
-    return np.minimum.reduceat(least, at[:-1] - at[0])
+    return np.minimum.reduceat(state[LEAST][boxes], at[:-1] - at[0])
 
 
 FLOORS = loops_or_arrays(least_in_loops, least_in_arrays)
@@ -69,9 +66,9 @@ FLOORS = loops_or_arrays(least_in_loops, least_in_arrays)
 @compiled
 def put(sections: Arrays, state: Arrays, box: int, first: int, last: int) -> Undo:
     """Place `box` as low as it can lie; floors of sections from `first` to `last` follow."""
-    top = state[LEAST][box] + sections[SIZE][box]
+    offset = int(state[LEAST][box])
+    top = offset + sections[SIZE][box]
     near = sections[OVERLAPS][sections[OVERLAP_AT][box] : sections[OVERLAP_AT][box + 1]]
-    near = near[state[OFFSETS][near] < 0]
     raised = near[state[LEAST][near] < top]
     old = state[LEAST][raised]
     low, high = sections[LOW][box], sections[HIGH][box]
@@ -80,27 +77,28 @@ def put(sections: Arrays, state: Arrays, box: int, first: int, last: int) -> Und
         a = max(min(low, sections[LOW][raised].min()), first)
         b = min(max(high, sections[HIGH][raised].max()), last)
     floors = state[FLOOR][a:b].copy()
-    state[OFFSETS][box] = state[LEAST][box]
+    is_last = bool((state[LEAST][near] == PLACED).all())
+    state[LEAST][box] = PLACED
     state[LEAST][raised] = top
     state[FLOOR][low:high] = top
     state[LEFT][low:high] -= sections[SIZE][box]
     state[CROSSING][low : high - 1] -= 1
     least = FLOORS(sections, state, a, b)
-    raises = (least < NO_OFFSET) & (least > state[FLOOR][a:b])
+    raises = (least < PLACED) & (least > state[FLOOR][a:b])
     state[FLOOR][a:b] = np.where(raises, least, state[FLOOR][a:b])
-    return raised, old, int(a), floors, near.size == 0
+    return raised, old, int(a), floors, offset, is_last
 
 
 @compiled
 def take_back(sections: Arrays, state: Arrays, box: int, undo: Undo) -> None:
     """As it was before `put`."""
     low, high = sections[LOW][box], sections[HIGH][box]
-    raised, old, first, floors, _ = undo
+    raised, old, first, floors, offset, _ = undo
     state[FLOOR][first : first + floors.size] = floors
     state[LEFT][low:high] += sections[SIZE][box]
     state[CROSSING][low : high - 1] += 1
     state[LEAST][raised] = old
-    state[OFFSETS][box] = UNPLACED
+    state[LEAST][box] = offset
 
 
 @compiled
@@ -114,7 +112,7 @@ def overflows(sections: Arrays, state: Arrays, box: int, capacity: int) -> bool:
 def is_topmost(sections: Arrays, state: Arrays, box: int) -> bool:
     """Whether nothing that is unplaced shares a section with `box`."""
     near = sections[OVERLAPS][sections[OVERLAP_AT][box] : sections[OVERLAP_AT][box + 1]]
-    return bool((state[OFFSETS][near] >= 0).all())
+    return bool((state[LEAST][near] == PLACED).all())
 
 
 @compiled

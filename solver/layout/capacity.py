@@ -11,7 +11,7 @@ from typing import NamedTuple
 from remat.solver.layout.boxes import Boxes, Ints
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
 
-STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TWA", "TsW", "TSW", "WTs", "WTS")))
+STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
 """For training steps, where what starts together is read together."""
 CHIP_PREORDERS = tuple(
     Preorder(keys, widths) for widths in ("ranks", "times") for keys in ("WAT", "TAW", "TWA")
@@ -31,9 +31,9 @@ class Fitted(NamedTuple):
     is_proved: bool
 
 
-def dive(search: CanonicalSearch, capacity: int, tries: int) -> Fitted:
-    """One search by each preorder of steps, with `tries` each."""
-    return _in_turn(search, capacity, STEP_PREORDERS, tries)
+def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> Fitted:
+    """One search by each preorder of steps, with `share` tries each, at most `tries` in all."""
+    return _in_turn(search, capacity, STEP_PREORDERS, share, tries)
 
 
 def fit_into(boxes: Boxes, capacity: int, tries: int) -> Fitted:
@@ -55,15 +55,16 @@ def _in_turn(
     capacity: int,
     preorders: tuple[Preorder, ...],
     share: int,
-    tries: int | None = None,
+    tries: int,
 ) -> Fitted:
     """`share` tries by each of the preorders, at most `tries` in all."""
     used = 0
     for preorder in preorders:
-        most = share if tries is None else min(share, tries - used)
-        outcome, offsets, more = search.run(capacity, preorder, most)
+        outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
         used += more
         if outcome in (FOUND, FAILED):
             found = offsets if outcome == FOUND else None
             return Fitted(found, preorder, used, outcome == FAILED)
+        if used == tries:
+            break
     return Fitted(None, preorders[-1], used, is_proved=False)

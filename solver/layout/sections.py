@@ -12,8 +12,8 @@ import numpy as np
 
 from remat.solver.layout.boxes import Boxes, Ints
 
-MOST_BOXES = 3000
-"""Above it the lists of overlaps take too much memory, and greedy placements do well."""
+MOST_OVERLAPS = 4_000_000
+"""Above it the lists take too much memory and their searches too much time."""
 
 
 class Sections(NamedTuple):
@@ -46,6 +46,14 @@ class Sections(NamedTuple):
         np.add.at(change, self.low, 1)
         np.add.at(change, self.high - 1, -1)
         return np.cumsum(change)[:-1]
+
+
+def overlaps_in(boxes: Boxes) -> int:
+    """How long the lists of overlaps are, each pair counted twice; they are not made."""
+    starts, ends = np.sort(boxes.start), np.sort(boxes.end)
+    begun = np.searchsorted(starts, boxes.end, side="left")
+    ended = np.searchsorted(ends, boxes.start, side="right")
+    return int((begun - ended - 1).sum())
 
 
 def sections_of(boxes: Boxes) -> Sections:

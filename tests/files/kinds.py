@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import remat
 from benchmarks.instance_format import InstanceError, graph_of, read_instance
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import LayoutError, RematError
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.graph import Resident
 from remat.graph_capture.prices.op_work import Work
@@ -26,8 +26,11 @@ from remat.job.kept_plans import read_kept, schedule_in
 from remat.job.opened import captured, open_plan
 from remat.job.request import NO_BUDGET, Request
 from remat.job.stopwatch import Stopwatch
+from remat.placed import arena_text
 from remat.questions.report import fronts_in
 from remat.rewriter.plans.facts import signature_from
+from remat.schedules.buffers import buffers_of
+from remat.schedules.layout import Layout, check_layout
 from remat.schedules.plan import (
     Autocast,
     BatchSignature,
@@ -161,6 +164,16 @@ def _read_front(path: Path) -> object:
     return fronts, {name: (repr(one), one._repr_html_()) for name, one in fronts.items()}
 
 
+def _read_layout(path: Path) -> object:
+    """As one who follows it must: judged against the buffers of the plan."""
+    layout = Layout.from_json(read_contents(path), str(path))
+    try:
+        check_layout(buffers_of(GRAPH, planned()), layout)
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from error
+    return layout, repr(layout), arena_text(layout)
+
+
 def _read_instance(path: Path) -> object:
     instance = read_instance(path)
     return instance, graph_of(instance)
@@ -176,6 +189,7 @@ def kinds() -> dict[str, FileKind]:
         "schedule": FileKind(".json", planned().to_json(), _read_schedule),
         "front": FileKind(".json", front(), _read_front),
         "fronts": FileKind(".json", json.dumps(both).encode(), _read_front),
+        "layout": FileKind(".json", remat.place(GRAPH, planned()).to_json(), _read_layout),
         "profile": FileKind(".json", profile(), as_profile),
         "instance": FileKind(".json", json.dumps(INSTANCE).encode(), _read_instance),
     }

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.graph_capture.errors import GraphError
+from remat.graph_capture.errors import GraphError, LayoutError
+from remat.placed import place
 from remat.questions.sweep import sweep
+from remat.schedules.buffers import buffers_of
 from remat.schedules.plots import (
     draw_convergence,
     draw_front,
+    draw_layout,
     draw_live_bytes,
     draw_peak_values,
     draw_predicted_measured,
@@ -74,6 +77,22 @@ def test_the_ribbon_shades_and_marks(ax: Any, planned: Planned) -> None:
         "kept", "forward", "backward", "recompute"
     }  # fmt: skip
     assert "blocks.0" in [label.get_text() for label in ax.get_yticklabels()]
+
+
+def test_a_layout_shows_each_buffer_in_its_place(ax: Any, planned: Planned) -> None:
+    layout = place(planned.graph, planned.schedule)
+    draw_layout(ax, planned.graph, planned.schedule, layout)
+    buffers = buffers_of(planned.graph, planned.schedule)
+    drawn = [path.vertices for one in ax.collections for path in one.get_paths()]
+    assert len(drawn) == len(buffers)
+    area = sum(np.ptp(corners[:, 0]) * np.ptp(corners[:, 1]) for corners in drawn)
+    assert area * MIB == pytest.approx(float(buffers.live_bytes.sum()))
+    assert {"activation", "gradient", "most live bytes"} <= {
+        text.get_text() for text in ax.get_legend().get_texts()
+    }
+    other = place(planned.graph, planned.facts.unmodified_schedule)
+    with pytest.raises(LayoutError, match="made for another step"):
+        draw_layout(ax, planned.graph, planned.schedule, other)
 
 
 def test_values_at_the_peak_are_the_largest(ax: Any, planned: Planned) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from remat.schedules.buffers import Buffers
+from remat.solver.layout.boxes import Boxes, Ints
 
 
 def random_buffers(source: random.Random, n: int, most_bytes: int, times: int) -> Buffers:
@@ -56,3 +57,13 @@ def _height(rows: tuple[tuple[int, int, int], ...]) -> int:
         below = [top for top, first, last in tops if first < end and start < last]
         tops.append((max(below, default=0) + int(size), start, end))
     return max((top for top, _, _ in tops), default=0)
+
+
+def overlaps(boxes: Boxes, offsets: Ints) -> bool:
+    """Whether two boxes share a byte at some time."""
+    rows = list(zip(offsets, offsets + boxes.size, boxes.start, boxes.end, strict=True))
+    return any(
+        a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
+        for i, a in enumerate(rows)
+        for b in rows[:i]
+    )

@@ -14,8 +14,13 @@ from remat.solver.layout import canonical_state
 from remat.solver.layout.boxes import Boxes, range_maxima
 from remat.solver.layout.canonical import FAILED, FOUND, OUT_OF_TRIES, CanonicalSearch, Preorder
 from remat.solver.layout.capacity import CHIP_PREORDERS, STEP_PREORDERS, dive, fit_into
-from remat.solver.layout.sections import sections_of
-from tests.solver.layout.random_boxes import cut_rectangle, least_arena_bytes, random_buffers
+from remat.solver.layout.sections import overlaps_in, sections_of
+from tests.solver.layout.random_boxes import (
+    cut_rectangle,
+    least_arena_bytes,
+    overlaps,
+    random_buffers,
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -29,26 +34,18 @@ def test_it_finds_a_layout_where_one_exists_and_proves_that_none_does(seed: int)
         outcome, offsets, _ = search.run(least, preorder, 1 << 30)
         assert outcome == FOUND
         assert boxes.top(offsets) == least
-        _no_overlap(boxes, offsets)
+        assert not overlaps(boxes, offsets)
         assert search.run(least - 1, preorder, 1 << 30)[0] == FAILED
-
-
-def _no_overlap(boxes: Boxes, offsets: np.ndarray) -> None:
-    for i in range(len(boxes)):
-        for j in range(i):
-            together = boxes.start[i] < boxes.end[j] and boxes.start[j] < boxes.end[i]
-            apart = (
-                offsets[i] + boxes.size[i] <= offsets[j] or offsets[j] + boxes.size[j] <= offsets[i]
-            )
-            assert apart or not together
 
 
 def test_it_ends_after_its_tries() -> None:
     boxes = Boxes.of(random_buffers(random.Random(3), 40, 50, 20), 1)
     outcome, _, tries = CanonicalSearch(boxes).run(boxes.load, Preorder("WAT"), 10)
     assert (outcome, tries) == (OUT_OF_TRIES, 10)
-    found = dive(CanonicalSearch(boxes), boxes.load, 10)
+    found = dive(CanonicalSearch(boxes), boxes.load, 10, 10_000)
     assert (found.offsets, found.tries) == (None, 70)
+    found = dive(CanonicalSearch(boxes), boxes.load, 10, 15)
+    assert (found.offsets, found.tries) == (None, 15)
 
 
 def test_searches_in_turn_use_their_tries_up_and_no_more() -> None:
@@ -73,6 +70,7 @@ def test_sections_hold_what_is_live_together() -> None:
     assert [row.tolist() for row in rows] == [[0, 1], [1, 2], [3]]
     assert sections.totals.tolist() == [3, 6, 8]
     assert sections.crossings.tolist() == [1, 0, 0]
+    assert overlaps_in(boxes) == len(sections.overlaps) == 4
     near = np.split(sections.overlaps, sections.overlap_at[1:-1])
     assert [row.tolist() for row in near] == [[1], [0, 2], [1], []]
 
@@ -84,7 +82,7 @@ def test_floors_in_loops_and_in_arrays_are_equal(seed: int) -> None:
     sections = sections_of(boxes)
     state = canonical_state.initial(sections)
     state[canonical_state.LEAST][:] = source.integers(0, 50, 20)
-    state[canonical_state.OFFSETS][source.random(20) < 0.4] = 7
+    state[canonical_state.LEAST][source.random(20) < 0.4] = canonical_state.PLACED
     last = len(sections.member_at) - 1
     for first in range(last):
         loops, arrays = (

@@ -1,4 +1,4 @@
-"""Greedy placements and the squeaky wheel on boxes small enough to follow by hand."""
+"""Greedy placements, the squeaky wheel and annealing on boxes small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from remat.schedules.buffers import Buffers
 from remat.solver.layout.box_orders import box_orders
 from remat.solver.layout.boxes import Boxes
 from remat.solver.layout.greedy import greedy, place_in_order
+from remat.solver.layout.insertion_annealing import insertion_annealing, stacked
 from remat.solver.layout.squeaky_wheel import squeaky_wheel
-from tests.solver.layout.random_boxes import cut_rectangle, some_buffers
+from tests.solver.layout.random_boxes import cut_rectangle, overlaps, some_buffers
 
 HOLES = Boxes.of(Buffers.of_arrays([4, 1, 2, 1, 2], [0, 0, 0, 0, 1], [1, 2, 1, 2, 2]), 1)
 """In this order: at 0, 4, 5 and 7. At time 1 the first leaves 4 below, the third 2 between."""
@@ -61,6 +62,7 @@ def test_the_squeaky_wheel_lowers_what_greedy_placements_leave_high(seed: int, n
     offsets, _ = greedy(boxes, boxes.load)
     turned = squeaky_wheel(boxes, offsets, boxes.load, rounds=200, jump=0.25, seed=0)
     assert boxes.load <= boxes.top(turned) < boxes.top(offsets)
+    assert not overlaps(boxes, turned)
 
 
 def test_the_squeaky_wheel_returns_the_lowest_that_it_saw() -> None:
@@ -68,3 +70,28 @@ def test_the_squeaky_wheel_returns_the_lowest_that_it_saw() -> None:
     offsets, _ = greedy(boxes, boxes.load)
     turned = squeaky_wheel(boxes, offsets, boxes.load, rounds=1, jump=1.0, seed=0)
     assert boxes.top(turned) <= boxes.top(offsets)
+
+
+@pytest.mark.parametrize(("seed", "n"), [(0, 20), (0, 30), (6, 30)])
+def test_annealing_lowers_what_greedy_placements_leave_high(seed: int, n: int) -> None:
+    boxes = Boxes.of(cut_rectangle(seed, n), 1)
+    offsets, _ = greedy(boxes, boxes.load)
+    cooled = insertion_annealing(boxes, offsets, boxes.load, steps=300, hottest=40.0, seed=0)
+    assert boxes.load <= boxes.top(cooled) < boxes.top(offsets)
+    assert not overlaps(boxes, cooled)
+    again = insertion_annealing(boxes, offsets, boxes.load, steps=300, hottest=40.0, seed=0)
+    assert cooled.tolist() == again.tolist()
+
+
+def test_annealing_knows_the_height_at_each_place() -> None:
+    """Taken out and put anywhere, a box makes the stack as high as it was told, or as all else."""
+    boxes = Boxes.of(cut_rectangle(3, 12), 1)
+    columns = boxes.size, boxes.start, boxes.end
+    order, levels, heights = np.arange(1, 12), np.empty(12, np.int64), np.zeros(12, np.int64)
+    above = levels.copy()
+    without = stacked(*columns, order, 0, levels, heights)
+    stacked(*columns, order[::-1].copy(), 0, above, heights)
+    for at in range(12):
+        whole = np.insert(order, at, 0)
+        top = stacked(*columns, whole, 0, np.empty(13, np.int64), heights)
+        assert top == max(without, levels[at] + above[::-1][at] + boxes.size[0])

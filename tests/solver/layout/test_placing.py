@@ -57,7 +57,7 @@ def test_where_greedy_placements_miss_a_search_finds_the_load() -> None:
 def test_without_lists_of_overlaps_the_squeaky_wheel_finds_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placing, "MOST_BOXES", 29)
+    monkeypatch.setattr(placing, "MOST_OVERLAPS", 29)
     layout = place(cut_rectangle(0, 30), alignment_bytes=1)
     assert (layout.placed_by, layout.gap) == ("squeaky wheel", 0)
 

@@ -1,0 +1,44 @@
+"""`remat.place`: the alignment of the device, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+import remat
+from remat.graph_capture.errors import LayoutError, ScheduleError
+from remat.placed import arena_text
+from remat.schedules.layout import Layout
+from tests.graphs import peak_bytes_of
+from tests.solver.random_graphs import chain, gpt_like
+
+GRAPH = gpt_like(2)
+
+
+def plan() -> remat.Schedule:
+    result = remat.solve(GRAPH, int(0.8 * peak_bytes_of(GRAPH)), "hierarchical")
+    assert result.schedule is not None
+    return result.schedule
+
+
+@pytest.mark.parametrize(("device", "alignment_bytes"), [("cpu", 64), ("h100", 512)])
+def test_offsets_are_aligned_as_torch_aligns_on_the_device(
+    device: str, alignment_bytes: int
+) -> None:
+    layout = remat.place(msgspec.structs.replace(GRAPH, device=device), plan())
+    assert layout.alignment_bytes == alignment_bytes
+    assert (
+        layout.arena_bytes + GRAPH.resident.total_bytes >= remat.simulate(GRAPH, plan()).peak_bytes
+    )
+
+
+def test_what_cannot_be_placed_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="made for another graph"):
+        remat.place(chain(3), plan())
+    with pytest.raises(LayoutError, match="an alignment of 0 bytes is none"):
+        remat.place(GRAPH, plan(), alignment_bytes=0)
+
+
+def test_the_arena_in_words() -> None:
+    layout = Layout((0,), 3 << 20, 2 << 20, 64, "hash")
+    assert arena_text(layout) == "3.00 MiB, 50.0 % above the most live bytes"
