@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from remat.blocks.planning import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.compile.report import CompiledPlan, compiled_plans
+    from remat.delivery import use_arena
     from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.prices.profiling import profile
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from remat.questions.report import report
     from remat.questions.reserved import predict_reserved
     from remat.questions.sweep import sweep
+    from remat.rewriter.arena.arena import Arena
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.checkpoint_policy import checkpoint_policy
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from remat.solver.result import Result
 
 __all__ = [
+    "Arena",
     "BlocksPlan",
     "BudgetSlider",
     "Check",
@@ -105,11 +108,13 @@ __all__ = [
     "simulate",
     "solve",
     "sweep",
+    "use_arena",
 ]
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Arena": "remat.rewriter.arena.arena",
     "BlocksPlan": "remat.blocks.planning",
     "block_plan": "remat.blocks.rematerialized",
     "rematerialize_blocks": "remat.blocks.rematerialized",
@@ -152,6 +157,7 @@ _LAZY = {
     "save_plan": "remat.rewriter.plans.archive",
     "solve": "remat.one_call",
     "sweep": "remat.questions.sweep",
+    "use_arena": "remat.delivery",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -15,6 +15,7 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.tracing.carried import Carried, Settled
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.trace import Trace
+from remat.rewriter.arena.step_memory import StepMemory
 from remat.rewriter.graphs.boxed import Boxed, compile_boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
@@ -28,7 +29,7 @@ class CompiledStep:
 
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
-    whether it runs Inductor's code or our own.
+    whether it runs Inductor's code or our own. `memory` is where its graphs get memory from.
     """
 
     call: Callable[..., Any]
@@ -40,6 +41,7 @@ class CompiledStep:
     repeats: Repeats | None = None
     floats: FloatSource | None = None
     by_inductor: bool = False
+    memory: StepMemory = field(default_factory=StepMemory)
 
     def results(self, *inputs: Any) -> Any:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
@@ -64,6 +66,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     floats = FloatSource(trace.floats) if trace.floats else None
     make_compilers = _inductor if by_inductor else _boxed
     compilers: list[Any] = []
+    memory = StepMemory()
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -93,11 +96,11 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         call = aot_compile_joint_with_descriptors(
             trace.descriptors,
             partition_fn=partition,
-            fw_compiler=lambda gm, example_inputs: compilers[0](gm, example_inputs),
-            bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
+            fw_compiler=lambda *given: memory.around("forward", compilers[0](*given)),
+            bw_compiler=lambda *given: memory.around("backward", compilers[1](*given)),
         )
     written = trace.carried, trace.settled, trace.repeats, floats
-    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor)
+    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor, memory)
 
 
 def _boxed(joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Any, Any]:
