@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from remat.schedules.layout import CPU_ALIGNMENT_BYTES
@@ -19,6 +19,7 @@ def use_arena(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
 ) -> Arena:
     """Serve the training steps of a rewritten module on a CPU from one arena.
@@ -36,6 +37,8 @@ def use_arena(
     module : of `rematerialize` or `rewrite`, in training mode, before it is wrapped. Copies that
         are made of it share the arena; what is pickled has none.
     args, kwargs, target : a batch, as the module is called with.
+    loss_fn : where the module returns no loss, the one that you apply to what it returns, with the
+        target if there is one. Without it, the layout of its gradients is guessed.
 
     Returns
     -------
@@ -52,6 +55,6 @@ def use_arena(
 
     memory = memory_of(module)
     arena_library()
-    requests = record_step(module, args, kwargs, target)
+    requests = record_step(module, args, kwargs, loss_fn, target)
     layout = place(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
     return Arena(memory, requests, layout)

@@ -20,29 +20,39 @@ struct Request {
 };
 
 struct Counts {
-  int64_t hits = 0, other_size = 0, occupied = 0, beyond = 0, missed_bytes = 0;
+  int64_t hits = 0, unplanned = 0, occupied = 0, kept = 0, missed_bytes = 0;
   int64_t moved_out = 0;  // requests that have been left to torch's allocator since
 
   void add(const Counts& more) {
-    hits += more.hits, other_size += more.other_size, occupied += more.occupied;
-    beyond += more.beyond, missed_bytes += more.missed_bytes, moved_out += more.moved_out;
+    hits += more.hits, unplanned += more.unplanned, occupied += more.occupied;
+    kept += more.kept, missed_bytes += more.missed_bytes, moved_out += more.moved_out;
   }
 };
+
+// How far a call is looked for among the next ones, where calls are left out or put in.
+constexpr int64_t kAhead = 16;
 
 class Arena {
  public:
   Arena(std::vector<Request> plan, std::shared_ptr<char> memory)
       : plan_(std::move(plan)), memory_(std::move(memory)) {}
 
-  // The planned place of call `i`; null if it is not as planned, or its range is not free.
-  void* take(int64_t i, int64_t end, int64_t size, Counts& counts) {
+  // The planned place of the next call of this size; null if there is none, or if it is not free.
+  void* take(int64_t& next, int64_t end, int64_t size, Counts& counts) {
     if (is_closed) return nullptr;
-    if (i >= end) return missed(counts.beyond, size, counts);
+    int64_t i = call_of(next, end, size);
+    if (i < 0) return missed(counts.unplanned, size, counts);
+    next = i + 1;
     const Request& planned = plan_[i];
-    if (planned.size != size) return missed(counts.other_size, size, counts);
     if (planned.offset < 0) return nullptr;
-    if (is_in_the_way(planned.offset, planned.offset + size, counts))
-      return missed(counts.occupied, size, counts);
+    switch (in_the_way(planned.offset, planned.offset + size, counts)) {
+      case InTheWay::kOther:
+        return missed(counts.occupied, size, counts);
+      case InTheWay::kKept:
+        return missed(counts.kept, size, counts);
+      case InTheWay::kNothing:
+        break;
+    }
     held_[planned.offset] = {planned.offset + size, i};
     counts.hits++;
     return memory_.get() + planned.offset;
@@ -67,17 +77,28 @@ class Arena {
     return nullptr;
   }
 
+  enum class InTheWay { kNothing, kKept, kOther };
+
   // What the user keeps into the next step would be in the way again. So it moves out for good.
-  bool is_in_the_way(int64_t start, int64_t end, Counts& counts) {
+  InTheWay in_the_way(int64_t start, int64_t end, Counts& counts) {
     auto it = held_.lower_bound(start);
     if (it != held_.begin() && std::prev(it)->second.end > start) --it;
-    bool found = false;
+    auto found = InTheWay::kNothing;
     for (; it != held_.end() && it->first < end; ++it) {
-      found = true;
       Request& other = plan_[it->second.call];
+      if (!other.may_outlive)
+        found = InTheWay::kOther;
+      else if (found == InTheWay::kNothing)
+        found = InTheWay::kKept;
       if (other.may_outlive && other.offset >= 0) other.offset = -1, counts.moved_out++;
     }
     return found;
+  }
+
+  int64_t call_of(int64_t next, int64_t end, int64_t size) const {
+    for (int64_t i = next; i < end && i < next + kAhead; i++)
+      if (plan_[i].size == size) return i;
+    return -1;
   }
 
   std::vector<Request> plan_;

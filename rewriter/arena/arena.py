@@ -15,18 +15,21 @@ from remat.rewriter.arena.step_memory import Phase, StepMemory
 from remat.rewriter.graphs.boxed import Boxed
 from remat.schedules.layout import Layout, check_layout
 
+PATIENCE = 64
+"""Graphs that may run until what the user has kept no longer is in the way."""
+
 
 class Arena:
     """One range of memory, in which each request of a training step has a planned place.
 
     It serves the training steps of one rewritten module, and of its copies, until it is closed. A
     request that is not as planned, or whose place is still taken, is served by torch's allocator:
-    a plan that does not hold costs memory and never bits. The first step with such misses warns.
+    a plan that does not hold costs memory and never bits. Such misses are warned about once.
     Blocks that outlive the step, as gradients do, stay valid for as long as anything holds them,
     also once the arena is closed; its memory goes with the last one.
 
-    Gradients that are still there when the next step needs their places are in the way once. From
-    then on torch's allocator serves them (`Counts.moved_out`).
+    Gradients that are kept until the next step needs their places, as where micro-batches are
+    added up, are in the way until they are dropped. From then on torch's allocator serves them.
 
     Attributes
     ----------
@@ -49,7 +52,7 @@ class Arena:
         self._close = weakref.finalize(self, self._library.close, self._number)
         # Blocks are given back until the process has ended, and its end frees all.
         self._close.atexit = False
-        self._has_warned = False
+        self._has_warned, self._patience = False, PATIENCE
         self._last_counts = Counts()
         memory.source = self
 
@@ -97,8 +100,10 @@ class Arena:
             results = graph(args)
         finally:
             counts = self._library.end()
-        if counts.misses and not counts.moved_out and not self._has_warned:
-            self._warn(phase, counts)
+        if counts.misses and not self._has_warned:
+            self._patience -= 1
+            if counts.unplanned or counts.occupied or not self._patience:
+                self._warn(phase, counts)
         return results
 
     def _warn(self, phase: Phase, counts: Counts) -> None:
@@ -106,10 +111,10 @@ class Arena:
         warnings.warn(
             f"{counts.misses} of {counts.misses + counts.hits} requests of a {phase}, "
             f"{counts.missed_bytes} bytes, were not served from the arena but by torch's "
-            f"allocator: {counts.occupied} found their place taken, {counts.other_size} had "
-            f"another size and {counts.beyond} were not planned. Results are the same, and memory "
-            "is more. Drop what an earlier step has left before the next begins, or make the arena "
-            "anew. This is said once; remat.Arena.counts has the sums",
+            f"allocator: {counts.unplanned} were not planned, and {counts.occupied + counts.kept} "
+            "found their place taken. Results are the same, and more memory is in use. Drop what "
+            "an earlier step has left before the next begins, or close the arena and make another. "
+            "This is said once; the arena's counts go on",
             stacklevel=2,
         )
 

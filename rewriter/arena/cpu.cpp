@@ -89,7 +89,7 @@ struct Wrapper final : c10::Allocator {
     void* block;
     {
       std::lock_guard<std::mutex> lock(guard);
-      block = armed->arena->take(armed->next++, armed->end, size, armed->counts);
+      block = armed->arena->take(armed->next, armed->end, size, armed->counts);
     }
     if (!block) return before->allocate(size);
     c10::profiledCPUMemoryReporter().New(block, size);
@@ -117,7 +117,7 @@ std::shared_ptr<char> mapped(int64_t bytes) {
 }
 
 void write(const Counts& counts, int64_t* out) {
-  for (int64_t n : {counts.hits, counts.other_size, counts.occupied, counts.beyond,
+  for (int64_t n : {counts.hits, counts.unplanned, counts.occupied, counts.kept,
                     counts.missed_bytes, counts.moved_out})
     *out++ = n;
 }
@@ -197,6 +197,12 @@ void remat_arena_counts(int64_t number, int64_t* out) {
   std::lock_guard<std::mutex> lock(guard);
   auto it = opened.find(number);
   write(it == opened.end() ? Counts{} : it->second->counts, out);
+}
+
+// Arenas whose memory is still mapped.
+int64_t remat_arenas_mapped() {
+  std::lock_guard<std::mutex> lock(guard);
+  return static_cast<int64_t>(arenas.size());
 }
 
 void remat_record_open() {

@@ -25,24 +25,24 @@ class Counts:
     Attributes
     ----------
     hits : served as planned.
-    other_size, occupied, beyond : missed, and served by torch's allocator: of another size than
-        planned, planned where something still lies, or more than were planned.
+    unplanned, occupied, kept : missed, and so served by torch's allocator: none of that size was
+        planned, another block of the step lies in the place, or what the user has kept does.
     missed_bytes : of those.
-    moved_out : left to torch's allocator from then on, since what they were for was kept into the
-        next step.
+    moved_out : requests that are left to torch's allocator from then on, since the user keeps what
+        they are for, such as gradients, into the next step.
     """
 
     hits: int = 0
-    other_size: int = 0
+    unplanned: int = 0
     occupied: int = 0
-    beyond: int = 0
+    kept: int = 0
     missed_bytes: int = 0
     moved_out: int = 0
 
     @property
     def misses(self) -> int:
         """Requests that were not served as planned."""
-        return self.other_size + self.occupied + self.beyond
+        return self.unplanned + self.occupied + self.kept
 
 
 _N_COUNTS = len(fields(Counts))
@@ -61,6 +61,7 @@ class ArenaLibrary:
             ) from error
         self._c.remat_arena_open.argtypes = [_INTS, _INTS, _INTS, _INT, _INT]
         self._c.remat_arena_open.restype = _INT
+        self._c.remat_arenas_mapped.restype = _INT
         self._c.remat_arena_close.argtypes = [_INT]
         self._c.remat_arena_begin.argtypes = [_INT, _INT, _INT]
         self._c.remat_arena_counts.argtypes = [_INT, _INTS]
@@ -106,6 +107,10 @@ class ArenaLibrary:
         out = np.zeros(_N_COUNTS, np.int64)
         self._c.remat_arena_counts(number, out)
         return Counts(*out.tolist())
+
+    def arenas_mapped(self) -> int:
+        """How many arenas are open, or hold a block that something still uses."""
+        return int(self._c.remat_arenas_mapped())
 
     def record_open(self) -> None:
         """Start a record; blocks taken in its parts are followed until `record_close`."""

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.errors import ArenaError, DeviceError
 from remat.graph_capture.python_state.watch import python_state_kept
+from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.arena.recording import Requests, recorded
 from remat.rewriter.arena.step_memory import StepMemory
@@ -34,10 +35,12 @@ def memory_of(module: nn.Module) -> StepMemory:
             f"an arena is for one rewritten module, and this is {type(module).__name__}: pass what "
             "remat.rematerialize or remat.rewrite returned, before it is wrapped"
         )
-    device = resolved_device(None, module)
-    if device != CPU:
+    tensors = *module.parameters(), *module.buffers()
+    others = {tensor.device.type for tensor in tensors} - {CPU}
+    if others:
         raise DeviceError(
-            f"the model is on {device}, and arenas are for the CPU so far: train without one"
+            f"the model is on {', '.join(sorted(others))}, and arenas are for the CPU so far: train "
+            "without one"
         )
     if not module.training:
         raise ArenaError(
@@ -50,22 +53,32 @@ def memory_of(module: nn.Module) -> StepMemory:
 
 
 def record_step(
-    module: RematModule, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, target: Any
+    module: RematModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFunction | None,
+    target: Any,
 ) -> Requests:
     """The requests of one step, after one that is not recorded.
 
     The first step of a process asks for more, such as what kernels keep. Gradients, buffers, the
     batch and the random streams are put back as they were, and no hook of a parameter runs.
+
+    Parameters
+    ----------
+    loss_fn : what the results go through outside of the module. It says in which layout backward
+        gets its first gradients, and so what that asks for.
     """
     guards, model = module._remat_guards, module._remat_original_module
-    loss_fn = guards.recipe.loss_fn
+    captured_loss = guards.recipe.loss_fn
     batch = OwnBatch((args, dict(kwargs or {}), target))
-    run = plan_run(module, batch, loss_fn)
+    outside = loss_fn if captured_loss is None else None
+    run = _with_loss(module, batch, outside) if outside else plan_run(module, batch, captured_loss)
     overwrites = module._remat_compiled_step.gradients.overwrites
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(untouched(model))
-        python_state = stack.enter_context(python_state_kept(model, loss_fn))
+        python_state = stack.enter_context(python_state_kept(model, captured_loss))
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)
         stack.enter_context(state.put_back())
@@ -74,3 +87,13 @@ def record_step(
         recorder = stack.enter_context(recorded(memory_of(module)))
         run()
         return recorder.requests()
+
+
+def _with_loss(module: RematModule, batch: OwnBatch, loss_fn: LossFunction) -> Run:
+    def run() -> Any:
+        args, kwargs, target = batch()
+        loss = apply_loss(loss_fn, module(*args, **kwargs), target)
+        loss.backward()
+        return loss
+
+    return run
