@@ -72,6 +72,7 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         recipe = trace.recipe
+        memory.n_results = num_fwd_outputs
         if floats:
             floats.inputs.mark(gm)
         several = trace.repeats.gradients() if trace.repeats else None

@@ -123,6 +123,11 @@ class Recording {
     events.push_back({-1, it->second});
     live_.erase(it);
   }
+  // The call that took a block which is live; -1 if none did.
+  int64_t call_of(const void* block) const {
+    auto it = live_.find(block);
+    return it == live_.end() ? -1 : it->second;
+  }
 
   std::vector<Event> events;
   int64_t n_calls = 0;

@@ -220,6 +220,10 @@ void remat_record_end(int64_t* out) {
   out[0] = recording ? recording->n_calls : 0;
   out[1] = recording ? static_cast<int64_t>(recording->events.size()) : 0;
 }
+int64_t remat_record_call(int64_t address) {
+  std::lock_guard<std::mutex> lock(guard);
+  return recording ? recording->call_of(reinterpret_cast<const void*>(address)) : -1;
+}
 void remat_record_read(int64_t* out, int64_t n) {
   std::lock_guard<std::mutex> lock(guard);
   for (int64_t i = 0; recording && i < n; i++) {

@@ -66,6 +66,8 @@ class ArenaLibrary:
         self._c.remat_arena_begin.argtypes = [_INT, _INT, _INT]
         self._c.remat_arena_counts.argtypes = [_INT, _INTS]
         self._c.remat_arena_end.argtypes = self._c.remat_record_end.argtypes = [_INTS]
+        self._c.remat_record_call.argtypes = [_INT]
+        self._c.remat_record_call.restype = _INT
         self._c.remat_record_read.argtypes = [_INTS, _INT]
         if self._c.remat_arena_install():
             raise ArenaError(
@@ -125,6 +127,10 @@ class ArenaLibrary:
         out = np.zeros(2, np.int64)
         self._c.remat_record_end(out)
         return int(out[0]), int(out[1])
+
+    def record_call(self, address: int) -> int:
+        """The recorded call that took the live block at `address`; -1 if none did."""
+        return int(self._c.remat_record_call(address))
 
     def record_read(self, n_events: int) -> Ints:
         """[events, 2]: the size asked for and the call, or -1 and the call that is given back."""

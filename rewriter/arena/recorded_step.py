@@ -39,8 +39,8 @@ def memory_of(module: nn.Module) -> StepMemory:
     others = {tensor.device.type for tensor in tensors} - {CPU}
     if others:
         raise DeviceError(
-            f"the model is on {', '.join(sorted(others))}, and arenas are for the CPU so far: train "
-            "without one"
+            f"the model is on {', '.join(sorted(others))}, and arenas are for the CPU so far: "
+            "train without one"
         )
     if not module.training:
         raise ArenaError(

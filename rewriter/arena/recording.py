@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from remat.graph_capture.errors import ArenaError
 from remat.rewriter.arena.library import ArenaLibrary, Ints, arena_library
@@ -34,6 +35,7 @@ class Requests:
     size_bytes : asked for.
     start, end : in events of the step; `end` is `n_events` for what backward leaves alive.
     n_forward : calls of forward, which are the first.
+    results : calls that took what forward returns to the user.
     """
 
     size_bytes: Ints
@@ -41,6 +43,7 @@ class Requests:
     end: Ints
     n_forward: int
     n_events: int
+    results: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.size_bytes)
@@ -52,9 +55,11 @@ class Requests:
 
     @property
     def is_placed(self) -> Mask:
-        """All but what forward returns: the next step begins while the user holds that."""
+        """All but what forward leaves to the user, who may hold it while the next step runs."""
         of_forward = np.arange(len(self)) < self.n_forward
-        return ~(of_forward & self.outlives)
+        placed = ~(of_forward & self.outlives)
+        placed[list(self.results)] = False
+        return placed
 
     @property
     def buffers(self) -> Buffers:
@@ -66,9 +71,10 @@ class Requests:
 class Recorder:
     """A source of memory that has torch's allocator serve all, and writes down what it is asked."""
 
-    def __init__(self, library: ArenaLibrary) -> None:
-        self._library = library
+    def __init__(self, library: ArenaLibrary, n_results: int) -> None:
+        self._library, self._n_results = library, n_results
         self.marks: dict[Phase, tuple[int, int]] = {}
+        self._results: tuple[int, ...] = ()
 
     def run(self, phase: Phase, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns."""
@@ -79,9 +85,18 @@ class Recorder:
             )
         try:
             self._library.record_begin()
-            return graph(args)
+            results = graph(args)
         finally:
             self.marks[phase] = self._library.record_end()
+        if phase == "forward":
+            self._results = self._calls_of(results[: self._n_results])
+        return results
+
+    def _calls_of(self, results: Sequence[Any]) -> tuple[int, ...]:
+        tensors = [one for one in results if isinstance(one, Tensor)]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        calls = map(self._library.record_call, addresses)
+        return tuple(sorted(call for call in calls if call >= 0))
 
     def requests(self) -> Requests:
         """Of the step that has run.
@@ -97,10 +112,13 @@ class Recorder:
                 "pass the batch that the module was planned for"
             )
         n_calls, n_events = self.marks["backward"]
-        return requests_of(self._library.record_read(n_events), n_calls, self.marks["forward"][0])
+        events, n_forward = self._library.record_read(n_events), self.marks["forward"][0]
+        return requests_of(events, n_calls, n_forward, self._results)
 
 
-def requests_of(events: Ints, n_calls: int, n_forward: int) -> Requests:
+def requests_of(
+    events: Ints, n_calls: int, n_forward: int, results: tuple[int, ...] = ()
+) -> Requests:
     """`events` as `ArenaLibrary.record_read` gives them."""
     sizes, calls = events.T
     is_start = sizes >= 0
@@ -109,7 +127,7 @@ def requests_of(events: Ints, n_calls: int, n_forward: int) -> Requests:
     times = np.arange(len(events))
     size_bytes[calls[is_start]], start[calls[is_start]] = sizes[is_start], times[is_start]
     end[calls[~is_start]] = times[~is_start]
-    return Requests(size_bytes, start, end, n_forward, len(events))
+    return Requests(size_bytes, start, end, n_forward, len(events), results)
 
 
 @contextlib.contextmanager
@@ -120,7 +138,7 @@ def recorded(memory: StepMemory) -> Generator[Recorder]:
         before = memory.source
         try:
             library.record_open()
-            memory.source = recorder = Recorder(library)
+            memory.source = recorder = Recorder(library, memory.n_results)
             yield recorder
         finally:
             memory.source = before

@@ -29,10 +29,13 @@ class StepMemory:
     Attributes
     ----------
     source : None leaves all requests to torch's allocator.
+    n_results : how many of the first tensors that forward's graph returns go to the user. The
+        others are what backward reads.
     """
 
     def __init__(self) -> None:
         self.source: Source | None = None
+        self.n_results = 0
 
     def around(self, phase: Phase, graph: Boxed) -> Boxed:
         """`graph`, run by the source of then."""

@@ -99,7 +99,7 @@ def test_results_that_the_user_keeps_are_not_in_the_way() -> None:
         module.zero_grad()
         kept.append(module(*args))
     assert all(torch.equal(result, expected) for result in kept)
-    assert hits(arena) > 3 * len(arena.layout.offsets_bytes)
+    assert hits(arena) >= 3 * len(arena.layout.offsets_bytes)
 
 
 def test_a_loss_of_another_layout_costs_misses_and_no_bits() -> None:

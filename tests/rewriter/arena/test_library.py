@@ -178,3 +178,4 @@ def test_requests_of_a_record() -> None:
     assert found.outlives.tolist() == [True, False, False, True]
     assert found.is_placed.tolist() == [False, True, True, True]
     assert found.buffers.load_bytes == 16 + 32
+    assert requests_of(events, 4, 3, (2,)).is_placed.tolist() == [False, True, False, True]
