@@ -51,10 +51,11 @@ def use_arena(
     """
     from remat.rewriter.arena.arena import Arena
     from remat.rewriter.arena.library import arena_library
-    from remat.rewriter.arena.recorded_step import memory_of, record_step
+    from remat.rewriter.arena.recorded_step import record_step, require_arena_fits
 
-    memory = memory_of(module)
+    rewritten = require_arena_fits(module)
+    # Compiled before a step runs, as there may be no compiler.
     arena_library()
-    requests = record_step(module, args, kwargs, loss_fn, target)
+    requests = record_step(rewritten, args, kwargs, loss_fn, target)
     layout = place(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
-    return Arena(memory, requests, layout)
+    return Arena(rewritten._remat_compiled_step.memory, requests, layout)

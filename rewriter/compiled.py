@@ -97,8 +97,12 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         call = aot_compile_joint_with_descriptors(
             trace.descriptors,
             partition_fn=partition,
-            fw_compiler=lambda *given: memory.around("forward", compilers[0](*given)),
-            bw_compiler=lambda *given: memory.around("backward", compilers[1](*given)),
+            fw_compiler=lambda gm, example_inputs: memory.around(
+                "forward", compilers[0](gm, example_inputs)
+            ),
+            bw_compiler=lambda gm, example_inputs: memory.around(
+                "backward", compilers[1](gm, example_inputs)
+            ),
         )
     written = trace.carried, trace.settled, trace.repeats, floats
     return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor, memory)

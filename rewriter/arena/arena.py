@@ -47,7 +47,10 @@ class Arena:
         offsets = np.full(len(requests), -1, np.int64)
         offsets[requests.is_placed] = layout.offsets_bytes
         self._number = self._library.open(
-            requests.size_bytes, offsets, requests.outlives, max(layout.arena_bytes, 1)
+            requests.size_bytes,
+            offsets,
+            requests.outlives.astype(np.int64),
+            max(layout.arena_bytes, 1),
         )
         self._close = weakref.finalize(self, self._library.close, self._number)
         # Blocks are given back until the process has ended, and its end frees all.

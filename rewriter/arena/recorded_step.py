@@ -16,14 +16,13 @@ from remat.graph_capture.python_state.watch import python_state_kept
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.arena.recording import Requests, recorded
-from remat.rewriter.arena.step_memory import StepMemory
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.step_state import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.module import RematModule
 
 
-def memory_of(module: nn.Module) -> StepMemory:
-    """Where the step of a rewritten module gets its memory from.
+def require_arena_fits(module: nn.Module) -> RematModule:
+    """The module, if an arena can serve it.
 
     Raises
     ------
@@ -46,10 +45,9 @@ def memory_of(module: nn.Module) -> StepMemory:
         raise ArenaError(
             "the module is in eval mode, which runs no step of its plan: call train() on it first"
         )
-    memory = module._remat_compiled_step.memory
-    if memory.source is not None:
+    if module._remat_compiled_step.memory.source is not None:
         raise ArenaError("the module has an arena: close that first")
-    return memory
+    return module
 
 
 def record_step(
@@ -84,7 +82,7 @@ def record_step(
         stack.enter_context(state.put_back())
         state.prepared(run, accumulate=False)
         state.reset()
-        recorder = stack.enter_context(recorded(memory_of(module)))
+        recorder = stack.enter_context(recorded(module._remat_compiled_step.memory))
         run()
         return recorder.requests()
 
