@@ -28,7 +28,7 @@ from tests.rewriter.arena.steps_in_arena import (
 )
 
 pytestmark = needs_compiler
-QUICK = ("dropout", "batch_norm_in_place_relu", "attention", "tied_weights", "in_place_views")
+QUICK = ("dropout", "batch_norm_in_place_relu", "in_place_views")
 NAMES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 
 
@@ -54,7 +54,7 @@ def test_equal_to_eager_and_all_in_the_arena(name: str) -> None:
     assert hits(arena) == 3 * len(arena.layout.offsets_bytes)
 
 
-@pytest.mark.parametrize("name", ["dropout", "tied_weights", "loss_function_with_target"])
+@pytest.mark.parametrize("name", ["tied_weights", "loss_function_with_target"])
 def test_trains_as_without_it_and_misses_nothing(name: str) -> None:
     module, arena = in_arena(name)
     assert same(trained(name, module), trained(name, module_of(name)))
