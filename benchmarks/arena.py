@@ -61,8 +61,36 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def row(example: str, budget: str, rounds: int) -> str:
-    """One line of the table."""
+@dataclass(frozen=True)
+class Row:
+    """One plan with an arena and without.
+
+    Attributes
+    ----------
+    faults : medians of minor page faults of a step, without the arena and in it.
+    change : of CPU time, as its fraction, the median of pairs.
+    """
+
+    example: str
+    budget: str
+    arena: remat.Arena
+    faults: tuple[float, float]
+    change: float
+    is_equal: bool
+
+    def __str__(self) -> str:
+        layout = self.arena.layout
+        cells = (
+            self.example, self.budget, f"{len(layout.offsets_bytes)}",
+            bytes_text(layout.arena_bytes), percent_text(layout.gap),
+            f"{self.arena.counts.misses}", *(f"{faults:,.0f}" for faults in self.faults),
+            f"{100 * self.change:+.1f} %", "equal" if self.is_equal else "DIFFERENT",
+        )  # fmt: skip
+        return f"| {' | '.join(cells)} |"
+
+
+def measured(example: str, budget: str, rounds: int) -> Row:
+    """Steps of an example's plan, `rounds` of each kind after one that is not counted."""
     case = runpy.run_path(str(FOLDER / f"{example}.py"))["factory"]()
     given = {name: case[name] for name in ("loss_fn", "target") if name in case}
     graph = remat.capture(case["model"], case["args"], **given)
@@ -77,19 +105,14 @@ def row(example: str, budget: str, rounds: int) -> str:
         for name, step in steps.items():
             runs[name].append(step())
             found[name] = [runs[name][-1].loss, *gradients(served)]
-    equal = all(map(torch.equal, found["plain"], found["arena"]))
-    runs = {name: each[1:] for name, each in runs.items()}
-    pairs = zip(runs["arena"], runs["plain"], strict=True)
-    change = statistics.median(a.cpu_s / b.cpu_s for a, b in pairs) - 1
-    plain_faults, arena_faults = (
-        f"{statistics.median(run.faults for run in runs[name]):,.0f}" for name in steps
-    )
-    cells = (
-        example, budget, f"{len(arena.layout.offsets_bytes)}", bytes_text(arena.arena_bytes),
-        percent_text(arena.layout.gap), f"{arena.counts.misses}", plain_faults, arena_faults,
-        f"{100 * change:+.1f} %", "equal" if equal else "DIFFERENT",
+    pairs = list(zip(runs["plain"][1:], runs["arena"][1:], strict=True))
+    faults = (statistics.median(one.faults for one in each) for each in zip(*pairs, strict=True))
+    return Row(
+        example, budget, arena,
+        faults=(next(faults), next(faults)),
+        change=statistics.median(b.cpu_s / a.cpu_s for a, b in pairs) - 1,
+        is_equal=all(map(torch.equal, found["plain"], found["arena"])),
     )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
 
 
 HEAD = """\
@@ -109,7 +132,7 @@ def main(argv: list[str]) -> None:
     print(HEAD)
     for example in asked.examples or EXAMPLES:
         for budget in asked.budget or ["100%", "60%"]:
-            print(row(example, budget, asked.rounds), flush=True)
+            print(measured(example, budget, asked.rounds), flush=True)
 
 
 if __name__ == "__main__":
