@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -37,7 +38,7 @@ def built_library() -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 made = Path(folder) / path.name
-                _compile([_compiler(), *flags, "-o", str(made)])
+                _compile([*_compiler(), *flags, "-o", str(made)])
                 # At once: other processes may build the same, or load it already.
                 os.replace(made, path)
         except OSError as error:
@@ -69,14 +70,16 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() or c == "." else "-" for c in text)
 
 
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    names = [wanted] if wanted else ["g++", "c++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
+def _compiler() -> list[str]:
+    """The compiler with its own options, as in ``CXX="ccache g++"``."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    choices = [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]
+    found = next((choice for choice in choices if shutil.which(choice[0])), None)
     if found is None:
+        names = ", ".join(choice[0] for choice in choices)
         raise ArenaError(
-            f"an arena needs a C++ compiler, and there is none ({', '.join(names)}): install g++, "
-            f"name one by the variable CXX, {_WITHOUT}"
+            f"an arena needs a C++ compiler, and there is none ({names}): install g++, name one by "
+            f"the variable CXX, {_WITHOUT}"
         )
     return found
 

@@ -193,6 +193,24 @@ def test_several_plans_have_an_arena_each() -> None:
     assert hits(second) == 2 * len(second.layout.offsets_bytes)
 
 
+def test_two_threads_train_in_an_arena_each() -> None:
+    (one, first), (two, second) = in_arena("plain"), in_arena("plain")
+    expected = trained("plain", module_of("plain"), 5)
+    results: dict[int, list[Any]] = {}
+
+    def train(i: int, module: torch.nn.Module) -> None:
+        results[i] = trained("plain", module, 5)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in enumerate((one, two))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same(results[0], expected)
+    assert same(results[1], expected)
+    assert hits(first) == hits(second) == 5 * len(first.layout.offsets_bytes)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_graph_that_fails_leaves_no_thread_armed(error: type[BaseException]) -> None:
     module, arena = in_arena("plain")

@@ -134,6 +134,9 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.__version__.split("+")[0] in path.name
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert building.built_library() == path
+    monkeypatch.setenv("CXX", "env g++")
+    monkeypatch.setenv("REMAT_CACHE", str(path.parent / "other"))
+    assert building.built_library().name == path.name
     assert list(path.parent.glob("tmp*")) == []
 
 
