@@ -46,6 +46,10 @@ class LayoutError(RematError):
     """Buffers or a layout of them break a rule, or the layout is of other buffers."""
 
 
+class ArenaError(RematError):
+    """The allocator of arenas cannot be built here, or a step has no arena."""
+
+
 class PlanError(RematError):
     """The plan file cannot be read, or is of another model, batch, version or device."""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from remat.blocks.planning import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.compile.report import CompiledPlan, compiled_plans
+    from remat.delivery import use_arena
     from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.prices.profiling import profile
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from remat.questions.report import report
     from remat.questions.reserved import predict_reserved
     from remat.questions.sweep import sweep
+    from remat.rewriter.arena.arena import Arena
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.checkpoint_policy import checkpoint_policy
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from remat.update_at_once import training_step
 
 __all__ = [
+    "Arena",
     "BlocksPlan",
     "BudgetSlider",
     "Check",
@@ -113,11 +116,13 @@ __all__ = [
     "solve",
     "sweep",
     "training_step",
+    "use_arena",
 ]
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Arena": "remat.rewriter.arena.arena",
     "BlocksPlan": "remat.blocks.planning",
     "block_plan": "remat.blocks.rematerialized",
     "rematerialize_blocks": "remat.blocks.rematerialized",
@@ -163,6 +168,7 @@ _LAZY = {
     "sweep": "remat.questions.sweep",
     "accumulating": "remat.rewriter.gradients.updating",
     "training_step": "remat.update_at_once",
+    "use_arena": "remat.delivery",
 }
 
 

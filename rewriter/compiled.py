@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -15,6 +15,7 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.tracing.carried import Carried, Settled
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.trace import Trace
+from remat.rewriter.arena.step_memory import StepMemory
 from remat.rewriter.gradients.handing_over import HandingOver
 from remat.rewriter.graphs.boxed import Boxed, compile_boxed
 from remat.rewriter.graphs.emit import emit
@@ -31,7 +32,7 @@ class CompiledStep:
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
     whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
-    made.
+    made. `memory` is where its graphs get memory from.
     """
 
     call: Callable[..., Any]
@@ -44,6 +45,7 @@ class CompiledStep:
     floats: FloatSource | None = None
     by_inductor: bool = False
     handing: HandingOver | None = None
+    memory: StepMemory = field(default_factory=StepMemory)
 
     def results(self, *inputs: Any) -> Any:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
@@ -69,11 +71,13 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
     compilers: list[Any] = []
     handings: list[HandingOver] = []
+    memory = StepMemory()
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         recipe = trace.recipe
+        memory.n_results = num_fwd_outputs
         if floats:
             floats.inputs.mark(gm)
         several = trace.repeats.gradients() if trace.repeats else None
@@ -102,12 +106,16 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         call = aot_compile_joint_with_descriptors(
             trace.descriptors,
             partition_fn=partition,
-            fw_compiler=lambda gm, example_inputs: compilers[0](gm, example_inputs),
-            bw_compiler=lambda gm, example_inputs: compilers[1](gm, example_inputs),
+            fw_compiler=lambda gm, example_inputs: memory.around(
+                "forward", compilers[0](gm, example_inputs)
+            ),
+            bw_compiler=lambda gm, example_inputs: memory.around(
+                "backward", compilers[1](gm, example_inputs)
+            ),
         )
     written = trace.carried, trace.settled, trace.repeats, floats
     handing = handings[0] if handings else None
-    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor, handing)
+    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory)
 
 
 def _boxed(

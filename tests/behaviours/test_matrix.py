@@ -8,10 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import remat
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter import RematModule
+from remat.rewriter.arena.library import arena_library
 from tests.behaviours.behaviours import BEHAVIOURS
 from tests.behaviours.trainee import Observed, Trainee, differences, planned
+from tests.rewriter.arena.steps_in_arena import needs_compiler
 
 MODELS = (
     "plain",
@@ -107,3 +110,28 @@ def require_same(name: str, behaviour: str, eager: Trainee, module: RematModule)
         return
     expected = tried(behaviour, eager.with_module(copy.deepcopy(eager.module)))
     assert differences(expected, tried(behaviour, planned_one)) == []
+
+
+PAIRS_IN_ARENAS = [
+    pytest.param(name, behaviour, marks=[pytest.mark.slow] if is_slow else [])
+    for behaviour in BEHAVIOURS
+    for name in MODELS
+    for is_slow in (name != "batch_norm_in_place_relu",)
+    # What is pickled has no arena, nor has a copy that is traced anew.
+    if (name, behaviour) not in {*REFUSED, ("constant_attribute", "shallow_copy")}
+    and not behaviour.startswith("pickled")
+]
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*were not served from the arena")
+@pytest.mark.parametrize(("name", "behaviour"), PAIRS_IN_ARENAS)
+def test_a_module_in_an_arena_behaves_as_the_eager_one(name: str, behaviour: str) -> None:
+    eager, module = planned(name)
+    served = copy.deepcopy(module)
+    expected = tried(behaviour, eager.with_module(copy.deepcopy(eager.module)))
+    with remat.use_arena(served, eager.args, eager.kwargs) as arena:
+        found = tried(behaviour, eager.with_module(served))
+        assert arena.counts.hits > 0
+    assert differences(expected, found) == []
+    assert not arena_library().is_armed()

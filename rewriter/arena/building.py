@@ -1,0 +1,95 @@
+"""The allocator in C++, compiled when it is first needed and kept in the cache folder.
+
+A wheel cannot bring it: it derives from a class of torch, and so is of one release of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from remat.graph_capture.errors import ArenaError
+from remat.graph_capture.prices.price_cache import cache_folder
+
+_HERE = Path(__file__).parent
+_SOURCES = _HERE / "cpu.cpp", _HERE / "arena.h"
+_TORCH = Path(torch.__file__).parent
+_WITHOUT = "or train without an arena: a plan keeps its budget without one too"
+
+
+def built_library() -> Path:
+    """The compiled library for this torch; compiles for some seconds where it is not kept yet.
+
+    Raises
+    ------
+    ArenaError : there is no C++ compiler, it fails, or the cache folder cannot be written.
+    """
+    flags = _flags()
+    path = cache_folder() / f"arena-cpu-torch-{_slug(torch.__version__)}-{_digest(flags)}.so"
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                made = Path(folder) / path.name
+                _compile([*_compiler(), *flags, "-o", str(made)])
+                # At once: other processes may build the same, or load it already.
+                os.replace(made, path)
+        except OSError as error:
+            raise ArenaError(
+                f"the arena's library cannot be kept in {path.parent}: {error}. Set REMAT_CACHE to "
+                f"a folder that can be written, {_WITHOUT}"
+            ) from error
+    return path
+
+
+def _flags() -> list[str]:
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    libraries = _TORCH / "lib"
+    return [
+        "-O2", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        f"-I{_TORCH / 'include'}", str(_SOURCES[0]),
+        f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10",
+    ]  # fmt: skip
+
+
+def _digest(flags: list[str]) -> str:
+    digest = hashlib.sha256("\0".join(flags).encode())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c == "." else "-" for c in text)
+
+
+def _compiler() -> list[str]:
+    """The compiler with its own options, as in ``CXX="ccache g++"``."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    choices = [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]
+    found = next((choice for choice in choices if shutil.which(choice[0])), None)
+    if found is None:
+        names = ", ".join(choice[0] for choice in choices)
+        raise ArenaError(
+            f"an arena needs a C++ compiler, and there is none ({names}): install g++, name one by "
+            f"the variable CXX, {_WITHOUT}"
+        )
+    return found
+
+
+def _compile(command: list[str]) -> None:
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        lines = run.stderr.splitlines()
+        told = next((line for line in lines if "error" in line), lines[-1] if lines else "")
+        raise ArenaError(
+            f"{command[0]} cannot compile the arena's library: {told.strip()}. Name another "
+            f"compiler by the variable CXX, with C++20, {_WITHOUT}"
+        )

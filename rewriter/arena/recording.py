@@ -1,0 +1,145 @@
+"""What one training step asks the allocator for, in order, and when it gives each block back.
+
+Related: STAlloc, 2025, arXiv 2507.16274, which records a step too. A record has what a graph does
+not tell, such as the workspaces of kernels in their pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from remat.graph_capture.errors import ArenaError
+from remat.rewriter.arena.library import ArenaLibrary, Ints, arena_library
+from remat.rewriter.arena.step_memory import Phase, StepMemory
+from remat.rewriter.graphs.boxed import Boxed
+from remat.schedules.buffers import Buffers
+
+Mask = NDArray[np.bool_]
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """The requests of one step in the order of its calls.
+
+    Attributes
+    ----------
+    size_bytes : asked for.
+    start, end : in events of the step; `end` is `n_events` for what backward leaves alive.
+    n_forward : calls of forward, which are the first.
+    results : calls that took what forward returns to the user.
+    """
+
+    size_bytes: Ints
+    start: Ints
+    end: Ints
+    n_forward: int
+    n_events: int
+    results: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.size_bytes)
+
+    @property
+    def outlives(self) -> Mask:
+        """Which are still alive when backward's graph has returned."""
+        return self.end == self.n_events
+
+    @property
+    def is_placed(self) -> Mask:
+        """All but what forward leaves to the user, who may hold it while the next step runs."""
+        of_forward = np.arange(len(self)) < self.n_forward
+        placed = ~(of_forward & self.outlives)
+        placed[list(self.results)] = False
+        return placed
+
+    @property
+    def buffers(self) -> Buffers:
+        """Those that get a place in the arena, in order."""
+        chosen = self.is_placed
+        return Buffers.of_arrays(self.size_bytes[chosen], self.start[chosen], self.end[chosen])
+
+
+class Recorder:
+    """A source of memory that has torch's allocator serve all, and writes down what it is asked."""
+
+    def __init__(self, library: ArenaLibrary, n_results: int) -> None:
+        self._library, self._n_results = library, n_results
+        self.marks: dict[Phase, tuple[int, int]] = {}
+        self._results: tuple[int, ...] = ()
+
+    def run(self, phase: Phase, graph: Boxed, args: list[Any]) -> Any:
+        """What the graph returns."""
+        if phase in self.marks:
+            raise ArenaError(
+                f"one step runs the {phase} of this module twice: an arena serves modules that run "
+                "once a step"
+            )
+        try:
+            self._library.record_begin()
+            results = graph(args)
+        finally:
+            self.marks[phase] = self._library.record_end()
+        if phase == "forward":
+            self._results = self._calls_of(results[: self._n_results])
+        return results
+
+    def _calls_of(self, results: Sequence[Any]) -> tuple[int, ...]:
+        tensors = [one for one in results if isinstance(one, Tensor)]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        calls = map(self._library.record_call, addresses)
+        return tuple(sorted(call for call in calls if call >= 0))
+
+    def requests(self) -> Requests:
+        """Of the step that has run.
+
+        Raises
+        ------
+        ArenaError : forward or backward has not run.
+        """
+        if len(self.marks) < 2:
+            missing = "backward" if "forward" in self.marks else "forward"
+            raise ArenaError(
+                f"the {missing} of the rewritten step did not run, so there is nothing to place: "
+                "pass the batch that the module was planned for"
+            )
+        n_calls, n_events = self.marks["backward"]
+        events, n_forward = self._library.record_read(n_events), self.marks["forward"][0]
+        return requests_of(events, n_calls, n_forward, self._results)
+
+
+def requests_of(
+    events: Ints, n_calls: int, n_forward: int, results: tuple[int, ...] = ()
+) -> Requests:
+    """`events` as `ArenaLibrary.record_read` gives them."""
+    sizes, calls = events.T
+    is_start = sizes >= 0
+    size_bytes, start = (np.zeros(n_calls, np.int64) for _ in range(2))
+    end = np.full(n_calls, len(events), np.int64)
+    times = np.arange(len(events))
+    size_bytes[calls[is_start]], start[calls[is_start]] = sizes[is_start], times[is_start]
+    end[calls[~is_start]] = times[~is_start]
+    return Requests(size_bytes, start, end, n_forward, len(events), results)
+
+
+@contextlib.contextmanager
+def recorded(memory: StepMemory) -> Generator[Recorder]:
+    """Record the step that runs meanwhile with this memory."""
+    library = arena_library()
+    with _one_at_a_time:
+        before = memory.source
+        try:
+            library.record_open()
+            memory.source = recorder = Recorder(library, memory.n_results)
+            yield recorder
+        finally:
+            memory.source = before
+            library.record_close()

@@ -1,0 +1,62 @@
+"""What has no arena is told so, with the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.graph_capture.errors import ArenaError, DeviceError, RematError
+from remat.rewriter.arena.recording import Recorder, recorded
+from remat.rewriter.arena.step_memory import StepMemory
+from tests.models import make
+from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compiler
+
+
+def test_a_module_that_is_not_rewritten() -> None:
+    with pytest.raises(ArenaError, match=r"this is Linear: pass what remat\.rematerialize"):
+        remat.use_arena(nn.Linear(2, 2), (torch.ones(2),))
+
+
+def test_eval_mode() -> None:
+    with pytest.raises(ArenaError, match="eval mode"):
+        remat.use_arena(module_of("plain").eval(), make("plain")[1])
+
+
+def test_another_device() -> None:
+    module = module_of("plain").to("meta")
+    with pytest.raises(DeviceError, match="arenas are for the CPU"):
+        remat.use_arena(module, make("plain")[1])
+
+
+@needs_compiler
+def test_a_second_arena() -> None:
+    module, arena = in_arena("plain")
+    with pytest.raises(ArenaError, match="close that first"):
+        remat.use_arena(module, make("plain")[1])
+    arena.close()
+    assert remat.use_arena(module, make("plain")[1]).is_open
+
+
+@needs_compiler
+def test_a_batch_that_the_plan_does_not_know() -> None:
+    module = module_of("plain")
+    with pytest.raises(RematError):
+        remat.use_arena(module, (torch.ones(3, 3),))
+    assert module._remat_compiled_step.memory.source is None
+    assert remat.use_arena(module, make("plain")[1]).is_open
+
+
+@needs_compiler
+def test_a_step_without_a_backward_or_with_two() -> None:
+    memory = StepMemory()
+    graph = memory.around("forward", lambda args: torch.ones(len(args)))
+    with recorded(memory) as recorder:
+        assert isinstance(memory.source, Recorder)
+        graph([1])
+        with pytest.raises(ArenaError, match="the backward of the rewritten step did not run"):
+            recorder.requests()
+        with pytest.raises(ArenaError, match="runs the forward of this module twice"):
+            graph([1])
+    assert memory.source is None
