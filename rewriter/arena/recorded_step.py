@@ -26,7 +26,8 @@ def require_arena_fits(module: nn.Module) -> RematModule:
 
     Raises
     ------
-    ArenaError : it is no such module, is not in training mode, or has an arena.
+    ArenaError : it is no such module, is not in training mode, hands over gradients, or has an
+        arena.
     DeviceError : it is not on a CPU.
     """
     if not isinstance(module, RematModule):
@@ -44,6 +45,11 @@ def require_arena_fits(module: nn.Module) -> RematModule:
     if not module.training:
         raise ArenaError(
             "the module is in eval mode, which runs no step of its plan: call train() on it first"
+        )
+    if module._remat_compiled_step.handing is not None:
+        raise ArenaError(
+            "the module hands over gradients while backward runs, whose parts an arena does not "
+            "follow: plan with accumulate=False and remat.rematerialize, or train without one"
         )
     if module._remat_compiled_step.memory.source is not None:
         raise ArenaError("the module has an arena: close that first")

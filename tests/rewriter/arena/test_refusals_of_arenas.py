@@ -30,6 +30,16 @@ def test_another_device() -> None:
         remat.use_arena(module, make("plain")[1])
 
 
+def test_gradients_that_are_handed_over() -> None:
+    model, args, kwargs, loss_fn, target = make("plain")
+    module = remat.rematerialize(
+        model, args, kwargs, loss_fn=loss_fn, target=target, budget="100%", accumulate=True,
+        check=False,
+    )  # fmt: skip
+    with pytest.raises(ArenaError, match="hands over gradients while backward runs"):
+        remat.use_arena(module, args)
+
+
 @needs_compiler
 def test_a_second_arena() -> None:
     module, arena = in_arena("plain")
