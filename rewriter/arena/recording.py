@@ -75,6 +75,7 @@ class Recorder:
         self._library, self._n_results = library, n_results
         self.marks: dict[Phase, tuple[int, int]] = {}
         self._results: tuple[int, ...] = ()
+        self._has_gradients = False
 
     def run(self, phase: Phase, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns."""
@@ -90,6 +91,8 @@ class Recorder:
             self.marks[phase] = self._library.record_end()
         if phase == "forward":
             self._results = self._calls_of(results[: self._n_results])
+        else:
+            self._has_gradients = any(isinstance(one, Tensor) for one in results)
         return results
 
     def _calls_of(self, results: Sequence[Any]) -> tuple[int, ...]:
@@ -103,13 +106,19 @@ class Recorder:
 
         Raises
         ------
-        ArenaError : forward or backward has not run.
+        ArenaError : forward or backward has not run, or not as a whole.
         """
         if len(self.marks) < 2:
             missing = "backward" if "forward" in self.marks else "forward"
             raise ArenaError(
                 f"the {missing} of the rewritten step did not run, so there is nothing to place: "
                 "pass the batch that the module was planned for"
+            )
+        if not self._has_gradients:
+            raise ArenaError(
+                "the backward of this module goes on after its graph has returned, as where "
+                "parameters are updated during backward, and an arena serves whole graphs: make "
+                "the plan with remat.rematerialize"
             )
         n_calls, n_events = self.marks["backward"]
         events, n_forward = self._library.record_read(n_events), self.marks["forward"][0]

@@ -61,6 +61,7 @@ def test_a_batch_that_the_plan_does_not_know() -> None:
 @needs_compiler
 def test_a_step_without_a_backward_or_with_two() -> None:
     memory = StepMemory()
+    backward = memory.around("backward", lambda args: [None])
     graph = memory.around("forward", lambda args: torch.ones(len(args)))
     with recorded(memory) as recorder:
         assert isinstance(memory.source, Recorder)
@@ -69,4 +70,7 @@ def test_a_step_without_a_backward_or_with_two() -> None:
             recorder.requests()
         with pytest.raises(ArenaError, match="runs the forward of this module twice"):
             graph([1])
+        backward([])
+        with pytest.raises(ArenaError, match="goes on after its graph has returned"):
+            recorder.requests()
     assert memory.source is None
