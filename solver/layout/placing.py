@@ -95,12 +95,14 @@ def _place(boxes: Boxes) -> Found:
     whole = _with_small(boxes, is_large, first, low_enough)
     if boxes.top(whole.offsets) <= low_enough:
         return whole
-    return _with_small(boxes, is_large, _searched(large, first, goal), low_enough)
+    other = _with_small(boxes, is_large, _searched(large, first, goal), low_enough)
+    return min(whole, other, key=lambda found: boxes.top(found.offsets))
 
 
 def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
     """The lowest of dives at `goal`, then the squeaky wheel from the lowest, then annealing."""
-    if overlaps_in(boxes) <= MOST_OVERLAPS:
+    is_moderate = overlaps_in(boxes) <= MOST_OVERLAPS
+    if is_moderate:
         best = _dived(boxes, best, goal)
     rounds = WHEEL_WORK // len(JUMPS) // len(boxes)
     for seed, jump in enumerate(JUMPS):
@@ -109,7 +111,7 @@ def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
         turned = squeaky_wheel(boxes, best.offsets, goal, rounds=rounds, jump=jump, seed=seed)
         if boxes.top(turned) < boxes.top(best.offsets):
             best = Found(turned, "squeaky wheel")
-    return _annealed(boxes, best, goal) if IS_COMPILED else best
+    return _annealed(boxes, best, goal) if IS_COMPILED and is_moderate else best
 
 
 def _dived(boxes: Boxes, best: Found, goal: int) -> Found:
