@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from remat.blocks.planning import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.compile.report import CompiledPlan, compiled_plans
-    from remat.delivery import use_arena
     from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.prices.profiling import profile
     from remat.job.fit import fit
     from remat.job.fitted import Fit
+    from remat.levers.delivery import use_arena
+    from remat.levers.update_at_once import training_step
     from remat.one_call import rematerialize, solve
     from remat.placed import place
     from remat.questions.budget_slider import BudgetSlider
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from remat.solver.budgets.price import GibPrice as Price
     from remat.solver.budgets.worth import least_peak, price_of_gib
     from remat.solver.result import Result
-    from remat.update_at_once import training_step
 
 __all__ = [
     "Arena",
@@ -167,8 +167,8 @@ _LAZY = {
     "solve": "remat.one_call",
     "sweep": "remat.questions.sweep",
     "accumulating": "remat.rewriter.gradients.updating",
-    "training_step": "remat.update_at_once",
-    "use_arena": "remat.delivery",
+    "training_step": "remat.levers.update_at_once",
+    "use_arena": "remat.levers.delivery",
 }
 
 

@@ -15,6 +15,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
 from remat.job.request import Request
 from remat.job.stopwatch import Stopwatch
+from remat.levers.update_at_once import planned_hand_over
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
 from remat.questions.reserved import reserved_beside, shortage_text
@@ -23,7 +24,6 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import Result
-from remat.update_at_once import planned_hand_over
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile

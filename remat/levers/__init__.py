@@ -1,0 +1,1 @@
+"""What fits a step beside recomputation: updates during backward, and one arena."""
