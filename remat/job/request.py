@@ -135,7 +135,8 @@ class Request:
         check_device(self.device)
         known = self.read_profile()
         make_solver(self.solver, order=self.order)
-        if self.update_at_once and self.sharding != NO_SHARDING:
+        sharding = self.sharding
+        if self.update_at_once and sharding != NO_SHARDING:
             raise DeviceError(
                 "--update-at-once plans a step on one rank: wrappers for several take gradients "
                 "first. Leave out --shard, or --update-at-once"
