@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
 from remat.schedules.schedule import Pieces, Schedule
@@ -30,15 +31,20 @@ def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph
     ------
     ScheduleError : the graph has no such region, or no such number of pieces.
     """
-    known = vars(graph).setdefault("_remat_in_pieces", {})
-    if chosen not in known:
-        choices = {one.region: _choice(graph, one) for one in chosen}
-        known[chosen] = with_choices(graph, choices)
-    made: TrainingGraph = known[chosen]
-    return made
+
+    def made() -> TrainingGraph:
+        return with_choices(graph, {one.region: choice_of(graph, one) for one in chosen})
+
+    return kept_with(graph, f"in pieces {chosen}", made)
 
 
-def _choice(graph: TrainingGraph, wanted: Pieces) -> Choice:
+def choice_of(graph: TrainingGraph, wanted: Pieces) -> Choice:
+    """What the region runs as, in the pieces that are wanted.
+
+    Raises
+    ------
+    ScheduleError : the graph has no such region, or no such number of pieces.
+    """
     region = next((one for one in graph.regions if one.name == wanted.region), None)
     if region is None:
         raise ScheduleError(

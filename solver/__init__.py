@@ -67,24 +67,20 @@ def solve(
     """
     budget_bytes = whole_bytes(budget_bytes)
     check_number("time_limit_s", time_limit_s)
+
+    def ask(one: TrainingGraph, size_bytes: int, limit_s: float = time_limit_s) -> Result:
+        return solve(
+            one, size_bytes, solver, time_limit_s=limit_s, progress=progress,
+            keep=keep, recompute=recompute, **options,
+        )  # fmt: skip
+
     if graph.regions:
         from remat.solver.levers.in_pieces import solve_in_pieces
 
-        def solve_one(graph: TrainingGraph, time_limit_s: float) -> Result:
-            return solve(
-                graph, budget_bytes, solver, time_limit_s=time_limit_s, progress=progress,
-                keep=keep, recompute=recompute, **options,
-            )  # fmt: skip
-
-        return solve_in_pieces(graph, budget_bytes, solve_one, time_limit_s)
+        return solve_in_pieces(
+            graph, budget_bytes, lambda one, limit_s: ask(one, budget_bytes, limit_s), time_limit_s
+        )
     if has_updates(graph):
-
-        def ask(one: TrainingGraph, size_bytes: int) -> Result:
-            return solve(
-                one, size_bytes, solver, time_limit_s=time_limit_s, progress=progress,
-                keep=keep, recompute=recompute, **options,
-            )  # fmt: skip
-
         return solve_with_updates(graph, budget_bytes, ask)
     if keep or recompute:
         from remat.solver.pins.pinned import solve_pinned

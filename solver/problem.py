@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar, cast
 
+from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.graph import TrainingGraph
-
-T = TypeVar("T")
-PREFIX = "remat.solver."
 
 
 @dataclass(frozen=True)
@@ -120,15 +117,3 @@ def least_needed_bytes(problem: Problem) -> int:
     """No schedule in captured order has a lower peak: what some op or the end needs, all told."""
     end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
     return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
-
-
-def kept_with(graph: TrainingGraph, name: str, make: Callable[[], T]) -> T:
-    """What `make` returned when it was first asked under `name` for this graph object.
-
-    It is kept as long as the object. Files, copies and other processes do not see it.
-    """
-    known = vars(graph)
-    key = PREFIX + name
-    if key not in known:
-        known[key] = make()
-    return cast("T", known[key])

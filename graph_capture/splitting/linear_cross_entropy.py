@@ -14,8 +14,10 @@ Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,37 +80,48 @@ class _Loss:
     def n_classes(self) -> int:
         return self.weight.shape[0]
 
+    @functools.cached_property
+    def chosen(self) -> Tensor | None:
+        """The rows of the logits that the loss takes, ascending; None for all.
+
+        On the CPU whatever the device is, so that nothing waits for a GPU.
+        """
+        if not self.grid:
+            return None
+        rows = torch.arange(self.x.shape[0]).view(*self.grid)
+        for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
+            rows = rows.narrow(dim, a, b - a)
+        return rows.reshape(-1)
+
+    @functools.cached_property
+    def chosen_here(self) -> Tensor | None:
+        """`chosen` on the device of the head."""
+        return None if self.chosen is None else self.chosen.to(self.x.device)
+
     def row_blocks(self) -> Iterator[_Rows]:
         """Blocks of rows of the logits, with the rows of the loss among them."""
-        # On the CPU whatever the device is, so that nothing waits for a GPU.
-        chosen = _chosen_rows(self.x.shape[0], self.grid, self.start, self.stop)
         for a, b in blocks(self.x.shape[0], self.pieces):
-            if chosen is None:
+            if self.chosen is None:
                 yield _Rows(a, b, a, b, None)
             else:
-                low, high = torch.searchsorted(chosen, torch.tensor([a, b])).tolist()
-                inside = (chosen[low:high] - a).to(self.x.device)
+                low, high = torch.searchsorted(self.chosen, torch.tensor([a, b])).tolist()
+                inside = (self.chosen[low:high] - a).to(self.x.device)
                 yield _Rows(a, b, low, high, inside)
 
     def logits(self, rows: _Rows) -> Tensor:
         """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
-        x, weight = self.x[rows.a : rows.b], self.weight.t()
-        made = torch.mm(x, weight) if self.bias is None else torch.addmm(self.bias, x, weight)
-        if rows.inside is not None:
-            made = made.index_select(0, rows.inside)
-        return made.to(self.dtype)
+        x = self.x[rows.a : rows.b]
+        return self._taken(_product(x, self.weight, self.bias), rows.inside)
 
     def class_logits(self, a: int, b: int) -> Tensor:
         """Logits of all rows that the loss takes, for the classes from `a` to `b`."""
-        weight = self.weight[a:b].t()
-        if self.bias is None:
-            made = torch.mm(self.x, weight)
-        else:
-            made = torch.addmm(self.bias[a:b], self.x, weight)
-        chosen = _chosen_rows(self.x.shape[0], self.grid, self.start, self.stop)
+        bias = None if self.bias is None else self.bias[a:b]
+        return self._taken(_product(self.x, self.weight[a:b], bias), self.chosen_here)
+
+    def _taken(self, logits: Tensor, chosen: Tensor | None) -> Tensor:
         if chosen is not None:
-            made = made.index_select(0, chosen.to(made.device))
-        return made.to(self.dtype)
+            logits = logits.index_select(0, chosen)
+        return logits.to(self.dtype)
 
     def whole_rows(self, gradient: Tensor, a: int, b: int, chosen: Tensor | None) -> Tensor:
         """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype.
@@ -143,32 +156,23 @@ def blocks(n: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
     return [(a, min(a + step, n)) for a in range(0, n, step)]
 
 
-def _chosen_rows(
-    n: int, grid: Sequence[int], start: Sequence[int], stop: Sequence[int]
-) -> Tensor | None:
-    """The rows of the logits that the loss takes, ascending; None for all."""
-    if not grid:
-        return None
-    rows = torch.arange(n).view(*grid)
-    for dim, (a, b) in enumerate(zip(start, stop, strict=True)):
-        rows = rows.narrow(dim, a, b - a)
-    return rows.reshape(-1)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def _opened(given: tuple[Any, ...]) -> tuple[_Loss, Tensor, Tensor, Tensor]:
+    """What an op of backward is given beside the gradient: the loss, and what forward saved."""
+    return _Loss(*given[:5], *given[8:]), *given[5:8]
 
 
 @torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
-    reduction: int, ignore_index: int, pieces: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
-    one = _Loss(
-        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
-        pieces,
-    )  # fmt: skip
-    picked = torch.empty(len(target), 1, dtype=dtype, device=x.device)
+    one = _Loss(*given)
+    target = one.target
+    picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
-    is_counted = target != ignore_index
+    is_counted = target != one.ignore_index
     safe = torch.where(is_counted, target, 0).unsqueeze(1)
     for rows in one.row_blocks():
         logits = one.logits(rows)
@@ -199,14 +203,13 @@ def _reduced(one: _Loss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Te
     return (loss / total if one.reduction == MEAN else loss), total
 
 
-def _row_gradients(one: _Loss, gradient: Tensor, total: Tensor) -> Iterator[tuple[_Rows, Tensor]]:
-    """The gradient of the logits in blocks of rows, in x's dtype."""
-    for rows in one.row_blocks():
-        log_p = aten._log_softmax(one.logits(rows), 1, False)
-        of_log_p = _nll_backward(one, gradient, log_p, rows.of_loss, total)
-        made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
-        del log_p, of_log_p
-        yield rows, one.whole_rows(made, rows.a, rows.b, rows.inside)
+def _rows_gradient(one: _Loss, gradient: Tensor, total: Tensor, rows: _Rows) -> Tensor:
+    """The gradient of a block of rows of the logits, in x's dtype."""
+    log_p = aten._log_softmax(one.logits(rows), 1, False)
+    of_log_p = _nll_backward(one, gradient, log_p, rows.of_loss, total)
+    made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
+    del log_p, of_log_p
+    return one.whole_rows(made, rows.a, rows.b, rows.inside)
 
 
 def _nll_backward(
@@ -219,47 +222,30 @@ def _nll_backward(
 
 
 @torch.library.impl(_library, "linear_cross_entropy_input", "CompositeExplicitAutograd")
-def linear_cross_entropy_input(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    class_weight: Tensor | None, total_weight: Tensor, top: Tensor, log_sum: Tensor,
-    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
-    reduction: int, ignore_index: int, pieces: int,
-) -> Tensor:  # fmt: skip
+def linear_cross_entropy_input(gradient: Tensor, *given: Any) -> Tensor:
     """The gradient of x, by blocks of rows."""
-    one = _Loss(
-        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
-        pieces,
-    )  # fmt: skip
-    made = torch.empty_like(x)
-    for rows, of_logits in _row_gradients(one, gradient, total_weight):
-        torch.mm(of_logits, weight, out=made[rows.a : rows.b])
+    one, total, _, _ = _opened(given)
+    made = torch.empty_like(one.x)
+    for rows in one.row_blocks():
+        of_logits = _rows_gradient(one, gradient, total, rows)
+        torch.mm(of_logits, one.weight, out=made[rows.a : rows.b])
         del of_logits
     return made
 
 
 @torch.library.impl(_library, "linear_cross_entropy_weight", "CompositeExplicitAutograd")
-def linear_cross_entropy_weight(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    class_weight: Tensor | None, total_weight: Tensor, top: Tensor, log_sum: Tensor,
-    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
-    reduction: int, ignore_index: int, pieces: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def linear_cross_entropy_weight(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias, by blocks of classes; the second is empty without bias."""
-    one = _Loss(
-        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
-        pieces,
-    )  # fmt: skip
-    of_weight = torch.empty_like(weight)
-    of_bias = weight.new_empty((1, one.n_classes) if bias is not None else (0,))
-    chosen = _chosen_rows(x.shape[0], grid, start, stop)
-    chosen = None if chosen is None else chosen.to(x.device)
-    row_sums = _row_sums(one, gradient, top, total_weight)
-    every = torch.arange(len(target), device=x.device)
-    for a, b in blocks(one.n_classes, pieces, CLASSES_MULTIPLE):
+    one, total, top, log_sum = _opened(given)
+    of_weight = torch.empty_like(one.weight)
+    of_bias = one.weight.new_empty((0,) if one.bias is None else (1, one.n_classes))
+    row_sums = _row_sums(one, gradient, top, total)
+    every = torch.arange(len(one.target), device=one.x.device)
+    for a, b in blocks(one.n_classes, one.pieces, CLASSES_MULTIPLE):
         made = _class_gradients(one, a, b, (top, log_sum, row_sums), every)
-        made = one.whole_rows(made, 0, x.shape[0], chosen).contiguous()
-        torch.mm(made.t(), x, out=of_weight[a:b])
-        if bias is not None:
+        made = one.whole_rows(made, 0, one.x.shape[0], one.chosen_here).contiguous()
+        torch.mm(made.t(), one.x, out=of_weight[a:b])
+        if one.bias is not None:
             of_bias[:, a:b] = made.sum([0], True)
         del made
     return of_weight, of_bias
@@ -294,23 +280,16 @@ def _class_gradients(
 
 
 @torch.library.impl(_library, "linear_cross_entropy_both", "CompositeExplicitAutograd")
-def linear_cross_entropy_both(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    class_weight: Tensor | None, total_weight: Tensor, top: Tensor, log_sum: Tensor,
-    grid: Sequence[int], start: Sequence[int], stop: Sequence[int], dtype: torch.dtype,
-    reduction: int, ignore_index: int, pieces: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def linear_cross_entropy_both(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias by blocks of rows; the last two summed over blocks."""
-    one = _Loss(
-        x, weight, bias, target, class_weight, grid, start, stop, dtype, reduction, ignore_index,
-        pieces,
-    )  # fmt: skip
-    of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
-    of_bias = weight.new_zeros((1, one.n_classes) if bias is not None else (0,))
-    for rows, of_logits in _row_gradients(one, gradient, total_weight):
-        torch.mm(of_logits, weight, out=of_x[rows.a : rows.b])
-        of_weight.addmm_(of_logits.t(), x[rows.a : rows.b])
-        if bias is not None:
+    one, total, _, _ = _opened(given)
+    of_x, of_weight = torch.empty_like(one.x), torch.zeros_like(one.weight)
+    of_bias = one.weight.new_zeros((0,) if one.bias is None else (1, one.n_classes))
+    for rows in one.row_blocks():
+        of_logits = _rows_gradient(one, gradient, total, rows)
+        torch.mm(of_logits, one.weight, out=of_x[rows.a : rows.b])
+        of_weight.addmm_(of_logits.t(), one.x[rows.a : rows.b])
+        if one.bias is not None:
             of_bias += of_logits.sum([0], True)
         del of_logits
     return of_x, of_weight, of_bias

@@ -15,12 +15,10 @@ from torch import Tensor, fx
 
 from remat.graph_capture.splitting.heads import Head
 from remat.graph_capture.splitting.regions import Found
-from remat.schedules.schedule import Schedule
 
 aten = torch.ops.aten
 IGNORED_PART = 0.1
 """Of the made targets: rows that the loss ignores."""
-
 
 _Key = tuple[str, str, str, int, bool, int]
 _known: dict[_Key, bool] = {}
@@ -50,13 +48,9 @@ def gives_eagers_bits(found: Found) -> bool:
     return _known[key]
 
 
-def are_known_to_be(schedule: Schedule, device: str) -> bool:
-    """Whether this process has found that all exact pieces of `schedule` give eager's bits."""
-    return all(
-        _known.get(_fact(schedule.captured_hash, device, one.region, one.pieces, True), False)
-        for one in schedule.pieces
-        if one.exact
-    )
+def is_known_to_give_them(captured_hash: str, device: str, region: str, pieces: int) -> bool:
+    """Whether this process has found that a region in exact pieces gives eager's bits."""
+    return _known.get(_fact(captured_hash, device, region, pieces, True), False)
 
 
 def _fact(captured_hash: str, device: str, region: str, pieces: int, is_exact: bool) -> _Key:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.graph import Op, Region, TrainingGraph
-from remat.schedules.as_planned import as_planned
-from remat.schedules.schedule import Pieces, Schedule
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.as_planned import as_planned, choice_of
+from remat.schedules.schedule import Schedule
 
 
 class InPieces(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ def pieces_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InPieces
     for one in schedule.pieces:
         names = set(regions[one.region].ops)
         whole = [op for op in graph.ops if op.name in names]
-        ours = [planned.ops[planned.op_index[name]] for name in _names(regions[one.region], one)]
+        ours = [op for _, op in choice_of(graph, one).ops]
         extra_us = sum(op.cost_us for op in ours) - sum(op.cost_us for op in whole)
         found.append(
             InPieces(
@@ -59,16 +59,6 @@ def pieces_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InPieces
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def _names(region: Region, chosen: Pieces) -> list[str]:
-    """The ops that run in the region's place."""
-    return [
-        op.name
-        for choice in region.choices
-        if (choice.pieces, choice.exact) == (chosen.pieces, chosen.exact)
-        for _, op in choice.ops
-    ]
 
 
 def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:

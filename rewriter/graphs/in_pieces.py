@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.splitting.regions import AND, find_regions
-from remat.graph_capture.splitting.same_bits import are_known_to_be, gives_eagers_bits
+from remat.graph_capture.splitting.same_bits import gives_eagers_bits, is_known_to_give_them
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.schedules.schedule import Schedule
@@ -26,7 +26,9 @@ def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Tra
     RewriteError : pieces that are to be exact give other bits than eager here.
     CaptureError : the step has no such region.
     """
-    if not are_known_to_be(schedule, recipe.device):
+    exact = [one for one in schedule.pieces if one.exact]
+    facts = schedule.captured_hash, recipe.device
+    if not all(is_known_to_give_them(*facts, one.region, one.pieces) for one in exact):
         _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), schedule)
     pieces = tuple(
         (head, one.pieces, one.exact) for one in schedule.pieces for head in one.region.split(AND)

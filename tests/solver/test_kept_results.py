@@ -6,8 +6,9 @@ import pickle
 
 import msgspec
 
+from remat.graph_capture.derived.kept_with import PREFIX, kept_with
 from remat.solver import solve
-from remat.solver.problem import PREFIX, Problem, kept_with
+from remat.solver.problem import Problem
 from tests.solver.traced_gpt import traced_gpt
 
 
