@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, is_in_table
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Resident
 from remat.graph_capture.tracing.signature import Signature
@@ -26,6 +27,15 @@ from remat.graph_capture.tracing.trace_flags import Flags
 
 Split = Literal["none", "exact", "tolerance"]
 """What may run in pieces: nothing; what gives eager's bits; also sums in another order."""
+
+
+def require_split(given: object) -> None:
+    """Raise `CaptureError` for what is no `Split`, which would be taken for one that is."""
+    if given not in get_args(Split):
+        raise CaptureError(
+            f"split={given!r} is unknown: give 'none', 'exact' (only what gives eager's bits) or "
+            "'tolerance' (also sums in another order)"
+        )
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,13 @@ from remat.graph_capture.tracing.kernels import (
     kernels_of_eager,
 )
 from remat.graph_capture.tracing.next_call import Unread, doubtful, is_same_graph
-from remat.graph_capture.tracing.recipe import Recipe, Split, autocast_state, keep_recipe
+from remat.graph_capture.tracing.recipe import (
+    Recipe,
+    Split,
+    autocast_state,
+    keep_recipe,
+    require_split,
+)
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.signature import Signature, check_batch
@@ -162,6 +168,7 @@ def trace(
     CaptureError : the step cannot be one static graph; names module, line and way out.
     DeviceError : the device is unknown or not here, or a tensor is on another one.
     """
+    require_split(split)
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
     batch = (tuple(args), dict(kwargs or {}), target)

@@ -12,7 +12,7 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture.errors import RewriteError, ScheduleError
+from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
 from remat.rewriter.checking.tolerance import SPLIT_FLOAT32
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
@@ -143,6 +143,13 @@ def test_what_does_not_go_together_is_refused() -> None:
         remat.checkpoint_policy(graph, schedule)
     with pytest.raises(ScheduleError, match=r"the graph has no region of that name"):
         simulate(remat.capture(model, args), schedule)
+
+
+@pytest.mark.parametrize("split", ["exactly", True, None, ("exact",)])
+def test_another_split_is_not_taken_for_one_that_is_known(split: Any) -> None:
+    model, args = made("plain")
+    with pytest.raises(CaptureError, match=r"split=.* is unknown: give 'none', 'exact'"):
+        remat.rematerialize(model, args, budget="min", split=split)
 
 
 def test_a_plan_of_an_unknown_number_of_pieces_is_refused() -> None:
