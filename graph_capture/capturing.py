@@ -34,6 +34,7 @@ def capture(
     profile: Profile | str | Path | None = None,
     progress: Counted | None = None,
     split: Split = "none",
+    measure_again: bool = False,
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
@@ -54,6 +55,7 @@ def capture(
     profile : prices measured before, here or elsewhere, or the file that holds them.
     split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
         eager's bits, and ``tolerance`` also where a sum then has another order. Solvers choose.
+    measure_again : measure ops anew, also those whose prices are kept from before.
 
     Raises
     ------
@@ -67,7 +69,8 @@ def capture(
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
         sharding=sharding, split=split,
     )  # fmt: skip
-    return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
+    priced = price_for(traced, progress=progress, profile=known, measure_again=measure_again)
+    return on_one_rank(priced, sharding)
 
 
 def price_for(
@@ -75,10 +78,11 @@ def price_for(
     *,
     progress: Counted | None = None,
     profile: Profile | None = None,
+    measure_again: bool = False,
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.
 
-    A price that `profile` has is taken.
+    A price that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
     """
     if traced.recipe.is_modelled:
         from remat.graph_capture.prices.modelled import price_modelled
@@ -86,4 +90,4 @@ def price_for(
         return price_modelled(traced, traced.recipe.device, profile)
     from remat.graph_capture.prices.pricing import price
 
-    return price(traced, progress=progress, profile=profile)
+    return price(traced, progress=progress, profile=profile, measure_again=measure_again)

@@ -16,6 +16,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.paths import ROOT
+
+# Before torch is imported, which reads it. The usual one, in /tmp, outlives a machine that went
+# down in the middle of a compilation: a library that was cut off there fails each later run.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor"))
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

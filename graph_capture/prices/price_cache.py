@@ -103,6 +103,10 @@ class PriceCache:
         file = self._read()
         self.prices, self.steps = file.prices, file.steps
 
+    def forget(self) -> None:
+        """Start from nothing: what is found anew takes the place of what the file has."""
+        self.prices, self.steps = {}, {}
+
     def _read(self) -> _File:
         nothing = _File(SCHEMA_VERSION, self.title)
         try:

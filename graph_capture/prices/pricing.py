@@ -43,7 +43,11 @@ class Prices:
 
 
 def price(
-    trace: Trace, *, progress: Counted | None = None, profile: Profile | None = None
+    trace: Trace,
+    *,
+    progress: Counted | None = None,
+    profile: Profile | None = None,
+    measure_again: bool = False,
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
@@ -56,6 +60,7 @@ def price(
     progress : called with (distinct ops priced, distinct ops to price).
     profile : its prices are taken, whatever machine measured them. Ops that it lacks are
         measured if it is of this machine.
+    measure_again : prices and times that are kept on disk are measured anew, and kept instead.
 
     Raises
     ------
@@ -63,6 +68,8 @@ def price(
     """
     meter = meter_of(trace.recipe.device)
     cache = PriceCache(meter.title, meter.settings)
+    if measure_again:
+        cache.forget()
     return price_with(trace, meter, cache, progress, profile)[0]
 
 

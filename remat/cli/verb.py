@@ -23,13 +23,16 @@ from remat.cli.session import Session
 from remat.job.request import Request
 
 PANEL = "Planning, the same in every verb that plans"
+ADVANCED_PANEL = "Planning, for special cases"
+USUAL = ("budget", "time_limit_s", "device", "optimizer", "keep", "recompute", "split")
+"""Fields that most people want; the help shows the others below them."""
 FIELDS = {field.name: field for field in dataclasses.fields(Request)}
 KINDS = get_type_hints(Request, localns={"Profile": Path})
 """Types of the fields. A profile is named by its file here; the class itself would import torch."""
 REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
 COUNTED = ("optimizer", "accumulate")
 """Fields that a step is traced with."""
-CAPTURED = (*COUNTED, "device", "shard", "world_size", "shard_blocks", "profile")
+CAPTURED = (*COUNTED, "device", "shard", "world_size", "shard_blocks", "profile", "measure_again")
 """Fields that a step is captured and priced with."""
 
 Verb = Callable[..., None]
@@ -84,7 +87,8 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
     """The parameter of a command that stands for a field of `Request`."""
     field, shown = FIELDS[name], dict(FIELDS[name].metadata)
     flag = shown.pop("flag", f"--{name.replace('_', '-')}")
-    option = typer.Option(flag, rich_help_panel=PANEL, **shown)
+    panel = PANEL if name in USUAL else ADVANCED_PANEL
+    option = typer.Option(flag, rich_help_panel=panel, **shown)
     if name in own:
         return own[name].replace(annotation=Annotated[own[name].annotation, option])
     kind, default = KINDS[name], defaults.get(name, field.default)

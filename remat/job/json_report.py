@@ -9,6 +9,7 @@ import msgspec
 from remat.checks import CHECKED, advice_of
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
+from remat.job.advice import advice_on_run
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside
@@ -41,6 +42,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "shortage": report.shortage,
+        "advice": advice_on_run(report),
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }

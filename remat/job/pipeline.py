@@ -121,7 +121,10 @@ def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> Traini
     recipe = traced.recipe
     doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"
     with stopwatch.stage("profile", doing) as progress:
-        graph = price_for(traced, progress=progress, profile=request.read_profile())
+        graph = price_for(
+            traced, progress=progress, profile=request.read_profile(),
+            measure_again=request.measure_again,
+        )  # fmt: skip
     return on_one_rank(graph, request.sharding)
 
 

@@ -105,6 +105,10 @@ class Request:
         default=None,
         metadata={"help": "prices kept by remat profile, to use as they are", "metavar": "FILE"},
     )
+    measure_again: bool = field(
+        default=False,
+        metadata={"help": "measure ops anew, also those whose prices are kept from before"},
+    )
 
     @property
     def sharding(self) -> Sharding:

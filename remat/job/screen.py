@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from remat.checks import CHECKED, advice_of
 from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
 from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
+from remat.job.advice import advice_on_run
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside, reserved_text
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 HELD_ROWS = 3
+OUTSIDE = "the loss and what is outside of modules"
+LABELS = {"chen_sqrt": "square-root checkpointing"}
+"""What a row is called on the screen, where a solver's name says nothing to a stranger."""
 
 
 def show_run(console: Console, report: Report) -> None:
@@ -47,7 +52,7 @@ def schedules_table(rows: Iterable[Row]) -> Table:
     for row in rows:
         overhead = percent_pair(row.overhead, row.measured_overhead)
         table.add_row(
-            row.name,
+            LABELS.get(row.name, row.name),
             bytes_pair(row.peak_bytes, row.measured_peak_bytes),
             time_pair(row.time_us, row.measured_step_us),
             "-" if row.name == "unmodified" else overhead,
@@ -65,6 +70,8 @@ def _verdict(report: Report) -> Table:
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     _add_reserved(table, report.rows)
+    for advice in advice_on_run(report):
+        table.add_row("advice", Text(advice))
     if report.shortage:
         table.add_row("advice", Text(report.shortage))
     if report.check:
@@ -91,7 +98,7 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
     if plan is not None and plan.reserved is not None:
         table.add_row("reserved", reserved_text(plan.reserved, without))
     measured = [(row.name, row.reserved_bytes) for row in known.values()]
-    said = [f"{name} {bytes_text(held)}" for name, held in measured if held is not None]
+    said = [f"{LABELS.get(n, n)} {bytes_text(held)}" for n, held in measured if held is not None]
     if said:
         table.add_row("", f"measured: {', '.join(said)}")
 
@@ -124,17 +131,20 @@ def _gap(result: Result) -> str:
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
-    """What is resident and the largest values at the peak, with their modules."""
+    """What is resident, and the modules whose values weigh most at the peak."""
     graph = as_planned(graph, schedule) if schedule else graph
     module = {op.name: op.module for op in graph.ops}
-    parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
-    for name in simulation.held_at_peak[:HELD_ROWS]:
+    held_bytes: Counter[str] = Counter()
+    for name in simulation.held_at_peak:
         value = graph.value_by_name[name]
-        place = f" of {module[value.producer]}" if module.get(value.producer) else ""
-        parts.append(f"{name}{place} {bytes_text(value.size_bytes)}")
-    rest = [graph.value_by_name[n].size_bytes for n in simulation.held_at_peak[HELD_ROWS:]]
+        held_bytes[module.get(value.producer) or OUTSIDE] += value.size_bytes
+    heaviest = held_bytes.most_common(HELD_ROWS)
+    parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
+    parts += [f"values of {place} {bytes_text(size)}" for place, size in heaviest]
+    rest = len(held_bytes) - len(heaviest)
     if rest:
-        parts.append(f"{len(rest)} more values {bytes_text(sum(rest))}")
+        rest_bytes = held_bytes.total() - sum(size for _, size in heaviest)
+        parts.append(f"of {rest} more modules {bytes_text(rest_bytes)}")
     if simulation.workspace_at_peak_bytes:
         parts.append(f"workspace {bytes_text(simulation.workspace_at_peak_bytes)}")
     return ", ".join(parts)

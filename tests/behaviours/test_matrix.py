@@ -15,6 +15,7 @@ from remat.rewriter.arena.library import arena_library
 from tests.behaviours.behaviours import BEHAVIOURS
 from tests.behaviours.trainee import Observed, Trainee, differences, planned
 from tests.rewriter.arena.steps_in_arena import needs_compiler
+from tests.rows import rows
 
 MODELS = (
     "plain",
@@ -71,12 +72,20 @@ PICKLED_TWICE = (
 )
 """Models that are also pickled in training by default; all are in eval mode. Each reads its plan
 anew, and traces for it."""
-PAIRS = [
-    pytest.param(name, behaviour, marks=[pytest.mark.slow] if is_slow else [])
-    for behaviour in BEHAVIOURS
-    for name in MODELS
-    for is_slow in (behaviour == "pickled_in_training" and name not in PICKLED_TWICE,)
-]
+OFTEN = (
+    *PICKLED_TWICE,
+    "attention_with_dropout",
+    "nested_outputs_and_kwargs",
+    "input_requires_grad",
+    "in_place_views",
+    "overwritten_buffer",
+    "constant_attribute",
+)
+"""Models that stand for all in a quick run."""
+PAIRS = rows(
+    ((name, behaviour) for behaviour in BEHAVIOURS for name in MODELS),
+    lambda row: row[0] in (PICKLED_TWICE if row[1] == "pickled_in_training" else OFTEN),
+)
 
 
 QUICK_HANDING_OVER = ("tied_weights", "input_requires_grad")
@@ -113,10 +122,9 @@ def require_same(name: str, behaviour: str, eager: Trainee, module: RematModule)
 
 
 PAIRS_IN_ARENAS = [
-    pytest.param(name, behaviour, marks=[pytest.mark.slow] if is_slow else [])
+    (name, behaviour)
     for behaviour in BEHAVIOURS
     for name in MODELS
-    for is_slow in (name != "batch_norm_in_place_relu",)
     # What is pickled has no arena, nor has a copy that is traced anew.
     if (name, behaviour) not in {*REFUSED, ("constant_attribute", "shallow_copy")}
     and not behaviour.startswith("pickled")
@@ -125,7 +133,13 @@ PAIRS_IN_ARENAS = [
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.*were not served from the arena")
-@pytest.mark.parametrize(("name", "behaviour"), PAIRS_IN_ARENAS)
+@pytest.mark.parametrize(
+    ("name", "behaviour"),
+    rows(
+        PAIRS_IN_ARENAS,
+        lambda row: row[0] == "batch_norm_in_place_relu" and "state" not in row[1],
+    ),
+)
 def test_a_module_in_an_arena_behaves_as_the_eager_one(name: str, behaviour: str) -> None:
     eager, module = planned(name)
     served = copy.deepcopy(module)

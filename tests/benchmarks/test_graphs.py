@@ -187,6 +187,7 @@ def test_a_chain_keeps_every_activation() -> None:
     assert peak_bytes(made) == sizes + (1 + 7 * 7 % 5) * MIB
 
 
+@pytest.mark.slow
 def test_solvers_are_run_in_their_own_processes_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return ranks("worker.py", tmp_path_factory.mktemp("more"), 2, *MORE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINED)
 def test_eagers_bits_the_predicted_peak_and_one_plan(two: Found, case: str) -> None:
     require_eagers_bits(two, case)

@@ -188,6 +188,7 @@ for device in (None, "cpu", "h100"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_forward_that_makes_cuda_tensors_is_refused_and_ends_no_process() -> None:
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)

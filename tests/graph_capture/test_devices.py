@@ -102,6 +102,7 @@ def test_attention_with_dropout_is_planned_in_its_fused_form_and_changes_no_mode
     assert torch.equal(model(x), before)
 
 
+@pytest.mark.slow
 def test_the_plan_of_another_device_is_refused_where_its_ops_are_not_those_here() -> None:
     model = blocks(0.1)
     traced = trace(model, (batch(),), loss_fn=torch.sum, device="h100")

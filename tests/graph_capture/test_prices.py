@@ -13,7 +13,7 @@ from remat.graph_capture import trace
 from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.graph_capture.prices import op_prices, pricing
 from remat.graph_capture.prices.op_work import moved_bytes
-from remat.graph_capture.prices.price_cache import PriceCache
+from remat.graph_capture.prices.price_cache import Price, PriceCache
 from tests.models import make
 
 pytestmark = pytest.mark.usefixtures("clocked")
@@ -42,6 +42,18 @@ def test_a_second_pricing_measures_nothing(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pricing, "measured_prices", lambda *_: pytest.fail("measured again"))
     assert pricing.price(trace(model, args)) == first
     assert len(list(folder.glob("prices-*.json"))) == 1
+
+
+def test_measured_again_prices_take_the_place_of_those_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args, *_ = make("plain")
+    pricing.price(trace(model, args))
+    other = dict.fromkeys(PriceCache().prices, Price(cost_us=77.0))
+    monkeypatch.setattr(pricing, "measured_prices", lambda joint, new, *_: other)
+    assert 77.0 not in {op.cost_us for op in pricing.price(trace(model, args)).ops}
+    pricing.price(trace(model, args), measure_again=True)
+    assert set(PriceCache().prices.values()) == {Price(cost_us=77.0)}
 
 
 def test_a_corrupt_cache_is_ignored_with_a_warning_and_replaced(folder: Path) -> None:

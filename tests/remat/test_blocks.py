@@ -75,6 +75,7 @@ def test_bits_are_those_of_eager_and_the_peak_is_the_predicted_one(name: str) ->
     assert found.plan_peak_bytes == pytest.approx(plan.result.peak_bytes, rel=0.001)
 
 
+@pytest.mark.slow
 def test_autocast_around_the_step_is_followed() -> None:
     torch.manual_seed(0)
     model, x = Stack(), rows()

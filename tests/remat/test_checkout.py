@@ -107,6 +107,7 @@ def test_the_commands_run_in_the_root(environment: dict[str, str], tmp_path: Pat
     assert "Usage: python -m remat" in run(environment, "-m", "remat", "--help")
 
 
+@pytest.mark.slow
 def test_elsewhere_the_installed_one_is_imported(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_EDITABLE)
     folders = os.pathsep.join(map(str, (tmp_path, installed)))

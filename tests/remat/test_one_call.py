@@ -48,6 +48,7 @@ def test_one_call_gives_a_module_whose_gradients_are_the_models() -> None:
     assert all(g is not None for g in found)
 
 
+@pytest.mark.slow
 def test_the_first_notebook_keeps_to_its_budget() -> None:
     names = runpy.run_path(str(ROOT / "notebooks" / "1_first_plan.py"))
     assert names["found"].plan_peak_bytes <= names["result"].budget_bytes

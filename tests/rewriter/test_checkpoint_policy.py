@@ -99,6 +99,7 @@ def test_what_is_saved_is_what_the_plan_keeps() -> None:
     assert planned_bytes * 0.9 <= saved_bytes <= planned_bytes + entering_bytes + state_bytes
 
 
+@pytest.mark.slow
 def test_around_a_whole_model_the_bits_are_eagers_too() -> None:
     for name in ("plain", "attention", "transformer_layers", "lstm_cells", "in_place_views"):
         model, args, *_ = make(name)

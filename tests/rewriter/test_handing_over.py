@@ -54,7 +54,10 @@ def short_gpt(batch: int, length: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-@pytest.mark.parametrize(("batch", "length", "share"), [(1, 16, 1.0), (1, 16, 0.0), (2, 64, 0.6)])
+@pytest.mark.parametrize(
+    ("batch", "length", "share"),
+    [(1, 16, 1.0), (1, 16, 0.0), pytest.param(2, 64, 0.6, marks=pytest.mark.slow)],
+)
 def test_no_plan_needs_more_than_eager_and_its_peak_is_as_predicted(
     batch: int, length: int, share: float
 ) -> None:

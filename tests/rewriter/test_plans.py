@@ -83,6 +83,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan,
     return {name: (*made[name], said[name]) for name in LOADED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADED)
 def test_loaded_in_another_process_with_the_same_peak_and_gradients(
     name: str, elsewhere: dict[str, tuple[Plan, int, Any]]

@@ -94,6 +94,7 @@ class Branches(nn.Module):
         return sum((wide.mean(1).square().sum() for wide in large), y.sum())
 
 
+@pytest.mark.slow
 def test_one_call_finds_another_order_and_is_equal_to_eager() -> None:
     torch.manual_seed(0)
     model, x = Branches(), torch.randn(64, 32)
@@ -115,6 +116,7 @@ def test_one_call_finds_another_order_and_is_equal_to_eager() -> None:
     assert found.plan_peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_the_order_of_lowest_peak_is_equal_to_eager() -> None:
     model, args, kwargs, loss_fn, target = make("transformer_layers")
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)

@@ -169,6 +169,7 @@ def with_thousands_of_ops() -> tuple[TrainingGraph, Result]:
     return graph, solve(graph, int(0.8 * everything.peak_bytes), "chen_sqrt")
 
 
+@pytest.mark.slow
 def test_thousands_of_ops_stay_small() -> None:
     assert len(report(*with_thousands_of_ops()).encode()) < 3_000_000
 

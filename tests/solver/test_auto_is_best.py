@@ -69,6 +69,7 @@ def test_no_baseline_beats_auto_on_networks(name: str, percent: int) -> None:
     check_nothing_beats(auto_of(name, percent), network(name), BASELINES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
     graph = network(name)
@@ -94,6 +95,7 @@ def traced(name: str) -> TrainingGraph:
     return roofline(trace(**networks[name]()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet"])
 def test_no_baseline_beats_auto_on_traced_networks(name: str) -> None:
     graph = traced(name)

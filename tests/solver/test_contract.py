@@ -17,6 +17,7 @@ from remat.solver import TABLE, Result, make_solver, solve, solver_class
 from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
+from tests.rows import rows
 from tests.solver.checks import IGNORES_BUDGET, check
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 
@@ -34,14 +35,14 @@ GAP = 0.02
 """At which searches end by themselves, and soon."""
 SLOW = ("lp_rounding", "checkmate")
 """Solvers of large programs, which take seconds on all of the grid but the chain."""
+OFTEN = ("auto", "cut", "chen_sqrt", "dtr")
+"""Solvers whose results on the larger graphs of the grid are looked at in a quick run too."""
 GRID = [name for name in TABLE if name not in TINY_ONLY]
 QUICK = [name for name in GRID if name not in SLOW]
-CELLS = [
-    pytest.param(solver, name, marks=[pytest.mark.slow] if is_slow else [])
-    for solver in GRID
-    for name in GRAPHS
-    for is_slow in (solver in SLOW and name != "chain8",)
-]
+CELLS = rows(
+    ((solver, name) for solver in GRID for name in GRAPHS),
+    lambda cell: cell[1] == "chain8" or cell[0] in (OFTEN if cell[1] != "resnet4" else QUICK),
+)
 UNLIMITED_BYTES = 1 << 60
 
 
@@ -115,6 +116,7 @@ def test_solvers_are_valid_on_any_graph(graph: TrainingGraph, percent: int) -> N
         check(graph, make_solver(solver).solve(graph, budget_bytes), budget_bytes)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(training_graphs(max_ops=14))
 def test_the_budget_that_an_infeasible_result_names_is_feasible(graph: TrainingGraph) -> None:

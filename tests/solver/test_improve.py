@@ -30,6 +30,7 @@ def test_seed_and_workers_give_the_same_schedule_twice(workers: int) -> None:
     assert schedule_of(0, workers) == schedule_of(0, workers, attempt=1)
 
 
+@pytest.mark.slow
 def test_seed_and_workers_give_the_same_schedule_in_another_process() -> None:
     code = (
         "from tests.solver.layered_search import schedule_of\n"

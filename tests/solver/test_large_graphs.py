@@ -41,6 +41,7 @@ def calls_of(run: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["60%", "min"])
 def test_what_is_done_without_time_grows_as_the_ops_do(budget: str) -> None:
     def work(length: int) -> int:
@@ -74,6 +75,7 @@ def test_a_bound_that_was_proved_is_told_where_the_time_ends_without_a_schedule(
     assert found.least_feasible_bytes == peak_bytes_of(graph)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_ended_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def overdue(*_: object) -> None:
         raise OverdueError

@@ -96,6 +96,7 @@ def test_a_llama_without_storage_is_planned(remat: Remat, monkeypatch: pytest.Mo
     assert said["baseline"]["predicted_peak_bytes"] > 1.7e9
 
 
+@pytest.mark.slow
 def test_a_profile_is_kept_and_used_again(remat: Remat, tmp_path: Path) -> None:
     kept = str(tmp_path / "profile.json")
     done = remat("profile", remat.gpt, "-o", kept, "--top", "3", columns=60)

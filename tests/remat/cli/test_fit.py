@@ -27,6 +27,7 @@ def test_the_answer_is_kept_as_a_plan(remat: Remat, tmp_path: Path) -> None:
     assert plan.schedule.inputs[0].startswith(f"args[0]: int64[{said['size']}, 32]")
 
 
+@pytest.mark.slow
 def test_the_length_of_the_sequence_varies_in_steps(remat: Remat) -> None:
     words = ("--vary", "sequence", "--step", "16", "--most", "48", "--no-check")
     done = remat("fit", remat.gpt, *WORDS, "2MiB", *words, columns=60)
@@ -35,6 +36,7 @@ def test_the_length_of_the_sequence_varies_in_steps(remat: Remat) -> None:
     assert "is the largest that fits 2.00 MiB" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_nothing_fits(remat: Remat) -> None:
     lost = remat("fit", remat.gpt, *WORDS, "0.1MiB", "--no-check")
     assert lost.exit_code == 3

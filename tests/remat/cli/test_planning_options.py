@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from remat.cli.main import app
-from remat.cli.verb import PANEL
+from remat.cli.verb import ADVANCED_PANEL, PANEL
 from remat.job.request import Request
 from tests.remat.cli.conftest import Remat
 
@@ -24,7 +24,7 @@ def planning_options(verb: str) -> dict[str, tuple[Any, ...]]:
     return {
         one.name: (one.opts, one.help, one.metavar)
         for one in command.params
-        if getattr(one, "rich_help_panel", None) == PANEL
+        if getattr(one, "rich_help_panel", None) in (PANEL, ADVANCED_PANEL)
     }
 
 

@@ -104,6 +104,7 @@ def test_whole_layers_are_told_of_where_they_would_do(remat: Remat) -> None:
     assert "comes within 1 % of this plan" in shown
 
 
+@pytest.mark.slow
 def test_a_plan_of_solve_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert remat("solve", remat.gpt, *QUICK, "-o", str(path)).exit_code == 0

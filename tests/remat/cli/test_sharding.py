@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.remat.cli.conftest import Remat
 
 QUICK = ("--time-limit", "600")
@@ -20,6 +22,7 @@ def test_run_plans_one_rank_and_measures_nothing(remat: Remat) -> None:
     assert "the time of communication is not counted" in shown
 
 
+@pytest.mark.slow
 def test_every_verb_that_captures_takes_it(remat: Remat, tmp_path: Path) -> None:
     ddp = ("--shard", "ddp", "--world-size", "2")
     graph = str(tmp_path / "graph.json")

@@ -142,6 +142,7 @@ def test_the_price_of_a_gib_is_told_when_asked(remat: Remat, graph: str) -> None
     assert "price_of_gib" not in json.loads(remat(*words, "--json").stdout)
 
 
+@pytest.mark.slow
 def test_run_takes_pins_and_prices(remat: Remat) -> None:
     words = ("--budget", "80%", "--solver", "cut", "--time-limit", "600", "--recompute", "*.attn")
     done = remat("run", remat.gpt, *words, "--price-of-gib", columns=200)
@@ -170,6 +171,7 @@ def test_one_call_for_several_solvers() -> None:
         api.sweep(chain(8), solvers=["cut", "cutt"])
 
 
+@pytest.mark.slow
 def test_the_least_peak_by_the_short_name() -> None:
     least = api.least_peak(gpt_like(1), 10.0, solver="cut")
     assert least.schedule is not None

@@ -288,6 +288,7 @@ def test_a_mode_is_refused() -> None:
         compiled(x)
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_names_the_lowest_peak() -> None:
     text = r"budget 640.0 KiB is below .* the lowest peak of \d compiled plans"
     refused({"budget": "640KiB", "replays": 1}, BudgetError, text)
@@ -297,6 +298,7 @@ def test_symbolic_shapes_are_refused() -> None:
     refused({"budget": "60%"}, CaptureError, "dynamic=False", dynamic=True)
 
 
+@pytest.mark.slow
 def test_code_that_cannot_be_replayed_is_estimated_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

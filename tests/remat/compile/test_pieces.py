@@ -61,8 +61,8 @@ def trained(model: nn.Module, step: nn.Module, x: Tensor) -> tuple[int, float]:
 @pytest.mark.parametrize(
     ("budget", "view"),
     [
-        ("100%", True),
         ("min", False),
+        pytest.param("100%", True, marks=pytest.mark.slow),
         pytest.param("100%", False, marks=pytest.mark.slow),
         pytest.param("min", True, marks=pytest.mark.slow),
     ],
@@ -77,6 +77,7 @@ def test_the_planned_peak_is_the_measured_one(budget: str, view: bool) -> None:
     assert plans[-1].peak_bytes == pytest.approx(peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_less_than_the_parameters_is_refused_with_what_fits() -> None:
     _, step, x = wrapped("2MiB", view=False)
     with pytest.raises(BackendCompilerFailed, match="pieces into which DDP's buckets") as refused:

@@ -69,6 +69,7 @@ def test_the_batch_it_names_fits_when_run_and_one_more_does_not(
     assert found.next.overhead > 0 or not found.next.peak_bytes
 
 
+@pytest.mark.slow
 def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     without_recomputing: Fit,
 ) -> None:

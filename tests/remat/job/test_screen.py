@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 
 import msgspec
+import torch
 from rich.console import Console
+from torch import nn
 
+import remat
 from remat.budgets import unmodified
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.job.screen import show_run
 from remat.schedules.reserved import Reserved, Taken
+from remat.schedules.simulate import simulate
 from tests.solver.random_graphs import chain
 
 GIB = 1 << 30
@@ -41,9 +46,27 @@ def test_a_device_that_is_not_here_has_predictions_and_advice() -> None:
 
 def test_what_was_measured_stands_below_what_was_predicted() -> None:
     text = shown("cuda", is_measured=True)
-    measured = "measured: unmodified 3.00 GiB, chen_sqrt 3.00 GiB, this plan 3.00 GiB"
+    measured = (
+        "measured: unmodified 3.00 GiB, square-root checkpointing 3.00 GiB, this plan 3.00 GiB"
+    )
     assert f"(expandable 1.00 GiB) {measured}" in text
 
 
 def test_a_cpu_reserves_nothing() -> None:
     assert "reserved" not in shown("cpu", is_measured=False)
+
+
+def test_what_holds_the_peak_is_told_by_module() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
+    graph = remat.capture(model, (torch.randn(4, 8),), device="h100")
+    result = unmodified(graph)
+    assert result.schedule is not None
+    rows = tuple(Row(name, GIB, 1.0, 0.0) for name in ("unmodified", "chen_sqrt", "this plan"))
+    again, simulation = RunsAgain((), None), simulate(graph, result.schedule)
+    text = io.StringIO()
+    report = Report(graph, result, rows, {}, again, simulation=simulation)
+    show_run(Console(file=text, width=200), report)
+    (line,) = (line for line in text.getvalue().splitlines() if line.startswith("peak held by"))
+    values = {value.name for value in graph.values}
+    assert re.search(r"values of [012] \d", line)
+    assert not values & set(re.findall(r"[\w.]+", line))

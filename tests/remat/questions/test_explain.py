@@ -111,6 +111,7 @@ def explained() -> Explanation:
     return remat.explain(*planned(), why_of="blocks.1.mlp", each_s=AMPLE_S)
 
 
+@pytest.mark.slow
 def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
     graph, result = planned()
     found = explained()

@@ -132,6 +132,7 @@ def test_who_does_not_come_is_named() -> None:
         ranks.require_same_step("a")
 
 
+@pytest.mark.slow
 def test_who_has_gone_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "SILENT_S", 0.5)
 
@@ -146,6 +147,7 @@ def test_who_has_gone_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 has not been heard of" in str(found[0])
 
 
+@pytest.mark.slow
 def test_a_long_solve_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "SILENT_S", 1.0)
 

@@ -87,6 +87,7 @@ def peak_of(model: nn.Module, module: nn.Module, x: Tensor) -> int:
     return resident_bytes + peak_bytes
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_step_that_keeps_everything() -> None:
     model, x = made()
     graph = remat.capture(model, (x,), loss_fn=squared)
@@ -121,6 +122,7 @@ def test_random_numbers_are_eagers_in_a_plan_that_draws_again() -> None:
     assert furthest(found, expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_check_says_to_what_tolerance_it_compared() -> None:
     model, x = made()
     module = remat.rematerialize(

@@ -126,6 +126,7 @@ def test_events_are_those_of_written_kernels(
     assert any(event.kind in ("allocate", "rename") for event in unwritten.events)
 
 
+@pytest.mark.slow
 def test_loops_are_fused_at_an_outer_level_where_written_ones_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.limits import AMPLE_S
 
 AT_WORK = """
 import sys
+
+import pytest
 from benchmarks.layered import layered_graph
 from remat.solver import solve
 from tests.graphs import peak_bytes_of
@@ -45,6 +49,8 @@ print("the end")
 
 LISTENING = """
 import sys
+
+import pytest
 from remat.solver import solve
 from tests.limits import AMPLE_S
 from tests.solver.layered_search import GAP, budget_bytes, layered
@@ -57,6 +63,7 @@ solve(layered(), budget_bytes(), gap=GAP, time_limit_s=AMPLE_S, progress=tell)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_search_around_with_the_best_found() -> None:
     """A thread still in C++ when the interpreter ends can abort it; the status says no."""
     with subprocess.Popen(
@@ -75,6 +82,7 @@ def test_ctrl_c_ends_a_search_around_with_the_best_found() -> None:
     assert said.startswith("time limit True interrupted"), "the output after the solve is lost"
 
 
+@pytest.mark.slow
 def test_solves_in_threads_leave_standard_output_as_it_was() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IN_THREADS],

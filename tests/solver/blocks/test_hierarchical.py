@@ -183,7 +183,10 @@ def test_composition_on_a_coarse_grid_stays_within_the_room() -> None:
     assert compose(tables, -1, 16) is None
 
 
-@pytest.mark.parametrize(("percent", "cut_overhead"), [(30, 0.1730), (50, 0.0887), (70, 0.0283)])
+@pytest.mark.parametrize(
+    ("percent", "cut_overhead"),
+    [pytest.param(30, 0.1730, marks=pytest.mark.slow), (50, 0.0887), (70, 0.0283)],
+)
 def test_many_layers_cost_no_more_than_cut_takes_on_few(percent: int, cut_overhead: float) -> None:
     """The overheads of `cut` on 12 layers, at the same parts of their peak."""
     graph = gpt_like(105)

@@ -63,6 +63,7 @@ def every_row(graph: TrainingGraph) -> tuple[tuple[int, int], ...]:
     return tuple((stage, op) for stage in range(1, len(graph.ops)) for op in range(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_climbing_raises_a_bound_that_holds(seed: int) -> None:
     closed = 0
@@ -92,6 +93,7 @@ def test_all_rows_in_all_stages_never_cut_off_the_optimum(seed: int) -> None:
         assert with_us * SLACK >= without_us, "rows weaken the program"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_one_row_at_a_time_never_cuts_off_the_optimum(seed: int) -> None:
     for graph, budget_bytes, optimum_us in tight_cases(4, 100 + seed):

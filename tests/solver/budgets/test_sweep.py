@@ -78,12 +78,14 @@ def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
     assert merged(graph, [lost, tight])[0].schedule is None
 
 
+@pytest.mark.slow
 def test_sweeps_side_by_side_equal_one_by_one() -> None:
     graph, budgets = chain(10), 3
     alone = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S)
     assert facts(sweep(graph, budgets, "cut", time_limit_s=AMPLE_S, jobs=2)) == facts(alone)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
     distributed = pytest.importorskip("distributed", reason="dask is not installed")
     joblib = pytest.importorskip("joblib")

@@ -76,6 +76,7 @@ def test_more_memory_never_costs_more_than_the_gap(build) -> None:
         assert loose.lower_bound_us <= tight.time_us
 
 
+@pytest.mark.slow
 def test_same_schedule_in_every_process() -> None:
     code = (
         "from tests.solver.random_graphs import unet_like\n"

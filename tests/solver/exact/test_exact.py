@@ -112,6 +112,7 @@ def test_any_cuts_bound_the_optimum(graph: TrainingGraph, data: st.DataObject) -
         assert optimum is None or bound_us <= optimum * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_one_sweep_a_stage_is_not_always_enough() -> None:
     source = random.Random(1)
     missed = 0

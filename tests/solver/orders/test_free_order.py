@@ -221,7 +221,9 @@ def test_progress_never_gets_worse_and_ends_at_the_result() -> None:
     assert any(p.doing.startswith("the given order: ") for p in told)
 
 
-@pytest.mark.parametrize(("percent", "most"), [(90, 0.0), (80, 0.003)])
+@pytest.mark.parametrize(
+    ("percent", "most"), [(90, 0.0), pytest.param(80, 0.003, marks=pytest.mark.slow)]
+)
 def test_a_published_layered_graph_in_free_order(percent: int, most: float) -> None:
     data = reference("moccasin_rl1.json")
     graph = graph_from_nodes(data)
@@ -243,6 +245,7 @@ def test_a_random_layered_graph_in_free_order() -> None:
     assert again.schedule == free.schedule
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(training_graphs(max_ops=9))
 def test_a_free_order_is_never_worse(graph: TrainingGraph) -> None:

@@ -157,6 +157,7 @@ def test_no_order_has_a_peak_below_its_bound(graph: TrainingGraph) -> None:
     assert graph.resident.total_bytes <= bound_bytes <= least_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(training_graphs(max_ops=7))
 def test_no_cut_exceeds_the_optimum_of_a_free_order(graph: TrainingGraph) -> None:

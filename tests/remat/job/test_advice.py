@@ -1,0 +1,40 @@
+"""What a run advises: no plan where none is needed, and new prices where they are far off."""
+
+from __future__ import annotations
+
+import pytest
+
+from remat.budgets import unmodified
+from remat.job.advice import advice_on_run
+from remat.job.pipeline import Report, Row, RunsAgain
+from remat.solver import solve
+from tests.solver.random_graphs import chain
+
+GRAPH = chain(4)
+PEAK_BYTES = unmodified(GRAPH).peak_bytes
+
+
+def advised(budget_bytes: int, *ratios: float | None) -> str:
+    rows = tuple(
+        Row(name, PEAK_BYTES, 100.0, 0.0, measured_step_us=None if by is None else 100.0 * by)
+        for name, by in zip(("unmodified", "chen_sqrt", "this plan"), ratios, strict=True)
+    )
+    result = solve(GRAPH, budget_bytes, "store_all")
+    return " ".join(advice_on_run(Report(GRAPH, result, rows, {}, RunsAgain((), None))))
+
+
+def test_a_step_that_fits_already_needs_no_plan() -> None:
+    assert "fits already: train without a plan" in advised(PEAK_BYTES, None, None, None)
+    assert advised(PEAK_BYTES - 1, None, None, None) == ""
+
+
+@pytest.mark.parametrize("ratios", [(1.6, 1.5, 1.4), (None, None, 1.4), (0.5, 0.6, 0.7)])
+def test_steps_that_are_all_far_from_predicted_are_told(ratios: tuple[float | None, ...]) -> None:
+    worst = max(r for r in ratios if r) if ratios[-1] and ratios[-1] > 1 else 0.5
+    text = advised(PEAK_BYTES - 1, *ratios)
+    assert f"took {worst:.2f} times as long as predicted" in text
+    assert "--measure-again" in text
+
+
+def test_one_slow_step_among_others_says_nothing() -> None:
+    assert advised(PEAK_BYTES - 1, 1.0, 1.9, 1.1) == ""
