@@ -64,6 +64,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_followed_is_refused_on_every_rank(two: Found, case: str) -> None:
     kind, text = REFUSED[case]

@@ -109,6 +109,7 @@ def test_gradients_are_those_of_the_step_that_keeps_everything() -> None:
     assert "remat.rewriter.graphs.rng" not in str(module), "printed graphs stay ATen's"
 
 
+@pytest.mark.slow
 def test_random_numbers_are_eagers_in_a_plan_that_draws_again() -> None:
     model, x = made()
     module = remat.rematerialize(
