@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ def _watched(
     # Garbage that is collected meanwhile was live before: it would count as given back.
     count = 0
     profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with without_garbage(), profiled as profiler:
+    with without_garbage(), _without_its_log(), profiled as profiler:
         for i, region in enumerate(regions):
             with record_function(f"{_MARK}{i}"):
                 kept = region()
@@ -76,6 +77,22 @@ def _watched(
             spans[int(name.removeprefix(_MARK))] = (start, start + event.duration_ns())
     deltas.sort(key=lambda delta: delta[0])
     return deltas, [spans[i] for i in range(count)]
+
+
+@contextmanager
+def _without_its_log() -> Generator[None]:
+    """Keep the profiler from writing each start and stop to standard error.
+
+    It reads the variable once, when it starts for the first time in a process.
+    """
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
 
 
 @contextmanager

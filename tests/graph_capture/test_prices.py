@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,3 +151,16 @@ def test_garbage_is_not_collected_while_memory_is_measured() -> None:
         assert gc.isenabled()
     finally:
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.slow
+def test_measuring_writes_nothing_and_leaves_the_environment_alone() -> None:
+    script = (
+        "import os, torch\n"
+        "from remat.graph_capture.memory_events import measure_peak\n"
+        "assert measure_peak(lambda: torch.ones(1000)) >= 4000\n"
+        "assert 'KINETO_LOG_LEVEL' not in os.environ\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
