@@ -203,7 +203,7 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
         return replace(report, unchecked=reason)
     with stopwatch.stage("check", "checking the plan against eager"):
         checked = check_schedule(loaded, traced, result.schedule, request)
-    with stopwatch.stage("compare", "measuring chen_sqrt"):
+    with stopwatch.stage("compare", "measuring square-root checkpointing"):
         compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
     return replace(report, rows=_rows_as_run(report.rows, checked, compared), check=checked)
 

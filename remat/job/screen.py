@@ -140,11 +140,11 @@ def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulatio
         held_bytes[module.get(value.producer) or OUTSIDE] += value.size_bytes
     heaviest = held_bytes.most_common(HELD_ROWS)
     parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
-    parts += [f"values of {place} {bytes_text(size)}" for place, size in heaviest]
+    parts += [f"{place} {bytes_text(size)}" for place, size in heaviest]
     rest = len(held_bytes) - len(heaviest)
     if rest:
         rest_bytes = held_bytes.total() - sum(size for _, size in heaviest)
-        parts.append(f"of {rest} more modules {bytes_text(rest_bytes)}")
+        parts.append(f"{rest} more modules {bytes_text(rest_bytes)}")
     if simulation.workspace_at_peak_bytes:
         parts.append(f"workspace {bytes_text(simulation.workspace_at_peak_bytes)}")
     return ", ".join(parts)
