@@ -23,6 +23,7 @@ from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import require_valid
 
 
 def rewrite(
@@ -65,7 +66,7 @@ def rewrite(
 
     Raises
     ------
-    ScheduleError : the schedule was made for another model or batch.
+    ScheduleError : the schedule was made for another model or batch, or `simulate` refuses it.
     RewriteError : the batch that the schedule was made for is not known here.
     CaptureError : the model has changed, and cannot be captured any more.
     """
@@ -82,6 +83,7 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         is_usable = is_usable and trace.graph.hash == schedule.graph_hash
         traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
+    require_valid(traced.graph, schedule)
     if compile:
         _warn_above_budget(traced, schedule)
     if schedule.updates and updates is None:

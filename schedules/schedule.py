@@ -86,6 +86,8 @@ class Schedule(msgspec.Struct, frozen=True):
             )
         if not are_figures(self.budget_bytes):
             raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
+        if len({one.region for one in self.pieces}) < len(self.pieces):
+            raise ScheduleError("a schedule names the same region in pieces twice")
 
     @classmethod
     def for_graph(
