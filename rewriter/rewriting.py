@@ -62,7 +62,8 @@ def rewrite(
 
     Warns
     -----
-    UserWarning : the peak of Inductor's code is above the budget that the schedule was made for.
+    UserWarning : the peak of the schedule, or of Inductor's code for it, is above the budget that
+        the schedule was made for.
 
     Raises
     ------
@@ -83,7 +84,13 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         is_usable = is_usable and trace.graph.hash == schedule.graph_hash
         traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
-    require_valid(traced.graph, schedule)
+    found = require_valid(traced.graph, schedule)
+    if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
+        warnings.warn(
+            f"this schedule has a peak of {found.peak_bytes} bytes here, above its budget of "
+            f"{schedule.budget_bytes}: it was edited, or made with other sizes. Solve again",
+            stacklevel=2,
+        )
     if compile:
         _warn_above_budget(traced, schedule)
     if schedule.updates and updates is None:

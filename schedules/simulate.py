@@ -63,8 +63,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     return _Replay(graph).run(schedule.steps)
 
 
-def require_valid(graph: TrainingGraph, schedule: Schedule) -> None:
-    """Refuse a schedule that is not one of `graph`, before anything is made of it.
+def require_valid(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+    """Refuse a schedule that is not one of `graph`, before anything is made of it; judge others.
 
     `graph` is the very one that is to be carried out, with regions in pieces. A hash says only
     that a schedule was made for it: steps that were doubled, dropped or moved since train with
@@ -75,7 +75,7 @@ def require_valid(graph: TrainingGraph, schedule: Schedule) -> None:
     ScheduleError : it was made for another graph, or a step breaks a rule.
     """
     schedule.check_made_for(graph)
-    simulate(graph, schedule)
+    return simulate(graph, schedule)
 
 
 def overhead_of(time_us: float, base_us: float) -> float:
