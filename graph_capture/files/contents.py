@@ -133,7 +133,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
         raise PermissionError("it is write-protected")
     # Not named after the target, whose name may be as long as the file system allows.
     fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
-    handle, is_named = _opened(fresh)
+    handle, is_named = _fresh_file(fresh)
     try:
         with os.fdopen(handle, "wb") as out:
             if old:
@@ -150,7 +150,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
         fresh.unlink(missing_ok=True)
 
 
-def _opened(fresh: Path) -> tuple[int, bool]:
+def _fresh_file(fresh: Path) -> tuple[int, bool]:
     """A new file to write to, and whether it has its name already.
 
     Where the system can, it has none until it is whole: nothing is left of it after a kill.
