@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -116,14 +117,21 @@ def without_frees(schedule: Schedule) -> Schedule:
     return msgspec.structs.replace(schedule, steps=kept)
 
 
-def edited(graph: TrainingGraph, schedule: Schedule) -> dict[str, Schedule]:
-    """By what was edited."""
-    replace = msgspec.structs.replace
-    found = {
-        name: replace(schedule, steps=edit(graph, schedule.steps)) for name, edit in EDITS.items()
-    }
-    found["another hash"] = replace(schedule, graph_hash="0" * 64)
-    found["pieces of an absent region"] = replace(schedule, pieces=(Pieces("no_such_loss", 2),))
-    found["no pieces"] = replace(schedule, pieces=(Pieces("no_such_loss", 0),))
-    found["negative pieces"] = replace(schedule, pieces=(Pieces("no_such_loss", -4),))
+def edited(graph: TrainingGraph, schedule: Schedule) -> dict[str, Callable[[], Schedule]]:
+    """By what was edited. Some cannot even be made."""
+
+    def replaced(**fields: Any) -> Callable[[], Schedule]:
+        return lambda: msgspec.structs.replace(schedule, **fields)
+
+    found = {name: replaced(steps=edit(graph, schedule.steps)) for name, edit in EDITS.items()}
+    found["another hash"] = replaced(graph_hash="0" * 64)
+    for name, pieces in PIECES.items():
+        found[name] = replaced(pieces=(Pieces("no_such_loss", pieces),))
+    absent = {"pieces": (Pieces("no_such_loss", 2),), "captured_hash": "0" * 64}
+    found["pieces of a graph that is not there"] = replaced(**absent)
+    found["pieces of this graph"] = replaced(**absent | {"graph_hash": "0" * 64})
+    found["pieces of the same graph"] = replaced(**absent | {"captured_hash": schedule.graph_hash})
     return found
+
+
+PIECES = {"pieces of an absent region": 2, "no pieces": 0, "negative pieces": -4}

@@ -11,14 +11,16 @@ import msgspec
 import pytest
 
 import remat
-from remat.graph_capture.errors import PlanError, ScheduleError
+from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter.plans.loading import load
+from remat.schedules.exports.chrome_trace import trace_file
+from remat.schedules.exports.dot import to_dot
 from remat.schedules.plan import Plan
 from remat.schedules.schedule import Pieces, Schedule
 from tests import models
 from tests.graph_capture.splitting.language_models import made
-from tests.rewriter.edited_schedules import EDITS, edited, without_frees
+from tests.rewriter.edited_schedules import EDITS, PIECES, edited, without_frees
 
 
 @functools.cache
@@ -32,7 +34,7 @@ def case() -> tuple[Any, Any, TrainingGraph, Schedule, Plan]:
 
 
 @functools.cache
-def bad() -> dict[str, Schedule]:
+def bad() -> dict[str, Callable[[], Schedule]]:
     return edited(case()[2], case()[3])
 
 
@@ -48,21 +50,40 @@ def by_load(schedule: Schedule) -> object:
     return load(msgspec.structs.replace(case()[4], schedule=schedule), case()[0])
 
 
-NAMES = [*EDITS, "another hash", "pieces of an absent region", "no pieces", "negative pieces"]
+def by_policy(schedule: Schedule) -> object:
+    return remat.checkpoint_policy(case()[2], schedule)
+
+
+def by_inspect(schedule: Schedule) -> object:
+    return remat.inspect(case()[2], schedule)
+
+
+def by_place(schedule: Schedule) -> object:
+    return remat.place(case()[2], schedule)
+
+
+def by_drawing(schedule: Schedule) -> object:
+    return to_dot(case()[2], schedule), trace_file(case()[2], schedule)
+
+
+NAMES = [*EDITS, "another hash", *PIECES, "pieces of this graph", "pieces of the same graph"]
 WAYS: dict[str, Callable[[Schedule], object]] = {
     "rewrite": by_rewrite,
     "rewrite with a batch": by_rewrite_with_a_batch,
     "load": by_load,
+    "policy": by_policy,
+    "inspect": by_inspect,
+    "place": by_place,
+    "exports": by_drawing,
 }
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_edited_schedule_does_not_train(name: str, way: Callable[[Schedule], object]) -> None:
-    if name == "another hash" and way is by_rewrite:
-        pytest.skip("it names no capture of this process")
-    with pytest.raises(ScheduleError):
-        way(bad()[name])
+    # Of a hash that names no capture of this process, rewriting knows no batch.
+    with pytest.raises((ScheduleError, RewriteError) if name == "another hash" else ScheduleError):
+        way(bad()[name]())
 
 
 def test_the_schedule_that_was_edited_trains() -> None:
@@ -115,8 +136,7 @@ def test_pieces_that_were_edited_do_not_train() -> None:
         (Pieces(one.region, 10**9),), (Pieces(one.region, -2),), (), (Pieces("no_such_loss", 2),),
         (one, Pieces("no_such_loss", 2)), (Pieces(one.region, one.pieces, exact=False),),
     ):  # fmt: skip
-        wrong = msgspec.structs.replace(schedule, pieces=pieces)
         with pytest.raises(ScheduleError):
-            remat.rewrite(model, wrong, args)
+            remat.rewrite(model, msgspec.structs.replace(schedule, pieces=pieces), args)
     with pytest.raises(ScheduleError, match="the same region in pieces twice"):
         msgspec.structs.replace(schedule, pieces=(one, one))
