@@ -25,7 +25,6 @@ import msgspec
 from benchmarks.instance_format import (
     Id,
     Instance,
-    InstanceError,
     Number,
     graph_of,
     op_name,
@@ -230,7 +229,7 @@ def main() -> int:
             write_contents(asked.out, json.dumps(sequence).encode() + b"\n")
     except GraphError as error:
         parser.error(f"{asked.instance}: {error}")
-    except (InstanceError, RematError, OSError) as error:
+    except (RematError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(found))
     return 0 if sequence else NOTHING_FITS

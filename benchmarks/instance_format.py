@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from remat.graph_capture.errors import FileError, ShapeError, TextError
+from remat.graph_capture.errors import FileError, RematError, ShapeError, TextError
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
@@ -28,7 +28,7 @@ Number = int | float
 SHOWN = 12
 
 
-class InstanceError(ValueError):
+class InstanceError(RematError, ValueError):
     """The file is no instance; the message says what was found and where."""
 
 

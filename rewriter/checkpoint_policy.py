@@ -24,6 +24,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.kept_in_forward import kept_occurrences
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import require_valid
 
 
 class OccurrencePolicy:
@@ -96,7 +97,7 @@ def checkpoint_policy(
 
     Raises
     ------
-    ScheduleError : the schedule was made for another graph.
+    ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : forward changes buffers or its batch, which torch would do again when it
         recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces.
     """
@@ -105,7 +106,7 @@ def checkpoint_policy(
             f"this plan runs {schedule.pieces[0].region} in pieces, which torch's checkpointing "
             "cannot: train with remat.rewrite, or plan with split='none'"
         )
-    schedule.check_made_for(graph)
+    require_valid(graph, schedule)
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
     if changed:
         places = {op.name: op.module or op.name for op in graph.ops}

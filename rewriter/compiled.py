@@ -23,6 +23,7 @@ from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.rewriter.graphs.handed_over import marks
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import require_valid
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
 
     Raises
     ------
-    ScheduleError : the schedule was made for another graph.
+    ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : Inductor is asked for and cannot compile the step exactly.
     """
-    schedule.check_made_for(trace.graph)
+    require_valid(trace.graph, schedule)
     trace.compiled = True
     emitted: list[fx.GraphModule] = []
     facts = gradient_facts(trace.joint)

@@ -23,6 +23,7 @@ from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import require_valid
 
 
 def rewrite(
@@ -61,11 +62,12 @@ def rewrite(
 
     Warns
     -----
-    UserWarning : the peak of Inductor's code is above the budget that the schedule was made for.
+    UserWarning : the peak of the schedule, or of Inductor's code for it, is above the budget that
+        the schedule was made for.
 
     Raises
     ------
-    ScheduleError : the schedule was made for another model or batch.
+    ScheduleError : the schedule was made for another model or batch, or `simulate` refuses it.
     RewriteError : the batch that the schedule was made for is not known here.
     CaptureError : the model has changed, and cannot be captured any more.
     """
@@ -82,6 +84,13 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         is_usable = is_usable and trace.graph.hash == schedule.graph_hash
         traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
+    found = require_valid(traced.graph, schedule)
+    if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
+        warnings.warn(
+            f"this schedule has a peak of {found.peak_bytes} bytes here, above its budget of "
+            f"{schedule.budget_bytes}: it was edited, or made with other sizes. Solve again",
+            stacklevel=2,
+        )
     if compile:
         _warn_above_budget(traced, schedule)
     if schedule.updates and updates is None:

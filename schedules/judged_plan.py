@@ -1,8 +1,9 @@
 """Whether a kept plan still is what the simulator says of it.
 
 Anyone can edit a file. So what a plan says of its peak and its times is not believed: its schedule
-is simulated again on the graph that it keeps. Loading a plan for training does not look at that
-graph, since it traces one of its own.
+is simulated again on the graph that it keeps. Its lower bound cannot be simulated: it is compared
+with the time, and nobody takes it for proved. What trains is judged on a graph that is traced
+anew, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import AGAIN, Plan, Prediction
+from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
 AGREEMENT = 1e-9
@@ -22,7 +24,7 @@ def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simul
     Raises
     ------
     PlanError : the plan keeps no graph; or its schedule breaks a rule, or its figures are not
-        those of the simulator, so it was edited or is stale.
+        those of the simulator, so it was edited or is stale; or its peak is above its budget.
     """
     if plan.graph is None:
         raise PlanError(
@@ -36,7 +38,18 @@ def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simul
         raise PlanError(f"{name} was edited, or is stale: {error}. {AGAIN}") from error
     if plan.prediction is not None:
         _require_same(plan.prediction, simulation, name)
+    require_within_budget(plan.schedule, simulation.peak_bytes, name)
     return plan.graph, simulation
+
+
+def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
+    """Raise `PlanError` if a peak of `simulate` is above the budget that a schedule names."""
+    if 0 < schedule.budget_bytes < peak_bytes:
+        raise PlanError(
+            f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
+            f"{schedule.budget_bytes}: it was edited, or made with the sizes of another machine. "
+            f"{AGAIN}"
+        )
 
 
 def _require_same(said: Prediction, found: Simulation, name: str) -> None:

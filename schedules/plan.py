@@ -167,9 +167,8 @@ class Plan(msgspec.Struct, frozen=True):
             raise PlanError(f"{name} is no plan of this release ({error}). {AGAIN}") from error
 
     def __repr__(self) -> str:
-        peak = f"peak {self.prediction.peak_bytes} bytes, " if self.prediction else ""
         return (
-            f"Plan({self.model} on {self.device}: {peak}budget {self.budget_bytes} bytes, "
+            f"Plan({self.model} on {self.device}: budget {self.budget_bytes} bytes, "
             f"{len(self.state)} parameters and buffers, torch {self.versions.torch}, "
             f"graph {self.schedule.graph_hash[:12]})"
         )

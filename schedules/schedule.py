@@ -86,6 +86,19 @@ class Schedule(msgspec.Struct, frozen=True):
             )
         if not are_figures(self.budget_bytes):
             raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
+        self._check_pieces()
+
+    def _check_pieces(self) -> None:
+        """Raise `ScheduleError` for pieces that no solver gives."""
+        if len({one.region for one in self.pieces}) < len(self.pieces):
+            raise ScheduleError("a schedule names the same region in pieces twice")
+        if any(one.pieces < 2 for one in self.pieces):
+            raise ScheduleError("a schedule runs a region in fewer than 2 pieces")
+        if bool(self.pieces) != bool(self.captured_hash) or self.captured_hash == self.graph_hash:
+            raise ScheduleError(
+                "a schedule with regions in pieces names two graphs, with them and without; any "
+                "other names one"
+            )
 
     @classmethod
     def for_graph(

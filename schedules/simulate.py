@@ -63,6 +63,21 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     return _Replay(graph).run(schedule.steps)
 
 
+def require_valid(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+    """Refuse a schedule that is not one of `graph`, before anything is made of it; judge others.
+
+    `graph` is the very one that is to be carried out, with regions in pieces. A hash says only
+    that a schedule was made for it: steps that were doubled, dropped or moved since train with
+    other gradients than eager's, or hold more than was promised.
+
+    Raises
+    ------
+    ScheduleError : it was made for another graph, or a step breaks a rule.
+    """
+    schedule.check_made_for(graph)
+    return simulate(graph, schedule)
+
+
 def overhead_of(time_us: float, base_us: float) -> float:
     """`time_us` as an overhead over a step of `base_us`: 0 or more, also where that takes no time.
 

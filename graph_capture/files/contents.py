@@ -7,6 +7,7 @@ system refuses, such as a full disk, becomes one `FileError` with the name and t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -19,6 +20,9 @@ from remat.graph_capture.errors import FileError
 MOST_FILE_BYTES = 1 << 30
 """Of a file that is read whole. A graph of 100,000 ops takes a twentieth of it."""
 CHUNK_BYTES = 1 << 20
+OPEN_FILES = "/proc/self/fd"
+NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
+"""What file systems and old kernels answer that know no files without a name."""
 
 
 def read_contents(path: str | Path) -> bytes:
@@ -129,7 +133,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
         raise PermissionError("it is write-protected")
     # Not named after the target, whose name may be as long as the file system allows.
     fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
-    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    handle, is_named = _fresh_file(fresh)
     try:
         with os.fdopen(handle, "wb") as out:
             if old:
@@ -138,9 +142,27 @@ def _beside(target: Path) -> Generator[BinaryIO]:
             out.flush()
             # Some file systems notice a full disk only here.
             os.fsync(out.fileno())
+            if not is_named:
+                # With a folder given, Python follows the link to the open file; else it links that.
+                os.link(f"{OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
         os.replace(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _fresh_file(fresh: Path) -> tuple[int, bool]:
+    """A new file to write to, and whether it has its name already.
+
+    Where the system can, it has none until it is whole: nothing is left of it after a kill.
+    """
+    nameless = getattr(os, "O_TMPFILE", 0)
+    if nameless and os.path.isdir(OPEN_FILES):
+        try:
+            return os.open(fresh.parent, nameless | os.O_WRONLY | os.O_CLOEXEC, 0o666), False
+        except OSError as error:
+            if error.errno not in NO_NAMELESS:
+                raise
+    return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), True
 
 
 def _take_over(handle: int, old: os.stat_result) -> None:

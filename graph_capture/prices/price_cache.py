@@ -5,7 +5,9 @@ Two tables stand in it: the price of each distinct op, and the times of each who
 
 from __future__ import annotations
 
+import functools
 import os
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from remat.graph_capture.devices.cpu_meter import cpu_title
 from remat.graph_capture.errors import TextError
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.files.locked import locked
 from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
 
 SCHEMA_VERSION = 6
@@ -74,12 +77,28 @@ class _File(msgspec.Struct):
 
 
 def cache_folder() -> Path:
-    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder."""
+    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder.
+
+    For a user without a home it is a folder of this process, which goes with it.
+    """
     own = os.environ.get("REMAT_CACHE")
     if own:
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # HOME is not set, and the system knows none of this user
+        return Path(_own_folder().name)
     return Path(base) / "remat"
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    warnings.warn(
+        "there is no home folder, so prices are kept for this process alone: set REMAT_CACHE to a "
+        "folder to keep them",
+        stacklevel=4,
+    )
+    return tempfile.TemporaryDirectory(prefix="remat-")
 
 
 class PriceCache:
@@ -126,17 +145,16 @@ class PriceCache:
         return file
 
     def save(self) -> None:
-        """Write the file atomically; a folder that cannot be written is warned about."""
-        # Another process may have saved since: what it found is kept.
-        known = self._read()
-        file = _File(
-            SCHEMA_VERSION,
-            self.title,
-            {**known.prices, **self.prices},
-            {**known.steps, **self.steps},
-        )
+        """Add what is new to the file, at once; a folder that cannot be written is warned about."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_contents(self.path, msgspec.json.encode(file))
+            with locked(self.path):
+                write_contents(self.path, msgspec.json.encode(self._merged()))
         except OSError as error:
             warnings.warn(f"prices are not kept: {self.path.parent}: {error}", stacklevel=3)
+
+    def _merged(self) -> _File:
+        """What is known here, and what other processes have saved since."""
+        known = self._read()
+        prices, steps = {**known.prices, **self.prices}, {**known.steps, **self.steps}
+        return _File(SCHEMA_VERSION, self.title, prices, steps)

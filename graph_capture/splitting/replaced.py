@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.splitting.heads import Head, find_heads, loss_results
 from remat.graph_capture.splitting.linear_cross_entropy import (
     FORWARD,
@@ -23,14 +23,19 @@ from remat.graph_capture.splitting.linear_cross_entropy import (
 
 
 def split_heads(graph: fx.Graph, pieces: Iterable[tuple[str, int, bool]]) -> None:
-    """Let heads run in pieces: those of these names, how many, and whether exactly."""
+    """Let heads run in pieces: those of these names, how many, and whether exactly.
+
+    Raises
+    ------
+    ScheduleError : the step has no head of such a name.
+    """
     wanted = {name: (count, is_exact) for name, count, is_exact in pieces}
     heads = find_heads(graph)[0] if wanted else []
     for head in heads:
         if head.softmax.name in wanted:
             replace_head(head, *wanted.pop(head.softmax.name))
     if wanted:
-        raise CaptureError(
+        raise ScheduleError(
             f"this plan runs {', '.join(wanted)} in pieces, and the step has no linear head with "
             "its loss of that name any more: plan again"
         )

@@ -22,7 +22,7 @@ IGNORED_PART = 0.1
 
 _Key = tuple[str, str, str, int, bool, int]
 _known: dict[_Key, bool] = {}
-"""What was found in this process, by captured graph, device, region, pieces, how and threads."""
+"""What was found in this process, by graph in pieces, device, region, pieces, how and threads."""
 
 
 def gives_eagers_bits(found: Found) -> bool:
@@ -31,7 +31,7 @@ def gives_eagers_bits(found: Found) -> bool:
     It takes the memory of four times the logits. Where that runs out, the answer is no.
     """
     device = str(found.heads[0].x.meta["val"].device)
-    key = _fact(found.captured_hash, device, found.name, found.pieces, found.is_exact)
+    key = _fact(found.joint.graph.hash, device, found.name, found.pieces, found.is_exact)
     if key not in _known:
         try:
             pairs = zip(found.heads, found.nodes, strict=True)
@@ -48,13 +48,17 @@ def gives_eagers_bits(found: Found) -> bool:
     return _known[key]
 
 
-def is_known_to_give_them(captured_hash: str, device: str, region: str, pieces: int) -> bool:
-    """Whether this process has found that a region in exact pieces gives eager's bits."""
-    return _known.get(_fact(captured_hash, device, region, pieces, True), False)
+def is_known_to_give_them(graph_hash: str, device: str, region: str, pieces: int) -> bool:
+    """Whether this process has found that a region in exact pieces gives eager's bits.
+
+    `graph_hash` is that of the graph in pieces, which a plan is held to. It names no other graph,
+    so a plan that was edited is compared too.
+    """
+    return _known.get(_fact(graph_hash, device, region, pieces, True), False)
 
 
-def _fact(captured_hash: str, device: str, region: str, pieces: int, is_exact: bool) -> _Key:
-    return captured_hash, device, region, pieces, is_exact, torch.get_num_threads()
+def _fact(graph_hash: str, device: str, region: str, pieces: int, is_exact: bool) -> _Key:
+    return graph_hash, device, region, pieces, is_exact, torch.get_num_threads()
 
 
 def _are_same_bits(head: Head, nodes: Sequence[fx.Node]) -> bool:

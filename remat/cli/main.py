@@ -19,7 +19,7 @@ from remat.cli.profile import profile_verb
 from remat.cli.report import export_verb, report_verb
 from remat.cli.run import check_verb, run_verb
 from remat.cli.sweep import sweep_verb
-from remat.cli.terminal import use_simple_letters
+from remat.cli.terminal import open_closed_streams, use_simple_letters
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -41,6 +41,7 @@ for name, command in (PLANNING | READING | SHOWING | USING).items():
 
 def main() -> None:
     """Entry point of the `remat` command."""
+    open_closed_streams()
     # torch's profiler, which measures the peaks, otherwise logs each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # A session does so too; this is for the help, which has none.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.cli.session import INFEASIBLE, Session
+from remat.cli.terminal import in_one_line
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job.kept_plans import plan_of_result, write_plan
@@ -25,7 +26,14 @@ def opened_feasible(session: Session, source: str, request: Request, plan: Path 
     opened = open_plan(source, request, session.stopwatch, plan)
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
+    note_unproved(session, opened)
     return opened
+
+
+def note_unproved(session: Session, opened: Opened) -> None:
+    """Say that the bound which a kept plan states is not taken for proved."""
+    if opened.is_kept and opened.solved.message:
+        session.err.print(in_one_line(opened.solved.message), soft_wrap=True)
 
 
 def keep_result(session: Session, path: Path | None, of: Captured, result: Result) -> None:

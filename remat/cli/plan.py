@@ -85,7 +85,7 @@ def rewrite_verb(
     """Print the forward and backward graphs of MODEL rewritten to a kept plan."""
     kept, request = read_kept(plan), replace(request, device=device)
     loaded = load_shown(model, session.stopwatch, device)
-    schedule = fitting_schedule(kept, loaded)
+    schedule = fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
         from remat.rewriter.rewriting import rewrite
 

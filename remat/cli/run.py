@@ -87,7 +87,7 @@ def check_verb(
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     kept, request = read_kept(plan), replace(request, device=device)
     loaded = load_shown(model, session.stopwatch, device)
-    schedule = fitting_schedule(kept, loaded)
+    schedule = fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)

@@ -14,13 +14,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remat.cli.terminal import in_one_line, is_simple, json_text, steady_console, use_simple_letters
+from remat.cli.terminal import (
+    STDOUT,
+    in_one_line,
+    is_simple,
+    json_text,
+    lead_nowhere,
+    steady_console,
+    use_simple_letters,
+)
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
 
 REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
-STDOUT = 1
 
 
 class ShownStopwatch(Stopwatch):
@@ -67,8 +74,7 @@ def _quiet_output() -> Generator[None]:
     """
     sys.stdout.flush()
     kept = os.dup(STDOUT)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), STDOUT)
+    lead_nowhere(STDOUT)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -85,8 +91,7 @@ def _is_stdout_lost() -> bool:
         sys.stdout.flush()
     except OSError:
         # Else Python tries it again at its end, and complains of it in its own words.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), STDOUT)
+        lead_nowhere(STDOUT)
         return True
     return False
 

@@ -8,7 +8,9 @@ are shown by others that are as wide.
 from __future__ import annotations
 
 import codecs
+import errno
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -22,6 +24,8 @@ SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": 
 """Letters of ours and of rich, and what stands for them in ASCII."""
 UNKNOWN = "?"
 LACKING = "remat.lacking"
+STDIN, STDOUT, STDERR = 0, 1, 2
+COLUMNS, LEAST_COLUMNS = 80, 20
 MOST_WORD = 400
 """Letters of a word in a message: a path may have them, a number of a broken file has more."""
 
@@ -77,11 +81,57 @@ class _SteadyHook(RenderHook):
         return [one if isinstance(one, Control) else _Steady(one) for one in renderables]
 
 
+class _SteadyConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the session say that results are lost; go on where only nobody listens."""
+        if not self.stderr:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        self.quiet = True
+        lead_nowhere(STDERR)
+
+
 def steady_console(*, stderr: bool = False) -> Console:
-    """A console for names of anywhere: no markup, no emoji, nothing that steers the terminal."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    """A console for names of anywhere: no markup, no emoji, nothing that steers the terminal.
+
+    It is no narrower than tables can be read in. A terminal that says 0 columns knows of none.
+    """
+    console = _SteadyConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_SteadyHook())
+    if console.width < LEAST_COLUMNS:
+        console.width = LEAST_COLUMNS if console.width else COLUMNS
     return console
+
+
+def lead_nowhere(number: int) -> None:
+    """Let what is written to a standard stream go nowhere."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), number)
+
+
+def open_closed_streams() -> None:
+    """Stand in for standard streams that were closed before the start, as by ``>&-``.
+
+    Otherwise the next file that is opened would take their number, and get what is printed. What is
+    written to standard output then fails, as it does on a full disk; messages go nowhere.
+    """
+    closed = [number for number in (STDIN, STDOUT, STDERR) if not _is_open(number)]
+    for number in closed:
+        handle = os.open(os.devnull, os.O_WRONLY if number == STDERR else os.O_RDONLY)
+        if handle != number:
+            os.dup2(handle, number)
+            os.close(handle)
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # Python's own way
+        sys.stdout = open(STDOUT, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stderr = open(STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def json_text(data: bytes, encoding: str | None) -> str:

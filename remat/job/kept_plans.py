@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
+from remat.schedules.judged_plan import judge_plan
 from remat.schedules.plan import Plan, holds_steps, is_plan
 from remat.schedules.schedule import Schedule
 from remat.solved import graph_behind, predicted
@@ -65,14 +66,16 @@ def schedule_in(kept: Plan | Schedule) -> Schedule:
     return kept.schedule if isinstance(kept, Plan) else kept
 
 
-def fitting_schedule(kept: Plan | Schedule, loaded: Loaded) -> Schedule:
+def fitting_schedule(kept: Plan | Schedule, loaded: Loaded, name: str) -> Schedule:
     """The schedule, of a plan that fits the model, its batch and this torch.
 
     Raises
     ------
-    PlanError : the plan does not; names the first difference.
+    PlanError : the plan does not; names the first difference. Or it was edited.
     """
     if isinstance(kept, Plan):
+        if kept.graph is not None:
+            judge_plan(kept, name)
         from remat.rewriter.plans.fit import require_fit
 
         batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from remat.formats import percent_text
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.device_table import check_device
 from remat.graph_capture.errors import (
@@ -27,10 +28,10 @@ from remat.job.factory import Loaded, load
 from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
 from remat.job.stopwatch import Stopwatch
-from remat.schedules.judged_plan import judge_plan
-from remat.schedules.plan import AGAIN, Plan
+from remat.schedules.judged_plan import AGREEMENT, judge_plan, require_within_budget
+from remat.schedules.plan import Plan
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import overhead_of, simulate
 from remat.solver.result import Result, judged
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ class Opened:
     ----------
     result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
         a budget was given. Its schedule is None where nothing fits.
+    is_kept : whether it is of a kept plan.
     """
 
     graph: TrainingGraph
     result: Result | None
+    is_kept: bool = False
 
     @property
     def schedule(self) -> Schedule | None:
@@ -134,13 +137,13 @@ def _refuse_budget(request: Request) -> None:
 
 def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> Opened:
     """A plan on its own graph, or on the one that is given."""
-    schedule, bound_us = schedule_in(kept), 0.0
+    schedule, told_us = schedule_in(kept), 0.0
     if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
         # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = judge_plan(kept, name)
         if graph is None or own == graph:
             graph = own
-            bound_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
+            told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
     if graph is None:
         raise PlanError(
             f"{name} is a schedule alone, without sizes and prices: name its graph or model too "
@@ -150,14 +153,24 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
         peak_bytes = simulate(graph, schedule).peak_bytes
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
-    budget_bytes = schedule.budget_bytes or peak_bytes
-    if peak_bytes > budget_bytes:
-        raise PlanError(
-            f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
-            f"{budget_bytes}: it was edited, or made with the sizes of another machine. {AGAIN}"
-        )
-    result = judged(graph, schedule, budget_bytes=budget_bytes, lower_bound_us=bound_us)
-    return Opened(graph, result)
+    require_within_budget(schedule, peak_bytes, name)
+    result = judged(
+        graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
+        lower_bound_us=graph.time_us, message=_unproved(graph, told_us, name),
+    )  # fmt: skip
+    return Opened(graph, result, is_kept=True)
+
+
+def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
+    """What to say of a bound that a file states; empty for one that anybody can see."""
+    if told_us <= graph.time_us * (1 + AGREEMENT):
+        return ""
+    told = percent_text(overhead_of(told_us, graph.time_us))
+    return (
+        f"{name} says that no schedule of its budget has less than {told} overhead. A file proves "
+        "nothing, so the bound here is the step with every op once. To prove one: remat solve, "
+        "remat compare"
+    )
 
 
 def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:

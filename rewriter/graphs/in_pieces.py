@@ -10,8 +10,8 @@ import dataclasses
 
 from torch import nn
 
-from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.splitting.regions import AND, find_regions
+from remat.graph_capture.errors import RewriteError, ScheduleError
+from remat.graph_capture.splitting.regions import AND, COUNTS, find_regions
 from remat.graph_capture.splitting.same_bits import gives_eagers_bits, is_known_to_give_them
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
@@ -24,16 +24,27 @@ def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Tra
     Raises
     ------
     RewriteError : pieces that are to be exact give other bits than eager here.
-    CaptureError : the step has no such region.
+    ScheduleError : the step has no such region, or no region runs in that many pieces.
     """
+    _require_counts(schedule)
     exact = [one for one in schedule.pieces if one.exact]
-    facts = schedule.captured_hash, recipe.device
+    facts = schedule.graph_hash, recipe.device
     if not all(is_known_to_give_them(*facts, one.region, one.pieces) for one in exact):
         _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), schedule)
     pieces = tuple(
         (head, one.pieces, one.exact) for one in schedule.pieces for head in one.region.split(AND)
     )
     return trace_recipe(model, dataclasses.replace(recipe, pieces=pieces))
+
+
+def _require_counts(schedule: Schedule) -> None:
+    """Refuse numbers of pieces that no plan has: the graph's hash does not cover them."""
+    for one in schedule.pieces:
+        if one.pieces not in COUNTS:
+            raise ScheduleError(
+                f"this plan runs {one.region} in {one.pieces} pieces; regions run in "
+                f"{', '.join(map(str, COUNTS))}: solve again"
+            )
 
 
 def _require_eagers_bits(captured: Trace, schedule: Schedule) -> None:

@@ -1,8 +1,10 @@
-"""The tree of a batch in a plan file, read without running code that the file names.
+"""The tree of a batch in a plan file, read as data: nothing is imported because a file names it.
 
-torch reads such a tree by `treespec_loads`. That imports the module of an enum or of a factory of
-default values by the name that the text gives, and so would run whatever the file wants. Here only
-modules that are imported already are allowed, and of them only enums and built-in types.
+torch reads such a tree by `treespec_loads`, which imports the module of an enum or of a factory of
+default values by the name that the text gives, and so would run whatever the file wants. Here the
+JSON that `treespec_dumps` writes is read by ourselves. Containers of Python's own are known. Others
+are taken only where the running program has registered them with torch already, as a named tuple,
+a dataclass or an output of Hugging Face's; enums only from modules that are imported already.
 """
 
 from __future__ import annotations
@@ -11,16 +13,36 @@ import builtins
 import collections
 import enum
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch.utils._pytree as pytree
 
 from remat.graph_capture.errors import PlanError, TextError
 from remat.graph_capture.files.json_text import decoded
 
+PROTOCOL = 1
+MOST_DEPTH = 100
+"""Containers within containers. torch takes such a tree apart by recursion."""
 ENUM = "__enum__"
-FACTORY = "default_factory_module", "default_factory_name"
+
+
+class _Node(msgspec.Struct, forbid_unknown_fields=True):
+    """A container, or a leaf, which has neither type nor context, as torch writes them."""
+
+    type: str | None
+    context: object
+    children_spec: list[_Node]
+
+
+class _Factory(msgspec.Struct, forbid_unknown_fields=True):
+    """The context of a `defaultdict`."""
+
+    default_factory_module: str
+    default_factory_name: str
+    dict_context: list[object]
 
 
 def tree_from(text: str) -> pytree.TreeSpec:
@@ -28,58 +50,145 @@ def tree_from(text: str) -> pytree.TreeSpec:
 
     Raises
     ------
-    PlanError : it names code that is not of the containers of a batch.
-    ValueError, TypeError, KeyError, AttributeError, AssertionError, RuntimeError : it is no tree.
+    PlanError : it is no tree, or names a type that the running program has not registered.
+    ValueError, TypeError, ... : what a type that is registered raises of its own context.
     """
-    for found in _objects(_json_in(text)):
-        if ENUM in found:
-            _check_enum(str(found.get("fqn")))
-        if not found.keys().isdisjoint(FACTORY):
-            _check_factory(*(str(found.get(key)) for key in FACTORY))
-    return pytree.treespec_loads(text)
+    protocol, root = _decoded(text, tuple[int, _Node])
+    if protocol != PROTOCOL:
+        raise _unread(f"its tree is of protocol {protocol}, this release reads {PROTOCOL}")
+    return _spec(root, 0)
 
 
-def _json_in(text: str) -> object:
+def _unread(why: object) -> PlanError:
+    return PlanError(f"the batch in the plan file cannot be read ({why})")
+
+
+def _decoded(text: str, kind: Any) -> Any:
     try:
-        return decoded(text, object)
+        return decoded(text, kind)
     except TextError as error:
-        raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
+        raise _unread(error) from error
 
 
-def _objects(root: object) -> Iterator[dict[str, Any]]:
-    """All JSON objects in a tree, those in its texts included: contexts are JSON in JSON."""
-    waiting = [root]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-            context = one.get("context")
-            if isinstance(context, str) and ("{" in context or "\\" in context):
-                waiting.append(_json_in(context))
-        elif isinstance(one, list):
-            waiting += one
+def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
+    if depth > MOST_DEPTH:
+        raise _unread(f"it has more than {MOST_DEPTH} containers within each other")
+    if node.type is None:
+        if node.context is not None or node.children_spec:
+            raise _unread("a leaf of its tree has parts")
+        return pytree.tree_structure(0)
+    children = [_spec(child, depth + 1) for child in node.children_spec]
+    if node.type in _OWN:
+        kind, context_of = _OWN[node.type]
+        return pytree.TreeSpec(kind, context_of(node.context, len(children)), children)
+    kind = _registered(node.type)
+    read = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+    context: Any = read(node.context) if read is not None else _json_context(node.context)
+    return pytree.TreeSpec(kind, context, children)
 
 
-def _check_enum(place: str) -> None:
-    """Raise `PlanError` unless ``module:Class`` is an enum that is here already."""
+def _registered(name: str) -> type[Any]:
+    """The type that the running program has registered with torch under a name."""
+    found: object = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
+    # All types that were registered without a name stand under the same one.
+    if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND or not isinstance(found, type):
+        raise _unread(
+            f"it has a container {name!r}, which nothing has registered here: import its module "
+            "before the plan is loaded, if you know it"
+        )
+    return found
+
+
+def _json_context(context: object) -> Any:
+    """A context that torch writes as JSON within the JSON, with enums that are here already."""
+    if not isinstance(context, str):
+        raise _unread("the context of a container is no text")
+    return _with_enums(_decoded(context, object))
+
+
+def _with_enums(one: Any) -> Any:
+    if isinstance(one, list):
+        return [_with_enums(part) for part in one]
+    if not isinstance(one, dict):
+        return one
+    if ENUM in one:
+        return _enum_member(str(one.get("fqn")), one.get("name"))
+    return {key: _with_enums(part) for key, part in one.items()}
+
+
+def _enum_member(place: str, name: object) -> enum.Enum:
+    """A member of the enum ``module:Class``, which must be imported already."""
     module, _, path = place.partition(":")
     found: object = sys.modules.get(module)
     for part in path.split("."):
         # Not getattr: a module may import another when it is asked for a name.
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     if not (isinstance(found, type) and issubclass(found, enum.Enum)):
-        raise PlanError(
-            f"the batch in the plan file names {place!r}, which is no enum that is imported here: "
-            "import its module before the plan is loaded, if you know it"
+        raise _unread(
+            f"it names {place!r}, which is no enum that is imported here: import its module "
+            "before the plan is loaded, if you know it"
         )
+    if name not in found.__members__:
+        raise _unread(f"it names {name!r}, which is no member of {place!r}")
+    return found.__members__[str(name)]
 
 
-def _check_factory(module: str, name: str) -> None:
-    """Raise `PlanError` unless a factory of default values is a type of Python's own."""
+def _nothing(context: object, n_children: int) -> None:
+    if _json_context(context) is not None:
+        raise _unread("a tuple or list of its tree has a context")
+
+
+def _keys(context: object, n_children: int) -> list[Any]:
+    return _as_keys(_json_context(context), n_children)
+
+
+def _as_keys(found: Any, n_children: int) -> list[Any]:
+    """Keys of a dict: as many as there are values, none of them twice."""
+    if not isinstance(found, list) or any(isinstance(key, (list, dict)) for key in found):
+        raise _unread("a dict of its tree has keys that are none")
+    if len(found) != n_children or len(set(found)) != n_children:
+        raise _unread("a dict of its tree has other keys than values")
+    return found
+
+
+def _length(context: object, n_children: int) -> int | None:
+    found = _json_context(context)
+    if found is not None and (type(found) is not int or found < n_children):
+        raise _unread("a deque of its tree is longer than it may be")
+    return found
+
+
+def _factory(context: object, n_children: int) -> list[Any]:
+    try:
+        given = msgspec.convert(context, _Factory)
+    except msgspec.ValidationError as error:
+        raise _unread(error) from error
+    module, name = given.default_factory_module, given.default_factory_name
     here: dict[str, object] = {"builtins": builtins, "collections": collections}
-    if not isinstance(getattr(here.get(module), name, None), type):
-        raise PlanError(
-            f"the batch in the plan file makes default values by {module}.{name}, which is no type "
-            "of Python's own: pass that part of the batch as a dict"
+    made = getattr(here.get(module), name, None)
+    if not isinstance(made, type):
+        raise _unread(
+            f"it makes default values by {module}.{name}, which is no type of Python's own: pass "
+            "that part of the batch as a dict"
         )
+    return [made, _as_keys(_with_enums(given.dict_context), n_children)]
+
+
+def _named_tuple(context: object, n_children: int) -> type[Any]:
+    kind = _registered(str(context))
+    fields = getattr(kind, "_fields", None)
+    if not issubclass(kind, tuple) or not isinstance(fields, tuple) or len(fields) != n_children:
+        raise _unread(f"it has a {context!r} of {n_children} parts, which is no named tuple here")
+    return kind
+
+
+_OWN: dict[str, tuple[Any, Callable[[object, int], Any]]] = {
+    "builtins.tuple": (tuple, _nothing),
+    "builtins.list": (list, _nothing),
+    "builtins.dict": (dict, _keys),
+    "collections.OrderedDict": (OrderedDict, _keys),
+    "collections.defaultdict": (defaultdict, _factory),
+    "collections.deque": (deque, _length),
+    "collections.namedtuple": (collections.namedtuple, _named_tuple),
+}
+"""Containers of Python's own: how torch names them, and how their context is read."""

@@ -97,6 +97,11 @@ def batch_signature(signature: Signature) -> BatchSignature:
             f"the batch has a container that a plan file cannot hold ({error}): pass its parts as "
             "tuples, lists or dicts"
         ) from error
+    if not _is_read_again(tree, signature.spec):
+        raise PlanError(
+            "the batch has a dict or another container with keys that a plan file cannot hold: use "
+            "texts or numbers as keys"
+        )
     leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
     return BatchSignature(
         tree,
@@ -109,6 +114,14 @@ def batch_signature(signature: Signature) -> BatchSignature:
             for name, facts, other in leaves
         ),
     )
+
+
+def _is_read_again(tree: str, spec: pytree.TreeSpec) -> bool:
+    """Whether a file's text of a tree gives the same tree: JSON has no tuples, as keys may be."""
+    try:
+        return tree_from(tree) == spec
+    except PlanError:
+        return False
 
 
 def signature_from(batch: BatchSignature) -> Signature:

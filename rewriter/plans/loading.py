@@ -32,6 +32,7 @@ from remat.rewriter.plans.fit import require_fit
 from remat.rewriter.rewriting import refuse_rewritten, rewrite
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
+from remat.schedules.judged_plan import judge_plan
 from remat.schedules.plan import Plan, Prediction, Versions
 from remat.schedules.schedule import Schedule
 
@@ -108,11 +109,14 @@ def load(
 
     Raises
     ------
-    PlanError : the file cannot be read; or the torch, the device, the model, the batch or the
-        loss differ from the plan's. The message names the first difference.
-    ScheduleError : all these are the same, and yet the model computes something else.
+    PlanError : the file cannot be read, or was edited; or the torch, the device, the model, the
+        batch or the loss differ from the plan's. The message names the first difference.
+    ScheduleError : all these are the same, and yet the model computes something else, or the
+        schedule breaks a rule of the step.
     """
     kept = plan if isinstance(plan, Plan) else read_plan(plan)
+    if kept.graph is not None:
+        judge_plan(kept, "the plan" if isinstance(plan, Plan) else str(plan))
     if kept.schedule.updates:
         raise PlanError(
             "the plan updates parameters during backward, and a file holds no optimizer: make it "
@@ -126,6 +130,7 @@ def load(
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
         traced = trace_in_pieces(model, recipe, kept.schedule)
-    kept.schedule.check_made_for(traced.graph)
-    known: dict[str, Any] = {"prediction": kept.prediction, "priced": kept.graph}
+    # Without the graph behind them, figures are what somebody says.
+    prediction = kept.prediction if kept.graph is not None else None
+    known: dict[str, Any] = {"prediction": prediction, "priced": kept.graph}
     return rewrite(model, kept.schedule, trace=traced, compile=compile, **known)

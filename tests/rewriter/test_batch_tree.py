@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import sys
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.utils._pytree as pytree
 
 from remat.graph_capture.errors import PlanError
+from remat.graph_capture.tracing.signature import Signature
 from remat.rewriter.plans.batch_tree import tree_from
-from remat.rewriter.plans.facts import signature_from
+from remat.rewriter.plans.facts import batch_signature, signature_from
 from remat.schedules.plan import BatchSignature, PythonLeaf, TensorLeaf
 
 
 class Side(enum.Enum):
     LEFT = 1
+
+
+class Named(NamedTuple):
+    first: int
+    rest: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Fields:
+    first: int
+    second: int = 2
+
+
+class Output(OrderedDict[str, Any]):
+    """As Hugging Face's outputs are: a dict with a name of its own, registered by their code."""
+
+
+NAME = "tests.rewriter.test_batch_tree"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    """The types above, as the running program registers its own."""
+    pytree._register_namedtuple(Named, serialized_type_name=f"{NAME}.Named")
+    pytree._private_register_pytree_node(
+        Fields,
+        lambda one: ([one.first, one.second], None),
+        lambda values, _: Fields(*values),
+        serialized_type_name=f"{NAME}.Fields",
+    )
+    pytree._private_register_pytree_node(
+        Output,
+        lambda one: (list(one.values()), list(one)),
+        lambda values, keys: Output(zip(keys, values, strict=True)),
+        serialized_type_name=f"{NAME}.Output",
+        to_dumpable_context=json.dumps,
+        from_dumpable_context=json.loads,
+    )
+    yield
+    for kind in (Named, Fields, Output):
+        pytree._deregister_pytree_node(kind)
 
 
 TREES: dict[str, Any] = {
@@ -29,6 +73,10 @@ TREES: dict[str, Any] = {
     "default": defaultdict(list, a=1),
     "enum as a key": {Side.LEFT: 1},
     "quotes": {'a"\\{"__enum__"': 1},
+    "keys of several kinds": {1: 1, "1": 2, None: 3, 2.5: 4},
+    "named tuple": Named(1, (2, 3)),
+    "dataclass": Fields(1),
+    "output": Output(loss=1, logits=2),
 }
 
 
@@ -36,6 +84,27 @@ TREES: dict[str, Any] = {
 def test_trees_are_read_as_they_were_written(tree: object) -> None:
     spec = pytree.tree_structure(tree)
     assert tree_from(pytree.treespec_dumps(spec)) == spec
+
+
+def test_a_type_is_taken_only_where_it_is_registered() -> None:
+    for kind in ("Unknown", "Side", "NAME"):
+        with pytest.raises(PlanError, match=r"which nothing has registered here"):
+            tree_from(ONE.replace("builtins.list", f"{NAME}.{kind}"))
+        with pytest.raises(PlanError, match=r"which nothing has registered here"):
+            tree_from(
+                ONE.replace("builtins.list", "collections.namedtuple").replace(
+                    '"null"', f'"{NAME}.{kind}"'
+                )
+            )
+    # Types without a name of their own, whichever was registered last.
+    pytree.register_dataclass(dataclasses.make_dataclass("Nameless", ["one"]))
+    with pytest.raises(PlanError, match=r"which nothing has registered here"):
+        tree_from(ONE.replace("builtins.list", "NO_SERIALIZED_TYPE_NAME_FOUND"))
+
+
+def test_keys_that_json_has_not_are_refused_when_a_plan_is_made() -> None:
+    with pytest.raises(PlanError, match="with keys that a plan file cannot hold"):
+        batch_signature(Signature((((1, {(1, 2): 3}),), {}, None)))
 
 
 def of_dict(context: object) -> str:
@@ -103,6 +172,25 @@ WRONG = {
     "no protocol": BatchSignature("[9, {}]", ()),
     "object": BatchSignature("{}", ()),
     "unknown type": BatchSignature(ONE.replace("builtins.list", "os.system"), (LEAF,)),
+    "a tuple of fields that it has not": BatchSignature(
+        ONE.replace("builtins.list", "collections.namedtuple").replace('"null"', f'"{NAME}.Named"'),
+        (LEAF,),
+    ),
+    "a leaf with parts": BatchSignature(ONE.replace('"builtins.list"', "null"), (LEAF,)),
+    "a dict without keys": BatchSignature(ONE.replace("builtins.list", "builtins.dict"), (LEAF,)),
+    "a key that is a list": BatchSignature(
+        ONE.replace("builtins.list", "builtins.dict").replace('"null"', '"[[1]]"'), (LEAF,)
+    ),
+    "a deque that is too long": BatchSignature(
+        ONE.replace("builtins.list", "collections.deque").replace('"null"', '"0"'), (LEAF,)
+    ),
+    "containers within containers": BatchSignature(
+        "[1, "
+        + '{"type": "builtins.list", "context": "null", "children_spec": [' * 150
+        + "]}" * 150
+        + "]",
+        (),
+    ),
     "children of another kind": BatchSignature('[1, {"type": 1, "children_spec": 2}]', ()),
     "too few leaves": BatchSignature(ONE, ()),
     "unknown kind": BatchSignature(ONE, (PythonLeaf("list", "[1]"),)),

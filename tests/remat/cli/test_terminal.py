@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cli.terminal import MOST_WORD, in_one_line, json_text
+from remat.cli.terminal import LEAST_COLUMNS, MOST_WORD, in_one_line, json_text
 from tests.files.hostile import TERMINAL, plan_with_names
 from tests.rows import rows
 
@@ -57,7 +57,9 @@ ON_MODELS = {
 }
 
 
-def said(words: tuple[str, ...], folder: Path, bad: str) -> tuple[int, str, str]:
+def said(
+    words: tuple[str, ...], folder: Path, bad: str, columns: str = "200"
+) -> tuple[int, str, str]:
     """Exit code, output and errors of a verb on an ASCII terminal."""
     made = plan_with_names(bad)
     assert made.graph is not None
@@ -68,7 +70,7 @@ def said(words: tuple[str, ...], folder: Path, bad: str) -> tuple[int, str, str]
     named = {name: str(path) for name, path in files.items()}
     named |= {"MODEL": f"{folder / 'größe.py'}:factory"}
     named |= {f"OUT.{end}": str(folder / f"größe.{end}") for end in ("json", "html", "dot")}
-    runner = CliRunner(charset="ascii", env={"COLUMNS": "200"})
+    runner = CliRunner(charset="ascii", env={"COLUMNS": columns})
     done = runner.invoke(app, [named.get(word, word) for word in words])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
@@ -138,6 +140,54 @@ def test_standard_output_that_is_full(tmp_path: Path) -> None:
             )
         assert done.returncode == 2
         assert done.stderr == b"standard output: No space left on device\n"
+
+
+CLOSED = {
+    "a pipe that nobody reads": ("|", b"standard output: Broken pipe\n"),
+    "no standard output": (">&-", b"standard output: Bad file descriptor\n"),
+    "no standard output or error": (">&- 2>&-", b""),
+    "no standard stream": ("<&- >&- 2>&-", b""),
+}
+
+
+@pytest.mark.parametrize(("how", "says"), CLOSED.values(), ids=CLOSED)
+def test_standard_output_that_is_closed(how: str, says: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan_with_names("").to_json())
+    code = "from remat.cli.main import main; main()"
+    for words in (["inspect", str(path)], ["inspect", str(path), "--json"]):
+        command = [sys.executable, "-c", code, *words]
+        if how != "|":
+            command = ["sh", "-c", f'exec "$@" {how}', "sh", *command]
+        out = subprocess.PIPE if how == "|" else None
+        with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE) as process:
+            if process.stdout is not None:
+                process.stdout.close()
+            assert process.stderr is not None
+            assert process.stderr.read() == says
+        assert process.returncode == 2
+
+
+def test_messages_that_nobody_reads_lose_no_results(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan_with_names("").to_json())
+    code = "from remat.cli.main import main; main()"
+    words = ["report", str(path), "-o", str(tmp_path / "report.html"), "--json"]
+    command = [sys.executable, "-c", code, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.stdout is not None
+        assert json.loads(process.stdout.read())["report"] == words[3]
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("columns", ["0", "1"])
+@pytest.mark.parametrize("name", ["inspect", "explain", "compare", "solve", "sweep", "doctor"])
+def test_terminals_without_room(name: str, columns: str, tmp_path: Path) -> None:
+    code, out, err = said(ON_PLANS[name], tmp_path, "", columns)
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) >= LEAST_COLUMNS // 2
 
 
 def test_messages_are_one_line_of_words_that_end() -> None:

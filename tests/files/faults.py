@@ -1,0 +1,65 @@
+"""Calls of the system that fail once, as on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat.graph_capture.files import contents
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+class FullFile:
+    """A file that takes some bytes, and then none."""
+
+    def __init__(self, file: Any, taken_bytes: int) -> None:
+        self._file, self._left_bytes = file, taken_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> FullFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes) -> int:
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
+            raise OSError(errno.ENOSPC, FULL)
+        written: int = self._file.write(data)
+        return written
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, call: str) -> list[str]:
+    """The first such call of the system fails; returns the list of those that did."""
+    failed: list[str] = []
+    real: Callable[..., Any] = getattr(os, "fdopen" if call == "write" else call)
+
+    def failing(*given: Any, **more: Any) -> Any:
+        if call == "open" and ".remat-" not in str(given[0]) and not given[1] & os.O_TMPFILE:
+            return real(*given, **more)
+        if failed:
+            return real(*given, **more)
+        failed.append(call)
+        if call == "write":
+            return FullFile(real(*given, **more), 10)
+        raise OSError(errno.ENOSPC, FULL)
+
+    monkeypatch.setattr(contents.os, "fdopen" if call == "write" else call, failing)
+    return failed
+
+
+CALLS = ("open", "write", "fsync", "link", "replace")
+
+
+def names_in(folder: Path) -> list[str]:
+    """What a folder holds."""
+    return sorted(one.name for one in folder.iterdir())

@@ -1,0 +1,135 @@
+"""Every write fails once, wherever it can: the old file stays, and one line says so."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import remat
+from remat.cli.main import app
+from remat.graph_capture.errors import FileError
+from remat.graph_capture.files import contents
+from tests.files.faults import CALLS, FULL, fail_once, names_in
+from tests.files.kinds import GRAPH, SOLVER, plan
+
+OLD = b"what was there"
+
+
+@functools.cache
+def result() -> remat.Result:
+    return remat.solve(GRAPH, "90%", solver=SOLVER)
+
+
+@functools.cache
+def program() -> torch.export.ExportedProgram:
+    return torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+
+
+def verb(*words: str) -> Callable[[Path], None]:
+    """A writer that is a verb of the command line; what it refuses is raised again."""
+
+    def run(path: Path) -> None:
+        graph, kept = path.with_name("graph.json"), path.with_name("kept.json")
+        named = {"GRAPH": str(graph), "PLAN": str(kept), "OUT": str(path)}
+        done = CliRunner().invoke(app, [named.get(word, word) for word in words])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        if done.exit_code:
+            assert done.exit_code == 2
+            assert done.stdout == ""
+            raise FileError(done.stderr.strip().splitlines()[-1])
+
+    return run
+
+
+SOLVED = ("--budget", "90%", "--solver", SOLVER)
+WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "plan": ("a.json", lambda path: remat.save_plan(plan(), path)),
+    "archive": ("a.pt2", lambda path: remat.save_plan(plan(), path)),
+    "archive with a program": ("a.pt2", lambda path: remat.save_plan(plan(), path, program())),
+    "report": ("a.html", lambda path: remat.report(GRAPH, result(), path)),
+    "report of a verb": ("a.html", verb("report", "PLAN", "-o", "OUT")),
+    "snapshot": ("a.pickle", verb("export", "PLAN", "-o", "OUT")),
+    "trace": ("a.json", verb("export", "PLAN", "-o", "OUT")),
+    "drawing": ("a.dot", verb("export", "PLAN", "-o", "OUT")),
+    "schedule": ("a.json", verb("solve", "GRAPH", *SOLVED, "-o", "OUT")),
+    "layout": ("a.json", verb("solve", "GRAPH", *SOLVED, "--layout", "OUT")),
+    "front": (
+        "a.json",
+        verb("sweep", "GRAPH", "--budgets", "90%", "--solver", SOLVER, "-o", "OUT"),
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a graph and a plan in it."""
+    (tmp_path / "graph.json").write_bytes(GRAPH.to_json())
+    (tmp_path / "kept.json").write_bytes(plan().to_json())
+    return tmp_path
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("name", "write"), WRITERS.values(), ids=WRITERS)
+def test_a_write_that_fails_leaves_all_as_it_was(
+    name: str,
+    write: Callable[[Path], Any],
+    call: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = folder / name
+    path.write_bytes(OLD)
+    there = names_in(folder)
+    with monkeypatch.context() as patch:
+        failed = fail_once(patch, call)
+        with pytest.raises(FileError) as refused:
+            write(path)
+    assert failed == [call]
+    assert str(refused.value) == f"{path} cannot be written: {FULL}"
+    assert path.read_bytes() == OLD
+    assert names_in(folder) == there
+    write(path)
+    assert path.read_bytes() != OLD
+    assert names_in(folder) == there
+
+
+def test_a_file_system_without_nameless_files_is_written_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(contents.os, "open", refusing)
+    path = tmp_path / "plan.json"
+    remat.save_plan(plan(), path)
+    assert path.read_bytes() == plan().to_json() + b"\n"
+    assert names_in(tmp_path) == ["plan.json"]
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(OLD)
+    code = (
+        "import os, signal\nfrom remat.graph_capture.files.contents import replaced\n"
+        f"with replaced({str(path)!r}) as out:\n"
+        "    out.write(b'half'); out.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == OLD
+    assert names_in(tmp_path) == ["plan.json"]

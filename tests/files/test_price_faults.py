@@ -1,0 +1,87 @@
+"""The file of prices under faults: full disks, processes at the same time, users without a home."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from pathlib import Path
+
+import pytest
+
+from remat.graph_capture.files import locked
+from remat.graph_capture.prices import price_cache
+from remat.graph_capture.prices.price_cache import Price, PriceCache
+from tests.files.faults import CALLS, FULL, fail_once, names_in
+
+SAVES, WORKERS = 10, 4
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_prices_that_cannot_be_saved_are_warned_about(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    first = PriceCache("a machine")
+    first.prices["one"] = Price(1.0)
+    first.save()
+    there = names_in(tmp_path)
+    second = PriceCache("a machine")
+    second.prices["two"] = Price(2.0)
+    fail_once(monkeypatch, call)
+    with pytest.warns(UserWarning, match=f"prices are not kept: .*{FULL}"):
+        second.save()
+    assert list(PriceCache("a machine").prices) == ["one"]
+    assert names_in(tmp_path) == there
+    second.save()
+    assert sorted(PriceCache("a machine").prices) == ["one", "two"]
+
+
+def save_prices(worker: int) -> None:
+    for i in range(SAVES):
+        cache = PriceCache("a machine")
+        cache.prices[f"{worker} {i}"] = Price(1.0)
+        cache.save()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_processes_that_save_at_the_same_time_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=save_prices, args=(i,)) for i in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * WORKERS
+    assert len(PriceCache("a machine").prices) == SAVES * WORKERS
+    assert [one.suffix for one in sorted(tmp_path.iterdir())] == [".json", ".lock"]
+
+
+def test_a_lock_that_nobody_lets_go_of_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locked, "TRIES", 2)
+    path = tmp_path / "prices.json"
+    with locked.locked(path), locked.locked(path):
+        assert names_in(tmp_path) == ["prices.json.lock"]
+
+
+def test_a_user_without_a_home_has_prices_for_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("REMAT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(price_cache.Path, "home", homeless)
+    price_cache._own_folder.cache_clear()
+    with pytest.warns(UserWarning, match="there is no home folder.*set REMAT_CACHE"):
+        cache = PriceCache("a machine")
+    cache.prices["one"] = Price(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.save()
+        assert list(PriceCache("a machine").prices) == ["one"]
