@@ -126,6 +126,7 @@ def test_the_command_itself_on_an_ascii_terminal(tmp_path: Path) -> None:
         assert (done.stdout + done.stderr).isascii()
 
 
+@pytest.mark.slow
 def test_standard_output_that_is_full(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(plan_with_names("").to_json())
@@ -150,8 +151,9 @@ CLOSED = {
 }
 
 
-@pytest.mark.parametrize(("how", "says"), CLOSED.values(), ids=CLOSED)
-def test_standard_output_that_is_closed(how: str, says: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rows(CLOSED, lambda name: name == "a pipe that nobody reads"))
+def test_standard_output_that_is_closed(name: str, tmp_path: Path) -> None:
+    how, says = CLOSED[name]
     path = tmp_path / "plan.json"
     path.write_bytes(plan_with_names("").to_json())
     code = "from remat.cli.main import main; main()"
