@@ -332,6 +332,18 @@ def test_what_cannot_be_planned_says_why() -> None:
         plan(SGD(other.parameters()), other)
 
 
+@pytest.mark.parametrize("wrong", [1, None, "model"])
+def test_what_is_no_module_or_no_optimizer_is_named(wrong: Any) -> None:
+    model, args, *_ = make("plain")
+    own, kind = SGD(model.parameters()), type(wrong).__name__
+    with pytest.raises(CaptureError, match=f"torch.nn.Module, and this is {kind}"):
+        remat.training_step(wrong, args, optimizer=own, budget="100%")
+    with pytest.raises(CaptureError, match=f"a {kind} cannot update parameters"):
+        remat.training_step(model, args, optimizer=wrong, budget="100%")
+    with pytest.raises(RewriteError, match=f"this {kind} does not update"):
+        remat.accumulating(wrong).__enter__()
+
+
 class ReadsItsData(nn.Module):
     def __init__(self) -> None:
         super().__init__()
