@@ -114,7 +114,7 @@ def instance(path: Path, tries: int) -> dict[str, Any]:
 
 
 def is_close(row: dict[str, Any]) -> bool:
-    """Whether the arena of a plan is as near the most live bytes as it should be, and found soon."""
+    """Whether the arena of a plan is near enough to the most live bytes, and found soon."""
     is_near = row["gap"] <= (MOST_GAP if row["part"] else MOST_GAP_AT_LEAST)
     return is_near and row["cpu_s"] <= MOST_CPU_S
 
