@@ -101,7 +101,8 @@ class Layout(msgspec.Struct, frozen=True):
 
 def check_alignment(alignment_bytes: int) -> None:
     """Raise `LayoutError` unless `alignment_bytes` is a power of two."""
-    is_whole = isinstance(alignment_bytes, int)  # a caller may pass anything
+    given: object = alignment_bytes  # a caller may pass anything
+    is_whole = isinstance(given, int)
     if not is_whole or alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise LayoutError(
             f"an alignment of {alignment_bytes!r} bytes is none: take a power of two, such as "

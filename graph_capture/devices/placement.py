@@ -27,7 +27,7 @@ def resolved_device(name: str | None, model: nn.Module) -> str:
     ------
     CaptureError : this is no module. DeviceError : the device is unknown, or is not here.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
             f"a step is captured of a torch.nn.Module, and this is {type(model).__name__}: pass "
             "the model, and its batch as args=(...)"

@@ -48,7 +48,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
     DeviceError : the graph is of a device without that allocator. BudgetError : nothing fits, so
         there is no plan. ScheduleError : the plan is of another graph.
     """
-    if not isinstance(graph, TrainingGraph):
+    if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
             f"reserved bytes are predicted of a graph, and this is {type(graph).__name__}: pass "
             "what remat.capture returned, and a result or its schedule"
