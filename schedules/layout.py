@@ -101,8 +101,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 def check_alignment(alignment_bytes: int) -> None:
     """Raise `LayoutError` unless `alignment_bytes` is a power of two."""
-    given: object = alignment_bytes  # a caller may pass anything
-    is_whole = isinstance(given, int)
+    is_whole = isinstance(alignment_bytes, int)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_whole or alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise LayoutError(
             f"an alignment of {alignment_bytes!r} bytes is none: take a power of two, such as "
