@@ -7,7 +7,8 @@ https://github.com/google/minimalloc has A to K under benchmarks/challenging. Th
 times as long without Numba, which is used where it is installed; ``--tries`` bounds the work.
 
 Seconds are those of the processor, so that a busy machine changes them little. Ends with status 1
-if an arena exceeds the most live bytes by more than .1 %, or 1 % at the least plan.
+if an arena exceeds the most live bytes by more than .1 %, or 1 % at the least plan, or takes more
+than five seconds to find.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from remat.solver.layout.placing import place
 EXAMPLES = ("llama", "unet", "resnet")
 """Of `examples/`, as ``example:NAME``: with other sizes than the networks of the same name."""
 PARTS = (1.0, 0.7, 0.5, 0.35, 0.0)
+TWO_STEPS = "gpt105"
+"""Whose plan at the full peak is placed twice, one step behind the other: more than 12,000."""
+MOST_CPU_S = 5.0
 MOST_GAP, MOST_GAP_AT_LEAST = 0.001, 0.01
 TRIES = 12_000_000
 MIB = 2**20
@@ -67,13 +71,29 @@ def plans(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
         if schedule is None or (part and result.schedule is None):
             continue
         buffers = buffers_of(graph, schedule)
-        began_s = time.process_time()
-        layout = place(buffers)
-        yield {
-            "graph": name, "part": part, "buffers": len(buffers), "load_bytes": layout.load_bytes,
-            "arena_bytes": layout.arena_bytes, "gap": layout.gap, "placed_by": layout.placed_by,
-            "cpu_s": time.process_time() - began_s,
-        }  # fmt: skip
+        yield placed(name, part, buffers)
+        if name == TWO_STEPS and part == 1.0:
+            yield placed(f"two steps of {name}", part, twice(buffers))
+
+
+def placed(name: str, part: float, buffers: Buffers) -> dict[str, Any]:
+    """The row of one plan."""
+    began_s = time.process_time()
+    layout = place(buffers)
+    return {
+        "graph": name, "part": part, "buffers": len(buffers), "load_bytes": layout.load_bytes,
+        "arena_bytes": layout.arena_bytes, "gap": layout.gap, "placed_by": layout.placed_by,
+        "cpu_s": time.process_time() - began_s,
+    }  # fmt: skip
+
+
+def twice(buffers: Buffers) -> Buffers:
+    """The buffers of two steps, the second behind the first, which drops what outlived it."""
+    return Buffers.of_arrays(
+        np.tile(buffers.size_bytes, 2),
+        np.concatenate([buffers.start, buffers.start + buffers.n_times]),
+        np.concatenate([buffers.end, buffers.end + buffers.n_times]),
+    )
 
 
 def instance(path: Path, tries: int) -> dict[str, Any]:
@@ -94,21 +114,23 @@ def instance(path: Path, tries: int) -> dict[str, Any]:
 
 
 def is_close(row: dict[str, Any]) -> bool:
-    """Whether the arena of a plan is as near the most live bytes as it should be."""
-    return row["gap"] <= (MOST_GAP if row["part"] else MOST_GAP_AT_LEAST)
+    """Whether the arena of a plan is near enough to the most live bytes, and found soon."""
+    is_near = row["gap"] <= (MOST_GAP if row["part"] else MOST_GAP_AT_LEAST)
+    return is_near and row["cpu_s"] <= MOST_CPU_S
 
 
 def _plans_table(names: list[str], time_limit_s: float) -> list[dict[str, Any]]:
     if names:
-        print(f"{'plan':22}{'buffers':>8}{'load MiB':>10}{'arena MiB':>11}{'gap %':>8}{'CPU s':>7}")
+        print(f"{'plan':30}{'buffers':>8}{'load MiB':>10}{'arena MiB':>11}{'gap %':>8}{'CPU s':>7}")
     rows: list[dict[str, Any]] = []
     for name in names:
         for row in plans(name, time_limit_s):
             rows.append(row)
-            at = f"{name} at {100 * row['part']:.0f} %" if row["part"] else f"{name} at the least"
+            name_at = f"{row['graph']} at"
+            at = f"{name_at} {100 * row['part']:.0f} %" if row["part"] else f"{name_at} the least"
             sizes = f"{row['load_bytes'] / MIB:10.1f}{row['arena_bytes'] / MIB:11.1f}"
             figures = f"{100 * row['gap']:8.3f}{row['cpu_s']:7.2f}  {row['placed_by']}"
-            print(f"{at:22}{row['buffers']:8}{sizes}{figures}", flush=True)
+            print(f"{at:30}{row['buffers']:8}{sizes}{figures}", flush=True)
     return rows
 
 

@@ -29,12 +29,13 @@ def place(
 
     Raises
     ------
-    ScheduleError : the schedule is of another graph, or invalid. LayoutError : the alignment is no
-        power of two.
+    ScheduleError : the schedule is of another graph, or invalid, or is none. LayoutError : the
+        alignment is no power of two.
     """
+    buffers = buffers_of(graph, schedule)
     if alignment_bytes is None:
         alignment_bytes = alignment_on(graph.device)
-    return place_buffers(buffers_of(graph, schedule), alignment_bytes=alignment_bytes)
+    return place_buffers(buffers, alignment_bytes=alignment_bytes)
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:

@@ -17,11 +17,27 @@ def as_planned(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
 
     Raises
     ------
-    ScheduleError : the graph has no such region, or no such number of pieces.
+    ScheduleError : the graph has no such region, or no such number of pieces; or they are neither
+        a graph nor a schedule.
     """
+    check_are_graph_and_schedule(graph, schedule)
     if not schedule.pieces or schedule.graph_hash == graph.hash:
         return graph
     return in_pieces(graph, schedule.pieces)
+
+
+def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
+    """Raise `ScheduleError` for what else a caller has passed."""
+    if not isinstance(graph, TrainingGraph):
+        raise ScheduleError(
+            f"a schedule goes with a graph, and this is {type(graph).__name__}: pass what "
+            "remat.capture returned"
+        )
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"no schedule, but {type(schedule).__name__}: pass result.schedule of what remat.solve "
+            "returned (None where nothing fits), or plan.schedule"
+        )
 
 
 def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph:

@@ -27,6 +27,7 @@ from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Schedule
 from remat.schedules.simulate import simulate
+from remat.schedules.update_workspaces import update_workspaces
 
 Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Ints
@@ -146,8 +147,11 @@ class _Walk:
         self.live: dict[str, int] = {}
         self.now = 0
         self.first_runs: dict[str, int] = {}
+        self.update_workspaces: dict[str, int] = {}
 
     def run(self, schedule: Schedule) -> Buffers:
+        runs = (step.op for step in schedule.steps if isinstance(step, Compute))
+        self.update_workspaces = update_workspaces(self.graph, runs)
         for step in schedule.steps:
             if isinstance(step, Compute):
                 self._compute(self.graph.ops[self.graph.op_index[step.op]])
@@ -167,7 +171,8 @@ class _Walk:
                 self._add(value, self.size[value], BufferKind.COPY)
             else:
                 self._begin(value)
-        self._add(op.name, op.workspace_bytes, BufferKind.WORKSPACE)
+        workspace_bytes = self.update_workspaces.get(op.name, op.workspace_bytes)
+        self._add(op.name, workspace_bytes, BufferKind.WORKSPACE)
         self.first_runs.setdefault(op.name, self.now)
 
     def _begin(self, value: str) -> None:

@@ -101,9 +101,10 @@ class Layout(msgspec.Struct, frozen=True):
 
 def check_alignment(alignment_bytes: int) -> None:
     """Raise `LayoutError` unless `alignment_bytes` is a power of two."""
-    if alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
+    is_whole = isinstance(alignment_bytes, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_whole or alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise LayoutError(
-            f"an alignment of {alignment_bytes} bytes is none: take a power of two, such as "
+            f"an alignment of {alignment_bytes!r} bytes is none: take a power of two, such as "
             f"{CPU_ALIGNMENT_BYTES} for a CPU or {ALLOCATION_BYTES} for CUDA"
         )
 

@@ -13,6 +13,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+from remat.schedules.update_workspaces import update_workspaces
 
 
 class Simulation(msgspec.Struct, frozen=True):
@@ -103,9 +104,12 @@ class _Replay:
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
         self.updated: dict[str, str] = {}
+        self.update_workspaces: dict[str, int] = {}
         self.opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
 
     def run(self, steps: tuple[Step, ...]) -> Simulation:
+        runs = (step.op for step in steps if isinstance(step, Compute))
+        self.update_workspaces = update_workspaces(self.graph, runs)
         curve: list[int] = []
         peak_bytes, peak_step, at_peak, workspace = self.bytes, 0, tuple[str, ...](), 0
         for i, step in enumerate(steps):
@@ -115,7 +119,7 @@ class _Replay:
                 peak_bytes, peak_step = running, i
                 at_peak = tuple(self.live)
                 op = self._op_at(step)
-                workspace = op.workspace_bytes if op else 0
+                workspace = self._workspace_bytes(op) if op else 0
         self._check_end(len(steps))
         return Simulation(
             peak_bytes=peak_bytes,
@@ -153,7 +157,8 @@ class _Replay:
             self.updated |= {value: name for value in op.inputs if value in self.resident}
         fresh = [value for value in op.outputs if value not in self.live]
         self._require(not again or bool(fresh), i, f"op {name} makes nothing that is not live")
-        running = self.bytes + op.workspace_bytes + sum(self.size[v] for v in op.outputs)
+        made_bytes = sum(self.size[v] for v in op.outputs)
+        running = self.bytes + self._workspace_bytes(op) + made_bytes
         for value in fresh:
             self._require(value not in self.offloaded, i, f"{value} is offloaded: fetch it")
             self._add(value)
@@ -168,6 +173,9 @@ class _Replay:
         elif op.phase == "backward":
             self._require(self.forward_left == 0, i, f"backward op {name} runs before forward ends")
         return running
+
+    def _workspace_bytes(self, op: Op) -> int:
+        return self.update_workspaces.get(op.name, op.workspace_bytes)
 
     def _check_order(self, i: int, op: Op) -> None:
         """First runs may come in any order that gives the same bits.

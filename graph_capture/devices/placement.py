@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_device, is_cuda
-from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.errors import CaptureError, DeviceError
 
 HOST = (CPU, "meta")
 """Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
@@ -25,8 +25,13 @@ def resolved_device(name: str | None, model: nn.Module) -> str:
 
     Raises
     ------
-    DeviceError : the device is unknown, or is not here.
+    CaptureError : this is no module. DeviceError : the device is unknown, or is not here.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CaptureError(
+            f"a step is captured of a torch.nn.Module, and this is {type(model).__name__}: pass "
+            "the model, and its batch as args=(...)"
+        )
     own = next((str(p.device) for p in model.parameters() if p.is_cuda), CPU)
     if name is None:
         name = own if torch.cuda.is_available() else CPU

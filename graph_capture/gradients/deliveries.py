@@ -9,6 +9,7 @@ then the gradient itself, and stays.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,11 @@ from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.joint.values import Values
 
 PARTS = 256
-"""Gradients wait for others until they are this part of all: each delivery costs a call."""
+"""Updates wait for others until their gradients are this part of all: each place costs a call.
+
+Gradients that are only added wait for none, so that no step needs more than eager, which adds each
+as soon as it is made.
+"""
 
 _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
@@ -71,12 +76,14 @@ class Deliveries:
     parameters : by place, the parameters of those that may be handed over.
     updated : bytes that an update of each parameter takes, by its name, if they are updated at
         once. Then only their gradients are handed over.
+    is_added : whether they are added to what ``.grad`` holds; autograd then copies none.
     of_op : for each op that hands over, the places of its gradients.
     """
 
     gradients: Sequence[Any]
     parameters: Mapping[int, fx.Node]
     updated: Mapping[str, int] = field(default_factory=dict[str, int])
+    is_added: bool = True
     of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def returned(self) -> list[Any]:
@@ -87,7 +94,7 @@ class Deliveries:
     def added_to(self, ops: Sequence[Op], values: Values) -> list[Op]:
         """`ops` of backward, and behind them the ops that hand over what they make."""
         made = self._made_by_ops(values)
-        least_bytes = _sum_bytes(values, made.values()) / PARTS
+        least_bytes = _sum_bytes(values, made.values()) / PARTS if self.updated else 0
         last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
         final = self._final_at(ops, values, made, last_read)
         found: list[Op] = []
@@ -99,8 +106,7 @@ class Deliveries:
             is_large = i in final and _sum_bytes(values, held) >= least_bytes
             if waiting and (is_large or i == len(ops) - 1):
                 shared = [name for name in held if last_read.get(name, 0) > i]
-                copied_bytes = _sum_bytes(values, shared) if self.updated else 0
-                found.append(self._op(op, values, held, waiting, copied_bytes))
+                found.append(self._op(op, values, held, waiting, shared))
                 waiting = []
         return found
 
@@ -134,20 +140,44 @@ class Deliveries:
         return final
 
     def _op(
-        self, behind: Op, values: Values, held: Sequence[str], places: Sequence[int], copied: int
+        self,
+        behind: Op,
+        values: Values,
+        held: Sequence[str],
+        places: Sequence[int],
+        shared: Sequence[str],
     ) -> Op:
-        """An op behind another; `copied` are the bytes that autograd copies of what it is given."""
+        """An op behind another; ops behind it read the gradients `shared`, too."""
         target, pinned, read = DELIVER, "it adds to what .grad holds", tuple(held)
+        workspace_bytes = 0
         if self.updated:
             target, pinned = UPDATE, "it updates parameters"
             read += tuple(dict.fromkeys(values.of(self.parameters[place]) for place in places))
-            copied += max(self.updated[_parameter_name(self.parameters[place])] for place in places)
+            workspace_bytes = self._update_bytes(values, places, shared)
         name = f"{target.removeprefix('remat.')}_{held[-1]}"
         self.of_op[name] = tuple(places)
         return Op(
-            name, target, "backward", read, (), workspace_bytes=copied, pinned=pinned,
+            name, target, "backward", read, (), workspace_bytes=workspace_bytes, pinned=pinned,
             module=behind.module, source=behind.source,
         )  # fmt: skip
+
+    def _update_bytes(self, values: Values, places: Sequence[int], shared: Sequence[str]) -> int:
+        """What the updates take beside the gradients, at most: they come one after another.
+
+        Autograd copies a gradient that others read, unless it adds it to what is there. Once it is
+        added, it is let go of, before its parameter is updated.
+        """
+        took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
+        if not self.is_added:
+            return _sum_bytes(values, shared) + max(took.values())
+        name_of = {place: values.of(self.gradients[place]) for place in places}
+        n_places = Counter(name_of.values())
+        let_go = {
+            place: _sum_bytes(values, [name])
+            for place, name in name_of.items()
+            if n_places[name] == 1 and name not in shared
+        }
+        return max(max(0, took[place] - let_go.get(place, 0)) for place in places)
 
 
 def _parameter_name(parameter: fx.Node) -> str:

@@ -87,7 +87,7 @@ class _Builder:
     num_forward_outputs: int
     several_gradients: Mapping[int, int]
     handed_over: Mapping[int, fx.Node] = field(default_factory=dict[int, fx.Node])
-    updated: Mapping[str, int] = field(default_factory=dict[str, int])
+    hand_over: HandOver | None = None
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     forward: list[Op] = field(default_factory=list[Op])
     backward: list[Op] = field(default_factory=list[Op])
@@ -100,7 +100,7 @@ class _Builder:
         assert isinstance(outputs, (tuple, list))
         self.forward_results = list(outputs[: self.num_forward_outputs])
         gradients = outputs[self.num_forward_outputs :]
-        self.deliveries = Deliveries(gradients, self.handed_over, self.updated)
+        self.deliveries = _deliveries(gradients, self.handed_over, self.hand_over)
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
@@ -286,6 +286,14 @@ class _Builder:
         return tuple(dict.fromkeys(map(self.values.of, read))), results, statistics
 
 
+def _deliveries(
+    gradients: Sequence[Any], handed_over: Mapping[int, fx.Node], how: HandOver | None
+) -> Deliveries:
+    if how is None:
+        return Deliveries(gradients, handed_over)
+    return Deliveries(gradients, handed_over, dict(how.updates), how.is_added)
+
+
 def rng_state_bytes(device: torch.device) -> int:
     """Bytes that a saved state of the default generator takes on its device.
 
@@ -324,10 +332,9 @@ def build_joint(
     make_dropout_exact(gm)
     run_by_kernels_of_eager(gm)
     handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
-    updates = dict(hand_over.updates) if hand_over else {}
     lay_out_gradients(
         gm, num_forward_outputs, handed_over if hand_over and hand_over.is_added else ()
     )
     several = several_gradients or {}
-    builder = _Builder(gm, num_forward_outputs, several, handed_over, updates)
+    builder = _Builder(gm, num_forward_outputs, several, handed_over, hand_over)
     return builder.build(name, resident, **facts)

@@ -146,10 +146,10 @@ def _hand_over(
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
+    device = resolved_device(None, model)
     parameters = _parameters(model, loss_fn)
     buffers = dict(with_loss(model, loss_fn).named_buffers())
     _require_own_storages({**parameters, **buffers})
-    device = resolved_device(None, model)
     costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))
     if not costs:
         raise CaptureError(

@@ -13,7 +13,7 @@ from remat.graph_capture.devices.device_table import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.errors import BudgetError, DeviceError
+from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.schedules.buffers import buffers_of
@@ -48,6 +48,11 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
     DeviceError : the graph is of a device without that allocator. BudgetError : nothing fits, so
         there is no plan. ScheduleError : the plan is of another graph.
     """
+    if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"reserved bytes are predicted of a graph, and this is {type(graph).__name__}: pass "
+            "what remat.capture returned, and a result or its schedule"
+        )
     if not has_cuda_allocator(graph.device):
         raise DeviceError(
             f"reserved bytes are those of CUDA devices, and the graph is of {graph.device}: "
@@ -55,7 +60,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
         )
     if plan is None:
         plan = unmodified(graph)
-    if isinstance(plan, Schedule):
+    if not isinstance(plan, Result):
         return reserved_of(graph, plan)
     if plan.schedule is None:
         raise BudgetError(infeasible_text(plan))

@@ -15,6 +15,7 @@ from typing import Any
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.update_workspaces import update_workspaces
 from remat.schedules.views.timeline import timeline
 
 BASE = 0x7F00_0000_0000
@@ -88,6 +89,8 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     """
     graph = as_planned(graph, schedule)
     line = timeline(graph, schedule)
+    runs = (step.op for step in schedule.steps if isinstance(step, Compute))
+    updates = update_workspaces(graph, runs)
     recording = _Recording()
     for category, size in _resident(graph):
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
@@ -95,7 +98,9 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     for step in schedule.steps:
         now_us = int(1e3 * line.edges[run])
         if isinstance(step, Compute):
-            _run_op(recording, graph, graph.ops[graph.op_index[step.op]], now_us)
+            op = graph.ops[graph.op_index[step.op]]
+            workspace_bytes = updates.get(op.name, op.workspace_bytes)
+            _run_op(recording, graph, op, workspace_bytes, now_us)
             run += 1
         elif isinstance(step, Fetch):
             value = graph.value_by_name[step.value]
@@ -115,13 +120,15 @@ def snapshot_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
     return pickle.dumps(memory_snapshot(graph, schedule), protocol=VIEWER_PROTOCOL)
 
 
-def _run_op(recording: _Recording, graph: TrainingGraph, op: Op, now_us: int) -> None:
+def _run_op(
+    recording: _Recording, graph: TrainingGraph, op: Op, workspace_bytes: int, now_us: int
+) -> None:
     """One run. Second copies of live outputs, and the workspace, are freed when it ends."""
     frames = frames_of(op)
     for name in op.outputs:
         copy = f"{name} again" if name in recording.blocks else name
         recording.alloc(copy, graph.value_by_name[name].size_bytes, frames, now_us)
-    recording.alloc("workspace", op.workspace_bytes, [_frame("workspace", "", 0), *frames], now_us)
+    recording.alloc("workspace", workspace_bytes, [_frame("workspace", "", 0), *frames], now_us)
     recording.free("workspace", now_us)
     for name in op.outputs:
         recording.free(f"{name} again", now_us)

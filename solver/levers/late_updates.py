@@ -7,6 +7,8 @@ for less. Few recomputations are that late: what backward computes again it need
 that come before those of the parameter.
 
 Bound: that of the graph without the rule, which every schedule that keeps the rule follows too.
+Where gradients are accumulated, what an update takes depends on those before it: the bound is then
+that of schedules that keep the captured order of updates.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import msgspec
 from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
+from remat.schedules.update_workspaces import update_workspaces
 from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
 from remat.solver.sequence import ops_of, schedule_of
@@ -35,12 +38,16 @@ def has_updates(graph: TrainingGraph) -> bool:
 def without_rule(graph: TrainingGraph) -> TrainingGraph:
     """The same step whose parameters may be read at any time."""
     resident = {value.name for value in graph.values if not value.producer}
+    workspaces = update_workspaces(graph, (op.name for op in graph.ops))
 
     def freed(op: Op) -> Op:
         if op.target != UPDATE:
             return op
         made = tuple(name for name in op.inputs if name not in resident)
-        return msgspec.structs.replace(op, target=DELIVER, inputs=made)
+        return msgspec.structs.replace(
+            op, target=DELIVER, inputs=made,
+            workspace_bytes=workspaces.get(op.name, op.workspace_bytes),
+        )  # fmt: skip
 
     return msgspec.structs.replace(graph, ops=tuple(map(freed, graph.ops)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -42,3 +44,19 @@ def test_what_cannot_be_placed_is_refused() -> None:
 def test_the_arena_in_words() -> None:
     layout = Layout((0,), 3 << 20, 2 << 20, 64, "hash")
     assert arena_text(layout) == "3.00 MiB, 50.0 % above the most live bytes"
+
+
+@pytest.mark.parametrize(
+    ("graph", "schedule", "message"),
+    [
+        (1, 2, "a schedule goes with a graph, and this is int"),
+        (GRAPH, 2, "no schedule, but int: pass result.schedule"),
+        (GRAPH, None, "no schedule, but NoneType"),
+        (GRAPH, remat.solve(GRAPH, 1, "hierarchical"), "no schedule, but Result"),
+    ],
+)
+def test_what_is_no_graph_or_no_schedule_is_named(graph: Any, schedule: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        remat.place(graph, schedule)
+    with pytest.raises(LayoutError, match="an alignment of '64' bytes is none"):
+        remat.place(GRAPH, plan(), alignment_bytes="64")  # pyright: ignore[reportArgumentType]

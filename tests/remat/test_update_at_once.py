@@ -129,6 +129,34 @@ def test_the_peak_is_as_predicted_and_lower_by_the_gradients(optimizer: str, bud
     assert found < eagers - (0.45 if budget == "min" else 0.1) * trained_bytes
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "budget"),
+    [
+        pytest.param(name, budget, marks=[] if name == "adamw" else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for budget in ("100%", "min")
+    ],
+)
+def test_the_peak_of_three_batches_is_as_predicted(optimizer: str, budget: str) -> None:
+    """The last one gives gradients back, and takes what updates take; the others do neither."""
+    model, fast, _, args = planned(optimizer, budget, accumulate=True, check=False)
+
+    def step() -> None:
+        for i in range(3):
+            with remat.accumulating(fast) if i < 2 else contextlib.nullcontext():
+                fast(*args).backward()
+
+    step()
+    plan = remat.plan_of(fast)
+    assert plan.graph is not None
+    predicted_bytes = simulate(plan.graph, plan.schedule).peak_bytes
+    # The gradients are made within what is measured.
+    between_bytes = plan.graph.resident.total_bytes - sum(p.nbytes for p in model.parameters())
+    found_bytes = between_bytes + measure_peak(step)
+    assert found_bytes == pytest.approx(predicted_bytes, rel=0.002)
+    assert found_bytes <= predicted_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -302,6 +330,18 @@ def test_what_cannot_be_planned_says_why() -> None:
     other = ReadsItsData()
     with pytest.raises(CaptureError, match=r"by another tensor of shape \[64, 64\]"):
         plan(SGD(other.parameters()), other)
+
+
+@pytest.mark.parametrize("wrong", [1, None, "model"])
+def test_what_is_no_module_or_no_optimizer_is_named(wrong: Any) -> None:
+    model, args, *_ = make("plain")
+    own, kind = SGD(model.parameters()), type(wrong).__name__
+    with pytest.raises(CaptureError, match=f"torch.nn.Module, and this is {kind}"):
+        remat.training_step(wrong, args, optimizer=own, budget="100%")
+    with pytest.raises(CaptureError, match=f"a {kind} cannot update parameters"):
+        remat.training_step(model, args, optimizer=wrong, budget="100%")
+    with pytest.raises(RewriteError, match=f"this {kind} does not update"):
+        remat.accumulating(wrong).__enter__()
 
 
 class ReadsItsData(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture.devices.device_table import GB, Device, device_table
+from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
@@ -82,3 +84,11 @@ def test_the_text_has_both_settings_and_the_unmodified_step() -> None:
     assert reserved_text(plan) == text
     without = Reserved(Taken(GIB, 4 * GIB), Taken(GIB, 3 * GIB))
     assert reserved_text(plan, without) == f"{text}, unmodified 4.00 GiB (expandable 3.00 GiB)"
+
+
+@pytest.mark.parametrize("plan", [3, "80%", object()])
+def test_what_is_no_graph_or_no_plan_is_named(graph: TrainingGraph, plan: Any) -> None:
+    with pytest.raises(ScheduleError, match=f"no schedule, but {type(plan).__name__}"):
+        remat.predict_reserved(graph, plan)
+    with pytest.raises(ScheduleError, match=f"of a graph, and this is {type(plan).__name__}"):
+        remat.predict_reserved(plan, None)

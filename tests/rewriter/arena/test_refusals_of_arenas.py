@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,12 @@ from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compi
 def test_a_module_that_is_not_rewritten() -> None:
     with pytest.raises(ArenaError, match=r"this is Linear: pass what remat\.rematerialize"):
         remat.use_arena(nn.Linear(2, 2), (torch.ones(2),))
+
+
+@pytest.mark.parametrize("wrong", [1, None, "module"])
+def test_what_is_no_module(wrong: Any) -> None:
+    with pytest.raises(ArenaError, match=f"this is {type(wrong).__name__}: pass what"):
+        remat.use_arena(wrong)
 
 
 def test_eval_mode() -> None:
