@@ -22,7 +22,7 @@ from math import inf
 import msgspec
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
-from remat.schedules.as_planned import in_pieces, with_choices
+from remat.schedules.as_planned import in_pieces, whole, with_choices
 from remat.schedules.schedule import Pieces, Schedule
 from remat.solver.clock import Clock
 from remat.solver.result import Result, judged
@@ -42,29 +42,28 @@ def solve_in_pieces(
 ) -> Result:
     """The fastest schedule of `graph` with its regions whole or in pieces, and a bound for all."""
     clock = Clock(time_limit_s)
-    whole_graph = msgspec.structs.replace(graph, regions=())
     choices = list(_numbers_of_pieces(graph))
     if not choices:
-        return solve_one(whole_graph, time_limit_s)
+        return solve_one(whole(graph), time_limit_s)
     # Pieces may be faster than the whole, as those with fewer products are.
     least_us = min(in_pieces(graph, chosen).time_us for chosen in choices)
-    floor_bytes, whole = _most_held_bytes(graph), None
+    floor_bytes, captured = _most_held_bytes(graph), None
     if floor_bytes <= budget_bytes:
-        whole = solve_one(whole_graph, PART * time_limit_s)
-        if whole.schedule is not None and whole.time_us <= least_us * SAME_TIME:
-            return whole
+        captured = solve_one(whole(graph), PART * time_limit_s)
+        if captured.schedule is not None and captured.time_us <= least_us * SAME_TIME:
+            return captured
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions if r.choices})
     relaxed = solve_one(relaxed_graph, max(PART * clock.left_s, 0.0))
     found = _judged(graph, choices, budget_bytes, relaxed)
-    if whole is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
-        whole = solve_one(whole_graph, max(PART * clock.left_s, 0.0))
-    found += [whole] if whole is not None else []
+    if captured is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
+        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
+    found += [captured] if captured is not None else []
     search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us)
     search.solve(choices, found)
     bound_us = max(_bound_us(relaxed), least_us)
-    if whole is not None:
-        bound_us = min(_bound_us(whole), bound_us)
-    return _concluded(graph, min(found, key=_rank), whole or relaxed, bound_us, clock)
+    if captured is not None:
+        bound_us = min(_bound_us(captured), bound_us)
+    return _concluded(graph, min(found, key=_rank), captured or relaxed, bound_us, clock)
 
 
 def _most_held_bytes(graph: TrainingGraph) -> int:
@@ -184,7 +183,7 @@ def _bound_us(result: Result) -> float:
 
 
 def _concluded(
-    graph: TrainingGraph, best: Result, whole: Result, bound_us: float, clock: Clock
+    graph: TrainingGraph, best: Result, first: Result, bound_us: float, clock: Clock
 ) -> Result:
     """`best` with the bound for all choices."""
     bound_us = bound_us if bound_us < inf else graph.time_us
@@ -196,9 +195,9 @@ def _concluded(
     return msgspec.structs.replace(
         best,
         status=status,
-        solver=whole.solver,
+        solver=first.solver,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
         least_bound_bytes=0,
         wall_s=clock.elapsed_s,
-        message=best.message or (whole.message if best is whole else ""),
+        message=best.message or (first.message if best is first else ""),
     )
