@@ -33,8 +33,9 @@ SolveOne = Callable[[TrainingGraph, float], Result]
 SAME_TIME = 1 + 1e-9
 WORTH = 1e-3
 """What a solve for one number of pieces must be able to gain, as a part of time or of the peak."""
-PART = 1 / 2
-"""Of the time that is left, for a solve that is followed by others."""
+PART, LEAST_PART = 1 / 2, 4 / 5
+"""Of the time that is left, for a solve that is followed by others; the second where the captured
+graph cannot fit, so that others are unlikely."""
 
 
 def solve_in_pieces(
@@ -53,7 +54,8 @@ def solve_in_pieces(
         if captured.schedule is not None and captured.time_us <= least_us * SAME_TIME:
             return captured
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions if r.choices})
-    relaxed = solve_one(relaxed_graph, max(PART * clock.left_s, 0.0))
+    part = LEAST_PART if captured is None else PART
+    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0))
     found = _judged(graph, choices, budget_bytes, relaxed)
     if captured is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
         captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
