@@ -38,7 +38,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 def accumulating_row(model: nn.Module, args: tuple[Any, ...]) -> str:
     """Peaks of a backward that adds to gradients."""
-    fast = remat.rematerialize(model, args, budget="min", accumulate=True, time_limit_s=SOLVE_S)
+    fast = remat.rematerialize(
+        model, args, budget="min", accumulate=True, split="none", time_limit_s=SOLVE_S
+    )
 
     def peak(module: nn.Module) -> int:
         for parameter in model.parameters():

@@ -50,6 +50,7 @@ LEVERS: dict[str, tuple[Split, bool]] = {
     "head in pieces, tolerance": ("tolerance", False),
     "updates at once": ("none", True),
     "updates at once, head in pieces, exact": ("exact", True),
+    "updates at once, head in pieces, tolerance": ("tolerance", True),
 }
 """How heads may be split, and whether parameters are updated during backward."""
 

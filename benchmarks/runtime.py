@@ -86,7 +86,7 @@ def rewritten(
 ) -> tuple[remat.TrainingGraph, dict[str, remat.Result], dict[str, Callable[[], None]]]:
     """The graph, the results and the steps of plans by name; ``eager`` beside them."""
     model, args = model_and_batch(sizes, device)
-    graph = remat.capture(model, args, device=device)
+    graph = remat.capture(model, args, device=device, split="none")
     results = {"keep all": remat.solve(graph, 2**62, "store_all")}
     for name, budget in budgets.items():
         results[name] = remat.solve(graph, budget, time_limit_s=time_limit_s)

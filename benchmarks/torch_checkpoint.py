@@ -56,7 +56,7 @@ def rows() -> Iterable[tuple[str, ...]]:
         loss = output if loaded.loss_fn is None else loaded.loss_fn(output, loaded.target)
         loss.backward()
 
-    graph = remat.capture(model, batch, loss_fn=loaded.loss_fn, target=loaded.target)
+    graph = remat.capture(model, batch, loss_fn=loaded.loss_fn, target=loaded.target, split="none")
     resident_bytes = graph.resident.total_bytes
     yield "budget", "plan MB", "policies on its blocks MB"
     yield "100%", f"{measured_mb(model, step, {}):.1f}", "-"

@@ -33,7 +33,7 @@ def capture(
     sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
     progress: Counted | None = None,
-    split: Split = "none",
+    split: Split | None = None,
     measure_again: bool = False,
 ) -> TrainingGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
@@ -54,7 +54,9 @@ def capture(
         alone: what is rewritten is the step before it is sharded.
     profile : prices measured before, here or elsewhere, or the file that holds them.
     split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
-        eager's bits, and ``tolerance`` also where a sum then has another order. Solvers choose.
+        eager's bits, ``tolerance`` also where a sum then has another order, and ``none`` never.
+        Solvers choose. Left out, it is ``exact`` for heads that take a large part of the memory
+        of a step on one rank; those that cannot run so stay whole without a warning.
     measure_again : measure ops anew, also those whose prices are kept from before.
 
     Raises

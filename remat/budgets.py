@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
-import msgspec
-
 import remat.solver as solvers
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.derived.kept_with import kept_with
@@ -17,6 +15,7 @@ from remat.graph_capture.devices.here import free_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.as_eager_frees import as_eager_frees
+from remat.schedules.as_planned import whole
 from remat.solver.budgets.worth import least_peak
 from remat.solver.result import Result, judged
 
@@ -174,7 +173,7 @@ def unmodified(graph: TrainingGraph) -> Result:
     """
 
     def kept_whole() -> Result:
-        eager = as_eager(msgspec.structs.replace(graph, regions=()) if graph.regions else graph)
+        eager = as_eager(whole(graph))
         found = solvers.solve(eager, UNBOUNDED_BYTES, solver="store_all")
         assert found.schedule is not None
         schedule = as_eager_frees(eager, found.schedule)

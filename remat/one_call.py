@@ -85,7 +85,7 @@ def rematerialize(
     check: bool | None = None,
     compile: bool = False,
     float_inputs: Sequence[str] = (),
-    split: Split = "none",
+    split: Split | None = None,
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
@@ -110,7 +110,8 @@ def rematerialize(
         their values: a temperature, a drop rate. Their names are those that a refusal gives them,
         such as ``"temperature"`` or ``"layers.0.drop.p"``. Not with `compile`.
     split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
-        eager's bits, and ``tolerance`` also where a sum has another order. Not with `compile`.
+        eager's bits, ``tolerance`` also where a sum has another order, and ``none`` never. Left
+        out, it is ``exact`` for large heads, but ``none`` with `compile`, `sharding` or `group`.
 
     Raises
     ------
@@ -135,6 +136,8 @@ def rematerialize(
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)
         _require_compatible(sharding, compile, float_inputs, split)
+        if split is None and (compile or group is not None):
+            split = "none"
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, sharding=sharding,
@@ -170,7 +173,7 @@ def rematerialize(
 
 
 def _require_compatible(
-    sharding: Sharding, is_compiled: bool, float_inputs: Sequence[str], split: Split
+    sharding: Sharding, is_compiled: bool, float_inputs: Sequence[str], split: Split | None
 ) -> None:
     """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
     if sharding.blocks:
@@ -178,7 +181,7 @@ def _require_compatible(
             f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
             "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
         )
-    if is_compiled and split != "none":
+    if is_compiled and split not in (None, "none"):
         raise RewriteError(
             f"compile=True takes no split={split!r}: the pieces are of eager's kernels. Leave out "
             "one of the two"

@@ -73,6 +73,11 @@ def rewrite(
     """
     refuse_rewritten(model)
     _require_schedule(schedule)
+    if schedule.updates and updates is None:
+        raise RewriteError(
+            "this plan updates parameters during backward, and no optimizer is at hand: make it "
+            "anew with remat.training_step(model, args, optimizer=...)"
+        )
     if not has_storage(model):
         raise RewriteError(
             f"this {type(model).__name__} is on the meta device and cannot train: build it with "
@@ -93,11 +98,6 @@ def rewrite(
         )
     if compile:
         _warn_above_budget(traced, schedule)
-    if schedule.updates and updates is None:
-        raise RewriteError(
-            "this plan updates parameters during backward, and no optimizer is at hand: make it "
-            "anew with remat.training_step(model, args, optimizer=...)"
-        )
     return module_for(model, schedule, traced, prediction, priced, updates, by_inductor=compile)
 
 

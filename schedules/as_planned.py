@@ -54,6 +54,11 @@ def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph
     return kept_with(graph, f"in pieces {chosen}", made)
 
 
+def whole(graph: TrainingGraph) -> TrainingGraph:
+    """`graph` whose regions cannot run in pieces; its hash is the same."""
+    return msgspec.structs.replace(graph, regions=()) if graph.regions else graph
+
+
 def choice_of(graph: TrainingGraph, wanted: Pieces) -> Choice:
     """What the region runs as, in the pieces that are wanted.
 

@@ -94,7 +94,8 @@ class Schedule(msgspec.Struct, frozen=True):
             raise ScheduleError("a schedule names the same region in pieces twice")
         if any(one.pieces < 2 for one in self.pieces):
             raise ScheduleError("a schedule runs a region in fewer than 2 pieces")
-        if bool(self.pieces) != bool(self.captured_hash) or self.captured_hash == self.graph_hash:
+        named = bool(self.captured_hash)
+        if bool(self.pieces) != named or named and self.captured_hash == self.graph_hash:
             raise ScheduleError(
                 "a schedule with regions in pieces names two graphs, with them and without; any "
                 "other names one"

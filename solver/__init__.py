@@ -68,7 +68,7 @@ def solve(
     budget_bytes = whole_bytes(budget_bytes)
     check_number("time_limit_s", time_limit_s)
 
-    def ask(one: TrainingGraph, size_bytes: int, limit_s: float = time_limit_s) -> Result:
+    def ask(one: TrainingGraph, size_bytes: int, limit_s: float) -> Result:
         return solve(
             one, size_bytes, solver, time_limit_s=limit_s, progress=progress,
             keep=keep, recompute=recompute, **options,
@@ -81,7 +81,7 @@ def solve(
             graph, budget_bytes, lambda one, limit_s: ask(one, budget_bytes, limit_s), time_limit_s
         )
     if has_updates(graph):
-        return solve_with_updates(graph, budget_bytes, ask)
+        return solve_with_updates(graph, budget_bytes, ask, time_limit_s)
     if keep or recompute:
         from remat.solver.pins.pinned import solve_pinned
 

@@ -55,7 +55,7 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet) ->
     """`remat.rewrite` of the schedule for a budget."""
     seconds: dict[str, float] = {}
     with quiet.pricing(), timed(seconds, "capture_and_price_s"):
-        graph = remat.capture(trainee.model, trainee.args, device=device)
+        graph = remat.capture(trainee.model, trainee.args, device=device, split="none")
     with quiet.solving(), timed(seconds, "solve_s"):
         result = remat.solve(graph, budget_bytes, time_limit_s=LIMIT_S)
     if result.schedule is None:

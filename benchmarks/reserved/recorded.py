@@ -80,7 +80,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     """Predicted and recorded, of the unmodified step and of a plan."""
     made = EXAMPLES[name]()
     model, args = made.pop("model"), made.pop("args")
-    graph = remat.capture(model, args, **made)
+    graph = remat.capture(model, args, split="none", **made)
     found = remat.solve(graph, BUDGET, time_limit_s=20)
     plain = unmodified(graph)
     assert found.schedule is not None

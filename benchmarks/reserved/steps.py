@@ -39,4 +39,4 @@ def captured(name: str) -> TrainingGraph:
     """The step of that name."""
     made = STEPS[name]()
     model, args = made.pop("model"), made.pop("args")
-    return remat.capture(model, args, device=DEVICE, **made)
+    return remat.capture(model, args, device=DEVICE, split="none", **made)

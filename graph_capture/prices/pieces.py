@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -23,10 +24,18 @@ def with_regions(
 ) -> TrainingGraph:
     """`graph` with the regions found, each with its choices.
 
-    Where eager's bits are asked for, numbers of pieces that do not give them are left out.
+    Where eager's bits are asked for, numbers of pieces that do not give them are left out. A region
+    without any is none; that is said if the user has asked for it.
     """
-    regions = tuple(_region(graph, one, priced, is_exact) for one in found)
-    return msgspec.structs.replace(graph, regions=regions)
+    regions = [_region(graph, one, priced, is_exact) for one in found]
+    for one, region in zip(found, regions, strict=True):
+        if one.is_asked and not region.choices:
+            warnings.warn(
+                f"the loss of {one.name} ({graph.name}) stays whole: in pieces, kernels give other "
+                "bits than eager here. split='tolerance' takes them",
+                stacklevel=2,
+            )
+    return msgspec.structs.replace(graph, regions=tuple(one for one in regions if one.choices))
 
 
 def _region(graph: TrainingGraph, found: Found, priced: PricedPieces, is_exact: IsExact) -> Region:
@@ -42,10 +51,29 @@ def _region(graph: TrainingGraph, found: Found, priced: PricedPieces, is_exact: 
 def _choice(
     graph: TrainingGraph, found: Found, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
+    if found.is_exact:
+        ours = _no_cheaper(graph, found, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
     made = {name for _, op in ops for name in op.outputs}
     own = tuple(value for value in values if value.name in made)
     return Choice(found.pieces, found.is_exact, tuple(ops), own)
+
+
+def _no_cheaper(graph: TrainingGraph, found: Found, ours: Mapping[str, Op]) -> Mapping[str, Op]:
+    """`ours` at the time of the captured ops at least: they do the same work, and some of it twice.
+
+    Where blocks fit into caches, or a clock was off, they are priced below. A step that fits as it
+    was captured stays so.
+    """
+    dropped = set(found.dropped)
+    whole_us = sum(op.cost_us for op in graph.ops if op.name in dropped)
+    us = sum(op.cost_us for op in ours.values())
+    if us >= whole_us:
+        return ours
+    factor = whole_us / us
+    return {
+        name: msgspec.structs.replace(op, cost_us=factor * op.cost_us) for name, op in ours.items()
+    }
 
 
 def _as_captured(graph: TrainingGraph, op: Op) -> Op:

@@ -1,6 +1,7 @@
 """What was measured, kept on disk: one JSON file a device, thread count and torch version.
 
-Two tables stand in it: the price of each distinct op, and the times of each whole step.
+Three tables stand in it: the price of each distinct op, the times of each whole step, and whether
+pieces give eager's bits (`kept_bits.py`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class _File(msgspec.Struct):
     title: str = ""
     prices: dict[str, Price] = {}
     steps: dict[str, WholeStep] = {}
+    bits: dict[str, bool] = {}
 
 
 def cache_folder() -> Path:
@@ -111,7 +113,7 @@ class PriceCache:
 
     Attributes
     ----------
-    prices : by `price_key`. steps : by the hash of the step's graph.
+    prices : by `price_key`. steps : by the hash of the step's graph. bits : as of `kept_bits`.
     """
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
@@ -120,7 +122,7 @@ class PriceCache:
         slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
         self.path = cache_folder() / f"prices-{slug}.json"
         file = self._read()
-        self.prices, self.steps = file.prices, file.steps
+        self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
 
     def forget(self) -> None:
         """Start from nothing: what is found anew takes the place of what the file has."""
@@ -157,4 +159,4 @@ class PriceCache:
         """What is known here, and what other processes have saved since."""
         known = self._read()
         prices, steps = {**known.prices, **self.prices}, {**known.steps, **self.steps}
-        return _File(SCHEMA_VERSION, self.title, prices, steps)
+        return _File(SCHEMA_VERSION, self.title, prices, steps, {**known.bits, **self.bits})

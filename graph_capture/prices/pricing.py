@@ -18,6 +18,7 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import tensors_of
 from remat.graph_capture.prices.booking import booked
+from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
 from remat.graph_capture.prices.pieces import PricedPieces, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
@@ -25,7 +26,6 @@ from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.prices.step_time import step_rounds, whole_step
 from remat.graph_capture.splitting.regions import Found, regions_asked
-from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.trace import Counted, Trace
 
 
@@ -115,7 +115,7 @@ def _measured(
     found = regions_asked(trace)
     if found:
         in_pieces = _measured_pieces(meter, cache, told)
-        priced = with_regions(priced, found, in_pieces, gives_eagers_bits)
+        priced = with_regions(priced, found, in_pieces, kept_bits(meter, cache))
     return priced, Prices(prices, step)
 
 

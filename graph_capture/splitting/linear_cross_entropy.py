@@ -14,13 +14,12 @@ Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from remat.graph_capture.splitting.head_loss import HeadLoss, Rows, blocks
 
 aten = torch.ops.aten
 
@@ -51,124 +50,15 @@ _library.define(
 )
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """One head and its loss.
-
-    Attributes
-    ----------
-    x : (n, d). weight : (classes, d). bias : (classes,) or None. target : (m,).
-    class_weight : (classes,) or None.
-    grid : where the loss takes a part of the logits' rows, these as a grid, which is sliced from
-        `start` to `stop`; empty where it takes all. dtype : of the loss.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    class_weight: Tensor | None
-    grid: Sequence[int]
-    start: Sequence[int]
-    stop: Sequence[int]
-    dtype: torch.dtype
-    reduction: int
-    ignore_index: int
-    pieces: int
-
-    @property
-    def n_classes(self) -> int:
-        return self.weight.shape[0]
-
-    @functools.cached_property
-    def chosen(self) -> Tensor | None:
-        """The rows of the logits that the loss takes, ascending; None for all.
-
-        On the CPU whatever the device is, so that nothing waits for a GPU.
-        """
-        if not self.grid:
-            return None
-        rows = torch.arange(self.x.shape[0]).view(*self.grid)
-        for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
-            rows = rows.narrow(dim, a, b - a)
-        return rows.reshape(-1)
-
-    @functools.cached_property
-    def chosen_here(self) -> Tensor | None:
-        """`chosen` on the device of the head."""
-        return None if self.chosen is None else self.chosen.to(self.x.device)
-
-    def row_blocks(self) -> Iterator[_Rows]:
-        """Blocks of rows of the logits, with the rows of the loss among them."""
-        for a, b in blocks(self.x.shape[0], self.pieces):
-            if self.chosen is None:
-                yield _Rows(a, b, a, b, None)
-            else:
-                low, high = torch.searchsorted(self.chosen, torch.tensor([a, b])).tolist()
-                inside = (self.chosen[low:high] - a).to(self.x.device)
-                yield _Rows(a, b, low, high, inside)
-
-    def logits(self, rows: _Rows) -> Tensor:
-        """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
-        x = self.x[rows.a : rows.b]
-        return self._taken(_product(x, self.weight, self.bias), rows.inside)
-
-    def class_logits(self, a: int, b: int) -> Tensor:
-        """Logits of all rows that the loss takes, for the classes from `a` to `b`."""
-        bias = None if self.bias is None else self.bias[a:b]
-        return self._taken(_product(self.x, self.weight[a:b], bias), self.chosen_here)
-
-    def _taken(self, logits: Tensor, chosen: Tensor | None) -> Tensor:
-        if chosen is not None:
-            logits = logits.index_select(0, chosen)
-        return logits.to(self.dtype)
-
-    def whole_rows(self, gradient: Tensor, a: int, b: int, chosen: Tensor | None) -> Tensor:
-        """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype.
-
-        Rows that the loss leaves out have none.
-        """
-        gradient = gradient.to(self.x.dtype)
-        if chosen is None:
-            return gradient
-        whole = gradient.new_zeros(b - a, gradient.shape[1])
-        return whole.index_copy_(0, chosen, gradient)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows a..b - 1 of the logits, of which `inside` are rows low..high - 1 of the loss."""
-
-    a: int
-    b: int
-    low: int
-    high: int
-    inside: Tensor | None
-
-    @property
-    def of_loss(self) -> slice:
-        return slice(self.low, self.high)
-
-
-def blocks(n: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """At most `pieces` ranges of 0..n - 1, of a multiple of `multiple` each, but for the last."""
-    step = max(-(-n // (pieces * multiple)) * multiple, 1)
-    return [(a, min(a + step, n)) for a in range(0, n, step)]
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-
-
-def _opened(given: tuple[Any, ...]) -> tuple[_Loss, Tensor, Tensor, Tensor]:
+def _opened(given: tuple[Any, ...]) -> tuple[HeadLoss, Tensor, Tensor, Tensor]:
     """What an op of backward is given beside the gradient: the loss, and what forward saved."""
-    return _Loss(*given[:5], *given[8:]), *given[5:8]
+    return HeadLoss(*given[:5], *given[8:]), *given[5:8]
 
 
 @torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
 def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
-    one = _Loss(*given)
+    one = HeadLoss(*given)
     target = one.target
     picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
@@ -186,7 +76,7 @@ def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *_reduced(one, picked, is_counted), top, log_sum
 
 
-def _reduced(one: _Loss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
+def _reduced(one: HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
     """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class."""
     target = torch.where(is_counted, 0, one.ignore_index)
     if one.class_weight is None:
@@ -203,7 +93,7 @@ def _reduced(one: _Loss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Te
     return (loss / total if one.reduction == MEAN else loss), total
 
 
-def _rows_gradient(one: _Loss, gradient: Tensor, total: Tensor, rows: _Rows) -> Tensor:
+def _rows_gradient(one: HeadLoss, gradient: Tensor, total: Tensor, rows: Rows) -> Tensor:
     """The gradient of a block of rows of the logits, in x's dtype."""
     log_p = aten._log_softmax(one.logits(rows), 1, False)
     of_log_p = _nll_backward(one, gradient, log_p, rows.of_loss, total)
@@ -213,7 +103,7 @@ def _rows_gradient(one: _Loss, gradient: Tensor, total: Tensor, rows: _Rows) -> 
 
 
 def _nll_backward(
-    one: _Loss, gradient: Tensor, log_p: Tensor, rows: slice, total: Tensor
+    one: HeadLoss, gradient: Tensor, log_p: Tensor, rows: slice, total: Tensor
 ) -> Tensor:
     handed = gradient[rows] if gradient.dim() else gradient
     return aten.nll_loss_backward(
@@ -251,7 +141,7 @@ def linear_cross_entropy_weight(gradient: Tensor, *given: Any) -> tuple[Tensor, 
     return of_weight, of_bias
 
 
-def _row_sums(one: _Loss, gradient: Tensor, like: Tensor, total: Tensor) -> Tensor:
+def _row_sums(one: HeadLoss, gradient: Tensor, like: Tensor, total: Tensor) -> Tensor:
     """The sum of each row of the loss's gradient: that of the target, as no other class has one."""
     sums = torch.empty_like(like)
     at = torch.where(one.target != one.ignore_index, one.target, 0).unsqueeze(1)
@@ -264,7 +154,7 @@ def _row_sums(one: _Loss, gradient: Tensor, like: Tensor, total: Tensor) -> Tens
 
 
 def _class_gradients(
-    one: _Loss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
+    one: HeadLoss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
 ) -> Tensor:
     """The gradient of the logits of classes a..b - 1, for all rows that the loss takes."""
     top, log_sum, row_sums = of_rows

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from torch import fx
+from torch import Tensor, fx
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
@@ -18,6 +18,10 @@ from remat.graph_capture.tracing.trace import Trace
 
 COUNTS = (2, 4, 8, 16)
 """Numbers of pieces that are priced."""
+HELD, LARGE_BYTES, LARGE_PART = 3, 1 << 20, 1 / 50
+"""By default a head is taken if so many tensors of its logits' size, which its backward holds, take
+so many bytes, and so large a part of what the step keeps resident and forward makes. The part is
+low: where most is computed again, what is left of a step is a fraction of that."""
 AND = ", "
 """Between the names of heads, which run in the same number of pieces."""
 
@@ -34,7 +38,7 @@ class Found:
     dropped : names of captured ops that the copy has not, or has otherwise.
     added : ops of the copy that the captured graph has not, each after the name of the op before
         which it stands; empty for the end.
-    captured_hash : of the captured graph.
+    is_asked : whether the user named the split. What stays whole then is warned of.
     """
 
     heads: tuple[Head, ...]
@@ -43,7 +47,7 @@ class Found:
     is_exact: bool
     dropped: tuple[str, ...]
     added: tuple[tuple[str, Op], ...]
-    captured_hash: str
+    is_asked: bool
 
     @property
     def name(self) -> str:
@@ -70,11 +74,14 @@ class Found:
 def regions_asked(trace: Trace) -> list[Found]:
     """The regions that the trace's recipe asks for; none where it asks for no split.
 
-    Warns of losses that cannot run in pieces, with the reason.
+    Warns of losses that cannot run in pieces, with the reason, if the user named the split. If not,
+    only large heads are taken.
     """
     asked = trace.recipe.split
     if asked == "none" or trace.recipe.pieces:
         return []
+    if asked is None:
+        return find_regions(trace, True, frozenset(_large_heads(trace)))
     places = Places(trace.joint.module.graph)
     for softmax, reason in find_heads(trace.joint.module.graph)[1]:
         where = " ".join(part for part in places.of(softmax) if part)
@@ -86,15 +93,37 @@ def regions_asked(trace: Trace) -> list[Found]:
     return find_regions(trace, asked == "exact")
 
 
-def find_regions(trace: Trace, is_exact: bool) -> list[Found]:
-    """The heads of a trace as one region, with the ops that would run in their place."""
-    heads, _ = find_heads(trace.joint.module.graph)
+def _large_heads(trace: Trace) -> Iterator[str]:
+    """Names of heads whose backward holds a large part of the bytes of the step."""
+    graph = trace.graph
+    at = graph.op_index
+    of_forward = [v for v in graph.values if at.get(v.producer, -1) < graph.n_forward]
+    large_bytes = max(LARGE_BYTES, LARGE_PART * sum(value.size_bytes for value in of_forward))
+    for head in find_heads(trace.joint.module.graph)[0]:
+        logits: Tensor = head.softmax.meta["val"]
+        if HELD * logits.nbytes >= large_bytes:
+            yield head.softmax.name
+
+
+def find_regions(trace: Trace, is_exact: bool, names: Container[str] | None = None) -> list[Found]:
+    """The heads of a trace as one region, with the ops that would run in their place.
+
+    Parameters
+    ----------
+    names : of the heads that are taken; None for all.
+    """
+
+    def taken(graph: fx.Graph) -> list[Head]:
+        heads = find_heads(graph)[0]
+        return [head for head in heads if names is None or head.softmax.name in names]
+
+    heads = taken(trace.joint.module.graph)
     if not heads:
         return []
     made: list[list[str]] = []
 
     def edit(graph: fx.Graph) -> None:
-        ours = [replace_head(head, COUNTS[0], is_exact) for head in find_heads(graph)[0]]
+        ours = [replace_head(head, COUNTS[0], is_exact) for head in taken(graph)]
         made.extend([node.name for node in nodes] for nodes in ours)
 
     captured, recipe = trace.joint, trace.recipe
@@ -107,7 +136,16 @@ def find_regions(trace: Trace, is_exact: bool) -> list[Found]:
     node_named = {node.name: node for node in gm.graph.nodes}
     nodes = tuple(tuple(node_named[name] for name in names) for names in made)
     changes = _changes(captured.graph, joint.graph)
-    return [Found(tuple(heads), joint, nodes, is_exact, *changes, captured.graph.hash)]
+    return [
+        Found(
+            tuple(heads),
+            joint,
+            nodes,
+            is_exact,
+            *changes,
+            recipe.split is not None,
+        )
+    ]
 
 
 def _changes(

@@ -25,27 +25,31 @@ _known: dict[_Key, bool] = {}
 """What was found in this process, by graph in pieces, device, region, pieces, how and threads."""
 
 
-def gives_eagers_bits(found: Found) -> bool:
+def gives_eagers_bits(found: Found) -> bool | None:
     """Whether a head in the pieces that it is set to gives the same bits as its own nodes.
 
-    It takes the memory of four times the logits. Where that runs out, the answer is no.
+    It takes the memory of four times the logits. Where that runs out, the answer is None.
     """
-    device = str(found.heads[0].x.meta["val"].device)
-    key = _fact(found.joint.graph.hash, device, found.name, found.pieces, found.is_exact)
-    if key not in _known:
-        try:
-            pairs = zip(found.heads, found.nodes, strict=True)
-            _known[key] = all(_are_same_bits(*pair) for pair in pairs)
-        except RuntimeError as error:  # of CUDA's allocator too
-            if "memory" not in str(error):
-                raise
+    try:
+        pairs = zip(found.heads, found.nodes, strict=True)
+        return all(_are_same_bits(*pair) for pair in pairs)
+    except RuntimeError as error:  # of CUDA's allocator too
+        if "memory" not in str(error):
+            raise
+        if found.is_asked:
             warnings.warn(
                 f"whether {found.name} in {found.pieces} pieces gives eager's bits is unknown, as "
                 "memory ran out: it stays whole",
                 stacklevel=2,
             )
-            return False
-    return _known[key]
+        return None
+
+
+def note_bits(found: Found, is_same: bool) -> None:
+    """Keep in this process whether a head in the pieces that it is set to gives eager's bits."""
+    device = str(found.heads[0].x.meta["val"].device)
+    facts = found.joint.graph.hash, device, found.name, found.pieces, found.is_exact
+    _known[_fact(*facts)] = is_same
 
 
 def is_known_to_give_them(graph_hash: str, device: str, region: str, pieces: int) -> bool:

@@ -26,12 +26,16 @@ from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace_flags import Flags
 
 Split = Literal["none", "exact", "tolerance"]
-"""What may run in pieces: nothing; what gives eager's bits; also sums in another order."""
+"""What may run in pieces: nothing; what gives eager's bits; also sums in another order.
+
+Where a user names none, it is None: ``exact``, for heads that take a large part of a step's memory,
+without a word of what stays whole.
+"""
 
 
 def require_split(given: object) -> None:
     """Raise `CaptureError` for what is no `Split`, which would be taken for one that is."""
-    if given not in get_args(Split):
+    if given is not None and given not in get_args(Split):
         raise CaptureError(
             f"split={given!r} is unknown: give 'none', 'exact' (only what gives eager's bits) or "
             "'tolerance' (also sums in another order)"
@@ -62,7 +66,7 @@ class Recipe:
     device: str = CPU
     flags: Flags | None = None
     float_inputs: tuple[tuple[str, float], ...] = ()
-    split: Split = "none"
+    split: Split | None = "none"
     pieces: tuple[tuple[str, int, bool], ...] = ()
     hand_over: HandOver | None = None
 

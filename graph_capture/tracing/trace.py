@@ -140,7 +140,7 @@ def trace(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     float_inputs: Sequence[str] = (),
-    split: Split = "none",
+    split: Split | None = "none",
     hand_over: HandOver | bool | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
@@ -158,7 +158,7 @@ def trace(
     float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
     split : what may run in pieces: ``exact`` allows what gives eager's bits, ``tolerance`` also
-        what sums in another order.
+        what sums in another order. None allows ``exact`` for large heads of a step on one rank.
     hand_over : how gradients are handed over as they are made. None lets them be added to others
         where they are accumulated on one rank: wrappers for several take them in their own way.
         True always does, False never.
@@ -193,7 +193,7 @@ def trace(
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
-        split=split,
+        split="none" if split is None and sharding.kind != "none" else split,
         hand_over=handing,
     )
     done = trace_recipe(model, recipe)

@@ -121,7 +121,7 @@ def open_plan(
 
 def _splitting_as(schedule: Schedule, request: Request) -> Request:
     """`request` with the split that a plan was made with, so that the graph has its pieces."""
-    if not schedule.pieces or request.split != "none":
+    if not schedule.pieces or request.split is not None:
         return request
     is_exact = all(one.exact for one in schedule.pieces)
     return replace(request, split="exact" if is_exact else "tolerance")

@@ -19,6 +19,7 @@ from remat.levers.update_at_once import planned_hand_over
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
 from remat.questions.reserved import reserved_beside, shortage_text
+from remat.schedules.as_planned import whole
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -186,7 +187,7 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
-    chen = solvers.solve(graph, UNBOUNDED_BYTES, solver="chen_sqrt")
+    chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
     rows = _row(graph, "unmodified", unmodified(graph)), _row(graph, "chen_sqrt", chen)
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))

@@ -64,11 +64,12 @@ class Request:
         default=(),
         metadata={"help": "modules always to recompute; repeatable", "metavar": "GLOB"},
     )
-    split: Literal["none", "exact", "tolerance"] = field(
-        default="none",
+    split: Literal["none", "exact", "tolerance"] | None = field(
+        default=None,
         metadata={
             "help": "let a linear head with its cross-entropy run in pieces: exact if that gives "
-            "eager's bits, tolerance also if a sum has another order"
+            "eager's bits, tolerance also if a sum has another order; left out, exact for large "
+            "heads, without a word of what stays whole"
         },
     )
     optimizer: Optimizer = field(

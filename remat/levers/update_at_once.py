@@ -41,7 +41,7 @@ def training_step(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
-    split: Split = "none",
+    split: Split | None = None,
     **options: Any,
 ) -> fx.GraphModule:
     """A module that trains as `model` does, and updates parameters during backward.

@@ -7,15 +7,18 @@ done so. The plan may have been made elsewhere, or for a device of the table.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from torch import nn
 
+from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import RewriteError, ScheduleError
+from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.splitting.regions import AND, COUNTS, find_regions
-from remat.graph_capture.splitting.same_bits import gives_eagers_bits, is_known_to_give_them
+from remat.graph_capture.splitting.same_bits import is_known_to_give_them
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Pieces, Schedule
 
 
 def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Trace:
@@ -27,10 +30,14 @@ def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Tra
     ScheduleError : the step has no such region, or no region runs in that many pieces.
     """
     _require_counts(schedule)
-    exact = [one for one in schedule.pieces if one.exact]
     facts = schedule.graph_hash, recipe.device
-    if not all(is_known_to_give_them(*facts, one.region, one.pieces) for one in exact):
-        _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), schedule)
+    unknown = [
+        one
+        for one in schedule.pieces
+        if one.exact and not is_known_to_give_them(*facts, one.region, one.pieces)
+    ]
+    if unknown:
+        _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), unknown)
     pieces = tuple(
         (head, one.pieces, one.exact) for one in schedule.pieces for head in one.region.split(AND)
     )
@@ -47,15 +54,14 @@ def _require_counts(schedule: Schedule) -> None:
             )
 
 
-def _require_eagers_bits(captured: Trace, schedule: Schedule) -> None:
-    wanted = {one.region: one.pieces for one in schedule.pieces if one.exact}
-    for found in find_regions(captured, is_exact=True):
-        if found.name not in wanted:
-            continue
-        found.set_pieces(wanted[found.name])
-        if not gives_eagers_bits(found):
-            raise RewriteError(
-                f"{found.name} in {found.pieces} pieces gives other bits than eager here, as "
-                "kernels sum a part of the rows in another order: plan here, or with "
-                "split='tolerance' or split='none'"
-            )
+def _require_eagers_bits(captured: Trace, wanted: Iterable[Pieces]) -> None:
+    has_them = kept_bits(meter_of(captured.recipe.device))
+    for one in wanted:
+        for found in find_regions(captured, is_exact=True, names=one.region.split(AND)):
+            found.set_pieces(one.pieces)
+            if not has_them(found):
+                raise RewriteError(
+                    f"{found.name} in {found.pieces} pieces gives other bits than eager here, as "
+                    "kernels sum a part of the rows in another order: plan here, or with "
+                    "split='tolerance' or split='none'"
+                )

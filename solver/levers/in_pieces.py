@@ -6,20 +6,23 @@ need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision g
 
 Two solves bound the rest: of the captured graph; and of a relaxed one, in which each op in pieces
 has the least time and the least workspace of all choices. The lesser of their bounds holds for all
-choices. The relaxed schedule is judged at each real choice. A choice is solved for by itself if it
-could be faster than the best so far, the one that takes least time first. Several regions take the
-same number of pieces.
+choices. The relaxed schedule is judged at each real choice. A choice is solved for by itself if
+the bounds leave it a thousandth to gain. Several regions take the same number of pieces.
+
+Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first, and
+the captured one only if that has not led below what the op takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import inf
 
 import msgspec
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
-from remat.schedules.as_planned import in_pieces, with_choices
+from remat.schedules.as_planned import in_pieces, whole, with_choices
 from remat.schedules.schedule import Pieces, Schedule
 from remat.solver.clock import Clock
 from remat.solver.result import Result, judged
@@ -28,8 +31,11 @@ SolveOne = Callable[[TrainingGraph, float], Result]
 """Solves one graph within so many seconds."""
 
 SAME_TIME = 1 + 1e-9
-WHOLE_PART, RELAXED_PART = 1 / 3, 1 / 2
-"""Of the time that is left, for the first solve and for the second."""
+WORTH = 1e-3
+"""What a solve for one number of pieces must be able to gain, as a part of time or of the peak."""
+PART, LEAST_PART = 1 / 2, 4 / 5
+"""Of the time that is left, for a solve that is followed by others; the second where the captured
+graph cannot fit, so that others are unlikely."""
 
 
 def solve_in_pieces(
@@ -37,40 +43,80 @@ def solve_in_pieces(
 ) -> Result:
     """The fastest schedule of `graph` with its regions whole or in pieces, and a bound for all."""
     clock = Clock(time_limit_s)
-    whole_graph = msgspec.structs.replace(graph, regions=())
-    whole = solve_one(whole_graph, WHOLE_PART * time_limit_s)
     choices = list(_numbers_of_pieces(graph))
     if not choices:
-        return whole
+        return solve_one(whole(graph), time_limit_s)
+    # Pieces may be faster than the whole, as those with fewer products are.
+    least_us = min(in_pieces(graph, chosen).time_us for chosen in choices)
+    floor_bytes, captured = _most_held_bytes(graph), None
+    if floor_bytes <= budget_bytes:
+        captured = solve_one(whole(graph), PART * time_limit_s)
+        if captured.schedule is not None and captured.time_us <= least_us * SAME_TIME:
+            return captured
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions if r.choices})
-    # Pieces may be faster than the whole, as blocks that fit into caches are.
-    least_us = min(graph.time_us, relaxed_graph.time_us)
-    if whole.schedule is not None and whole.time_us <= least_us * SAME_TIME:
-        return whole
-    relaxed = solve_one(relaxed_graph, max(RELAXED_PART * clock.left_s, 0.0))
-    found = [whole, *_judged(graph, choices, budget_bytes, relaxed)]
-    _solve_choices(graph, choices, budget_bytes, solve_one, found, clock)
-    bound_us = min(_bound_us(whole), _bound_us(relaxed))
-    return _concluded(graph, min(found, key=_rank), whole, bound_us, clock)
+    part = LEAST_PART if captured is None else PART
+    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0))
+    found = _judged(graph, choices, budget_bytes, relaxed)
+    if captured is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
+        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
+    found += [captured] if captured is not None else []
+    search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us)
+    search.solve(choices, found)
+    bound_us = max(_bound_us(relaxed), least_us)
+    if captured is not None:
+        bound_us = min(_bound_us(captured), bound_us)
+    return _concluded(graph, min(found, key=_rank), captured or relaxed, bound_us, clock)
 
 
-def _solve_choices(
-    graph: TrainingGraph,
-    choices: list[tuple[Pieces, ...]],
-    budget_bytes: int,
-    solve_one: SolveOne,
-    found: list[Result],
-    clock: Clock,
-) -> None:
-    """Solve for the choices that could be faster than the best of `found`; adds to it."""
-    choices = sorted(choices, key=lambda pieces: in_pieces(graph, pieces).time_us)
-    for i, chosen in enumerate(choices):
-        best = min(found, key=_rank)
-        real = in_pieces(graph, chosen)
-        if clock.left_s <= 0 or (best.schedule and real.time_us * SAME_TIME >= best.time_us):
-            continue
-        solved = solve_one(real, clock.left_s / (len(choices) - i))
-        found += _judged(graph, [chosen], budget_bytes, solved)
+def _most_held_bytes(graph: TrainingGraph) -> int:
+    """Resident bytes, and the most that one op of the captured graph reads, makes and works in."""
+    size = {value.name: value.size_bytes for value in graph.values if value.producer}
+    return graph.resident.total_bytes + max(
+        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
+        for op in graph.ops
+    )
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Solves for numbers of pieces by themselves.
+
+    Attributes
+    ----------
+    relaxed : the outcome for the relaxed graph. relaxed_us : the time of its ops once.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    solve_one: SolveOne
+    clock: Clock
+    relaxed: Result
+    relaxed_us: float
+
+    def solve(self, choices: list[tuple[Pieces, ...]], found: list[Result]) -> None:
+        """Solve for the choices that could be better than the best of `found`; adds to it."""
+        choices = sorted(choices, key=self._hope_us)
+        if all(one.schedule is None for one in found):
+            choices.reverse()
+        for i, chosen in enumerate(choices):
+            if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
+                continue
+            solved = self.solve_one(
+                in_pieces(self.graph, chosen), self.clock.left_s / (len(choices) - i)
+            )
+            found += _judged(self.graph, [chosen], self.budget_bytes, solved)
+
+    def _is_worth(self, chosen: tuple[Pieces, ...], best: Result) -> bool:
+        if best.schedule is not None:
+            return self._hope_us(chosen) < (1 - WORTH) * best.time_us
+        least_bytes = self.relaxed.least_feasible_bytes if self.relaxed.schedule is None else 0
+        return least_bytes < (1 - WORTH) * best.least_feasible_bytes
+
+    def _hope_us(self, chosen: tuple[Pieces, ...]) -> float:
+        """No schedule in these pieces takes less: each op runs once and more is in the bound."""
+        real_us = in_pieces(self.graph, chosen).time_us
+        bound_us = self.relaxed.lower_bound_us if self.relaxed.schedule is not None else 0.0
+        return max(real_us, bound_us + real_us - self.relaxed_us)
 
 
 def _numbers_of_pieces(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
@@ -139,7 +185,7 @@ def _bound_us(result: Result) -> float:
 
 
 def _concluded(
-    graph: TrainingGraph, best: Result, whole: Result, bound_us: float, clock: Clock
+    graph: TrainingGraph, best: Result, first: Result, bound_us: float, clock: Clock
 ) -> Result:
     """`best` with the bound for all choices."""
     bound_us = bound_us if bound_us < inf else graph.time_us
@@ -151,9 +197,9 @@ def _concluded(
     return msgspec.structs.replace(
         best,
         status=status,
-        solver=whole.solver,
+        solver=first.solver,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
         least_bound_bytes=0,
         wall_s=clock.elapsed_s,
-        message=best.message or (whole.message if best is whole else ""),
+        message=best.message or (first.message if best is first else ""),
     )

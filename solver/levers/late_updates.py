@@ -6,6 +6,10 @@ waits for it, and its gradient lives longer. If that exceeds the budget, the sol
 for less. Few recomputations are that late: what backward computes again it needs for gradients
 that come before those of the parameter.
 
+Schedules of the least peak compute most again, and read most parameters late. A little more than
+that peak often allows one whose updates come early. So where nothing fits, the solver is asked at a
+few budgets above the least of the graph without the rule, and the lowest outcome is taken.
+
 Bound: that of the graph without the rule, which every schedule that keeps the rule follows too.
 Where gradients are accumulated, what an update takes depends on those before it: the bound is then
 that of schedules that keep the captured order of updates.
@@ -21,13 +25,18 @@ from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.update_workspaces import update_workspaces
+from remat.solver.clock import Clock
 from remat.solver.problem import Problem
 from remat.solver.result import Result, infeasible, judged
 from remat.solver.sequence import ops_of, schedule_of
 
 ROUNDS = 4
 """How often a solver is asked for less."""
-Ask = Callable[[TrainingGraph, int], Result]
+MORE = (1 / 400, 1 / 100, 1 / 25)
+"""Parts of the least peak without the rule by which a solver is asked for more."""
+FIRST_PART = 2 / 3
+"""Of the time limit, for the first solve; the others share what is left."""
+Ask = Callable[[TrainingGraph, int, float], Result]
 
 
 def has_updates(graph: TrainingGraph) -> bool:
@@ -52,34 +61,63 @@ def without_rule(graph: TrainingGraph) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=tuple(map(freed, graph.ops)))
 
 
-def solve_with_updates(graph: TrainingGraph, budget_bytes: int, ask: Ask) -> Result:
+def solve_with_updates(
+    graph: TrainingGraph, budget_bytes: int, ask: Ask, time_limit_s: float
+) -> Result:
     """The outcome of a solver for a step with updates.
 
     Parameters
     ----------
-    ask : solves a graph for a budget in bytes.
+    ask : solves a graph for a budget in bytes within so many seconds.
     """
+    clock = Clock(time_limit_s)
     free, target_bytes = without_rule(graph), budget_bytes
-    first = result = ask(free, budget_bytes)
+    first = result = ask(free, budget_bytes, FIRST_PART * time_limit_s)
     late = _late(graph, result, budget_bytes)
-    for _ in range(ROUNDS):
+    for i in range(ROUNDS):
         if late is None:
             return result
         over_bytes = simulate(graph, late).peak_bytes - budget_bytes
         if over_bytes <= 0 or result.schedule is None:
             break
         target_bytes -= over_bytes
-        result = ask(free, target_bytes)
+        result = ask(free, target_bytes, max(clock.left_s, 0.0) / (ROUNDS - i))
         late = _late(graph, result, budget_bytes)
     if late is None:
         return result
-    if result.schedule is None and simulate(graph, late).peak_bytes > budget_bytes:
-        return _infeasible(graph, late, result, budget_bytes)
+    if result.schedule is None:
+        late = _lower(graph, late, result, ask, clock)
+        if simulate(graph, late).peak_bytes > budget_bytes:
+            return _infeasible(graph, late, result, budget_bytes)
     found = judged(
         graph, late, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
         wall_s=result.wall_s, cut_short=result.status == "time limit", message=result.message,
     )  # fmt: skip
     return msgspec.structs.replace(found, floor=result.floor)
+
+
+def _lower(graph: TrainingGraph, late: Schedule, lost: Result, ask: Ask, clock: Clock) -> Schedule:
+    """`late`, or a schedule of a lower peak, from asking for a little more than the least.
+
+    Parameters
+    ----------
+    lost : the outcome without the rule, which names the least.
+    """
+    least_bytes, free, budget_bytes = (
+        lost.least_feasible_bytes,
+        without_rule(graph),
+        late.budget_bytes,
+    )
+    best_bytes = simulate(graph, late).peak_bytes
+    for i, more in enumerate(MORE):
+        asked_bytes = int((1 + more) * least_bytes)
+        if clock.left_s <= 0 or asked_bytes >= best_bytes:
+            break
+        asked = ask(free, asked_bytes, clock.left_s / (len(MORE) - i))
+        found = _late(graph, asked, budget_bytes)
+        if found is not None and (found_bytes := simulate(graph, found).peak_bytes) < best_bytes:
+            late, best_bytes = found, found_bytes
+    return late
 
 
 def _infeasible(graph: TrainingGraph, late: Schedule, lost: Result, budget_bytes: int) -> Result:

@@ -12,6 +12,7 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
+from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
 from remat.rewriter.checking.tolerance import SPLIT_FLOAT32
 from remat.schedules.schedule import Pieces
@@ -30,7 +31,7 @@ from tests.graph_capture.splitting.language_models import (
 @pytest.mark.parametrize("name", SPLIT)
 def test_eagers_bits_within_what_no_plan_without_pieces_reaches(name: str) -> None:
     model, args = made(name)
-    whole = remat.solve(remat.capture(model, args), "min")
+    whole = remat.solve(remat.capture(model, args, split="none"), "min")
     graph = remat.capture(model, args, split="exact")
     result = remat.solve(graph, "min")
     assert result.schedule is not None
@@ -142,10 +143,10 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(RewriteError, match="in pieces, which torch's checkpointing cannot"):
         remat.checkpoint_policy(graph, schedule)
     with pytest.raises(ScheduleError, match=r"the graph has no region of that name"):
-        simulate(remat.capture(model, args), schedule)
+        simulate(remat.capture(model, args, split="none"), schedule)
 
 
-@pytest.mark.parametrize("split", ["exactly", True, None, ("exact",)])
+@pytest.mark.parametrize("split", ["exactly", True, ("exact",)])
 def test_another_split_is_not_taken_for_one_that_is_known(split: Any) -> None:
     model, args = made("plain")
     with pytest.raises(CaptureError, match=r"split=.* is unknown: give 'none', 'exact'"):
@@ -167,7 +168,37 @@ def test_a_plan_of_an_unknown_number_of_pieces_is_refused() -> None:
 def test_the_unmodified_step_is_the_captured_one() -> None:
     model, args = made("plain")
     with_regions = unmodified(remat.capture(model, args, split="exact"))
-    assert with_regions.peak_bytes == unmodified(remat.capture(model, args)).peak_bytes
+    without = unmodified(remat.capture(model, args, split="none"))
+    assert with_regions.peak_bytes == without.peak_bytes
+
+
+def test_pieces_are_allowed_where_nothing_is_said_and_the_wing_takes_them() -> None:
+    model, args = made("plain")[0], batch(16)
+    assert remat.rematerialize(model, args, budget="min", check=True).schedule.pieces
+    cached = remat.plan_cache(model, budget="min", check=False)
+    cached(*args).backward()
+    (schedule,) = remat.plans_of(cached)
+    assert schedule.pieces
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert remat.training_step(model, args, optimizer=optimizer, budget="min").schedule.pieces
+
+
+def test_several_ranks_stay_whole_where_nothing_is_said() -> None:
+    model, args = made("plain")[0], batch(16)
+    ranks = Sharding("fsdp2", 2)
+    assert remat.capture(model, args, sharding=ranks).regions == ()
+    module = remat.rematerialize(model, args, budget="min", sharding=Sharding("ddp", 2))
+    assert module.schedule.pieces == ()
+
+
+def test_a_step_that_fits_stays_as_captured() -> None:
+    model, args = made("plain")[0], batch(16)
+    graph = remat.capture(model, args)
+    assert graph.regions
+    schedule = remat.solve(graph, "100%").schedule
+    assert schedule is not None
+    assert schedule.pieces == ()
+    assert schedule.graph_hash == remat.capture(model, args, split="none").hash
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -98,8 +99,8 @@ def traced_in_pieces(
 def test_sums_that_16_bits_hide_are_no_exact_choice() -> None:
     """The softmax's kernel sums in float32 what it returns in bfloat16."""
     model = LanguageModel(plain, dtype=torch.bfloat16)
-    (region,) = capture(model, batch(), split="exact").regions
-    assert region.choices == ()
+    with pytest.warns(UserWarning, match=r"\(LanguageModel\) stays whole: in pieces, kernels give"):
+        assert capture(model, batch(), split="exact").regions == ()
     (region,) = capture(model, batch(), split="tolerance").regions
     assert {choice.exact for choice in region.choices} == {False}
 
@@ -110,6 +111,42 @@ def test_a_wrong_piece_is_seen() -> None:
     assert not gives_eagers_bits(found)
 
 
-def test_no_region_without_a_loss_that_is_asked_for() -> None:
+def test_no_region_where_none_is_asked_for() -> None:
     model, args = made("plain")
-    assert capture(model, args).regions == ()
+    assert capture(model, args, split="none").regions == ()
+
+
+def test_a_large_head_may_run_in_exact_pieces_without_being_asked_for() -> None:
+    model, args = made("plain")[0], batch(16)
+    assert capture(model, args).regions == capture(model, args, split="exact").regions != ()
+
+
+class FewClasses(torch.nn.Module):
+    """A head that takes little of what the step does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        self.head = torch.nn.Linear(512, 100)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.layers(x)), target)
+
+
+def test_a_small_head_stays_whole_unless_it_is_asked_for() -> None:
+    """Of few bytes, and of a small part of the step's."""
+    for model, args in (
+        made("plain"),
+        (FewClasses(), (torch.rand(256, 512), torch.randint(100, (256,)))),
+    ):
+        assert capture(model, args).regions == ()
+        assert capture(model, args, split="exact").regions
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "bfloat16"])
+def test_what_stays_whole_by_default_is_not_warned_of(name: str) -> None:
+    model = LanguageModel(WHOLE[name][0]) if name in WHOLE else None
+    model = model or LanguageModel(plain, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert capture(model, batch(16)).regions == ()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from remat.graph_capture.splitting.head_loss import blocks
 from remat.graph_capture.splitting.linear_cross_entropy import (
     FORWARD,
     INPUT,
     INPUT_AND_WEIGHT,
     WEIGHT,
-    blocks,
 )
 
 SHAPES = ((256, 32, 100), (300, 48, 1000), (320, 96, 1003), (260, 16, 4000), (384, 64, 2048))

@@ -9,12 +9,18 @@ from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.levers.late_updates import has_updates, late_sequence, without_rule
+from remat.solver.levers.late_updates import (
+    has_updates,
+    late_sequence,
+    solve_with_updates,
+    without_rule,
+)
 from remat.solver.problem import Problem
+from remat.solver.result import Result, judged
 from remat.solver.sequence import ops_of, schedule_of
 
 
-def step() -> TrainingGraph:
+def step(b_bytes: int = 100) -> TrainingGraph:
     """Forward makes a and b of w; backward has the gradient of w long before it needs b."""
     ops = (
         Op("a", "aten.mm.default", "forward", ("x", "w"), ("a",), 1.0),
@@ -27,7 +33,7 @@ def step() -> TrainingGraph:
         Op("big", "aten.sum.default", "backward", ("wide",), ("big",), 1.0),
         Op("ga", "aten.mm.default", "backward", ("t", "b", "big"), ("ga",), 1.0),
     )
-    made = {"a": 100, "b": 100, "loss": 4, "gw": 40, "wide": 300, "big": 10, "ga": 40}
+    made = {"a": 100, "b": b_bytes, "loss": 4, "gw": 40, "wide": 300, "big": 10, "ga": 40}
     values = (
         Value("x", 50, kind="input"), Value("w", 60, kind="parameter"),
         *(Value(name, size, name) for name, size in made.items()), Value("t", 4, "tangents"),
@@ -102,3 +108,24 @@ def test_a_gradient_that_waits_counts() -> None:
     assert solve(without_rule(graph), 330, "auto").peak_bytes == 318
     lost = solve(graph, 330, "auto")
     assert (lost.status, lost.least_feasible_bytes) == ("infeasible", 358)
+
+
+def test_a_little_more_than_the_least_may_need_no_late_read() -> None:
+    """The least peak without the rule is 318 by making b again, which takes 358 with the rule.
+
+    Keeping b takes 328. A solver that is asked for the least alone does not find it.
+    """
+    graph = step(b_bytes=10)
+    asked: list[int] = []
+
+    def ask(one: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
+        asked.append(budget_bytes)
+        keeps_b = Schedule.for_graph(one, schedule_of(Problem.of(one), range(len(one.ops))).steps)
+        schedule = keeps_b if budget_bytes >= 328 else late_read(one)
+        return judged(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
+
+    lost = solve_with_updates(graph, 0, ask, 60.0)
+    assert asked == [0, 318, 321, 330]
+    assert (lost.status, lost.least_feasible_bytes) == ("infeasible", 328)
+    assert lost.least_schedule is not None
+    assert simulate(graph, lost.least_schedule).peak_bytes == 328
