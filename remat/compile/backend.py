@@ -109,8 +109,9 @@ def _planned(
 ) -> Pair:
     """Choose what Inductor compiles, and keep what was chosen for `compiled_plans`."""
     clock, frame = Clock(), _frame()
-    step.calls = asked.calls
-    step.awaited_gradient_bytes = shared.expect(whole, frame, step.gradient_bytes)
+    step.modules = shared.modules_ahead(whole, frame)
+    step.calls = max(asked.calls, step.modules)
+    step.awaited_gradient_bytes = shared.expect(whole, frame, step.gradient_bytes, step.modules)
     search = PlanSearch(step, asked)
     stock = search.stock()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)

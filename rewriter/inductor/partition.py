@@ -71,11 +71,13 @@ class FusedStep:
     gradient_bytes : of the gradients of parameters.
     calls : how many forwards run before the first backward. All but one leave what they have
         saved, and their inputs, beside what is replayed.
+    modules : how many modules these calls are of, each with gradients of its own.
     awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
     holds_outputs : whether forward's results are held while backward runs.
     """
 
     calls = 1
+    modules = 1
     awaited_gradient_bytes = 0
     holds_outputs = True
 
@@ -171,12 +173,15 @@ class FusedStep:
         """What is there beside forward and beside backward, at most, from others.
 
         The last call's backward runs first, beside what all others have saved. In each later one
-        there is one less of these, but the gradients of the first are there.
+        there is one less of these, but the gradients of the first are there, and if each call is of
+        a module of its own, those of all before.
         """
         each_bytes = found.saved_bytes + self.dynamic_bytes
         saved_bytes = (self.calls - 1) * each_bytes
         left_bytes = saved_bytes
-        if self.calls > 1:
+        if self.modules > 1:
+            left_bytes = max(saved_bytes, (self.modules - 1) * self.gradient_bytes)
+        elif self.calls > 1:
             left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
         return saved_bytes, left_bytes + self.awaited_gradient_bytes
 
