@@ -20,7 +20,6 @@ from torch._dynamo import symbolic_convert
 
 from remat.graph_capture.tracing.resident import storage_bytes
 
-
 _CALL: Any = nn.Module._call_impl.__code__
 """The code that calls the forward of every module."""
 
@@ -34,12 +33,14 @@ class WholeModel:
     static_bytes : of parameters and buffers. gradient_bytes : of all gradients of parameters.
     is_split : whether other graphs follow: a graph break ends this one, or it is of a module that
         is part of another. n_alike : how many compiled modules of the same class there are.
+    around : class of the module that it is part of; empty if it is none.
     """
 
     static_bytes: int = 0
     gradient_bytes: int = 0
     is_split: bool = False
     n_alike: int = 1
+    around: str = ""
 
 
 def whole_model() -> WholeModel:
@@ -51,8 +52,8 @@ def whole_model() -> WholeModel:
     modules = list(_modules(root.f_locals.values()))
     modules += _modules(root.f_globals.get(name) for name in root.f_code.co_names)
     outer = _outermost(modules)
-    static_bytes, gradient_bytes = _sizes(modules)
-    outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _sizes([outer])
+    static_bytes, gradient_bytes = _bytes_held_by(modules)
+    outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
     reason = translator.output.compile_subgraph_reason
     is_part = outer_bytes > static_bytes
     return WholeModel(
@@ -60,6 +61,7 @@ def whole_model() -> WholeModel:
         gradient_bytes=max(gradient_bytes, outer_gradient_bytes),
         is_split=is_part or (reason is not None and reason.graph_break),
         n_alike=_n_alike(modules[0], outer) if is_part else 1,
+        around=type(outer).__name__ if is_part else "",
     )
 
 
@@ -83,7 +85,7 @@ def _inside(module: nn.Module) -> set[int]:
     return set(map(id, module.modules()))
 
 
-def _sizes(modules: Iterable[nn.Module]) -> tuple[int, int]:
+def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
     """Bytes of parameters and buffers, and of gradients; of a sharded one, this rank's part."""
     parameters = {id(p): p for module in modules for p in module.parameters()}
     buffers = {id(b): b for module in modules for b in module.buffers()}
