@@ -22,6 +22,11 @@ from remat.graph_capture.graph_rules import check_graph
 SCHEMA_VERSION = 1
 KEPT = "kept by"
 """How `Op.pinned` begins where only the user wants that the op does not run twice."""
+CUSTOM = "a custom op"
+"""How `Op.pinned` begins where the user may ask that the op runs twice, by `recompute`.
+
+What a custom op draws or changes unseen is not known. Such a pin is no part of a graph's hash.
+"""
 DELIVER = "remat.deliver"
 """The op that hands over gradients where they are added to those of earlier batches."""
 UPDATE = "remat.update"
@@ -244,7 +249,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def _signature(self, op: Op) -> str:
         values = (self.value_by_name[name] for name in op.outputs)
         results = ", ".join(f"{v.name}: {v.dtype}{list(v.shape)}" for v in values)
-        pin = " pinned" if op.pinned else ""
+        pin = " pinned" if op.pinned and not op.pinned.startswith(CUSTOM) else ""
         return f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
 
     def to_json(self) -> bytes:

@@ -14,6 +14,7 @@ from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.update_workspaces import update_workspaces
+from remat.schedules.verdicts.globs import is_freed
 
 
 class Simulation(msgspec.Struct, frozen=True):
@@ -61,7 +62,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     """
     graph = as_planned(graph, schedule)
     schedule.check_made_for(graph)
-    return _Replay(graph).run(schedule.steps)
+    asked = str(schedule.options.get("recompute", "")).split(", ")
+    return _Replay(graph, asked).run(schedule.steps)
 
 
 def require_valid(graph: TrainingGraph, schedule: Schedule) -> Simulation:
@@ -88,8 +90,8 @@ def overhead_of(time_us: float, base_us: float) -> float:
 
 
 class _Replay:
-    def __init__(self, graph: TrainingGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: TrainingGraph, asked: list[str]) -> None:
+        self.graph, self.asked = graph, asked
         self.size = {v.name: v.size_bytes for v in graph.values if v.producer}
         self.resident = {v.name for v in graph.values if not v.producer}
         self.live: dict[str, None] = {}
@@ -147,7 +149,8 @@ class _Replay:
     def _compute(self, i: int, name: str) -> int:
         op = self._lookup(i, name)
         again = name in self.computed
-        self._require(not (again and op.pinned), i, f"op {name} must not run twice: {op.pinned}")
+        may = not (again and op.pinned) or is_freed(op, self.asked)
+        self._require(may, i, f"op {name} must not run twice: {op.pinned}")
         for value in op.inputs:
             present = value in self.live or value in self.resident
             self._require(present, i, f"op {name} reads {value}, which is not live")

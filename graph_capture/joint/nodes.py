@@ -12,11 +12,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY, path_in_model
 
 aten = torch.ops.aten
 
+_TORCHS_NAMESPACES = frozenset(
+    {
+        "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_quantized",
+        "aten", "c10d", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
+        "prim", "prims", "quantization", "quantized", "remat", "rngprims", "sparse", "symm_mem",
+    }
+)  # fmt: skip
 _PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 _CLONES_WHOLE_STORAGE = (
     aten.copy.default,
@@ -100,6 +108,11 @@ def mutates(node: fx.Node) -> bool:
     """Whether the node's schema says that it writes to an argument."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
+
+
+def is_custom(node: fx.Node) -> bool:
+    """Whether the node runs an op of somebody else's, which may draw or act without a tag."""
+    return isinstance(node.target, OpOverload) and node.target.namespace not in _TORCHS_NAMESPACES
 
 
 def is_dropout_of_nothing(node: fx.Node) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Phase
+from remat.graph_capture.graph import CUSTOM, Phase
 from remat.graph_capture.joint.batch_norm import CHOSEN_BACKWARD
 from remat.graph_capture.joint.collectives import PINNED, is_collective
-from remat.graph_capture.joint.nodes import argument, draws_randomness, tensors_of
+from remat.graph_capture.joint.nodes import argument, draws_randomness, is_custom, tensors_of
 from remat.graph_capture.joint.provenance import path_in_model
 
 
@@ -51,7 +51,19 @@ def why_pinned(
         return "it may write to what its forward has reserved for it"
     if draws_randomness(node) and phase == "backward":
         return "it draws random numbers in backward"
-    return "" if any(t is not None for t in tensors_of(node)) else "it has effects only"
+    if all(t is None for t in tensors_of(node)):
+        return "it has effects only"
+    return why_custom(node)
+
+
+def why_custom(node: fx.Node) -> str:
+    """Why a custom op must not run twice unless the user asks for it; empty for other ops.
+
+    One that is tagged as drawing draws the same numbers again, from the state that was saved.
+    """
+    if not is_custom(node) or draws_randomness(node):
+        return ""
+    return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
 
 
 def overwritten_values(

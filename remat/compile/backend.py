@@ -10,6 +10,7 @@ no gradients are asked for, Inductor runs as it is.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,8 +110,11 @@ def _planned(
 ) -> Pair:
     """Choose what Inductor compiles, and keep what was chosen for `compiled_plans`."""
     clock, frame = Clock(), _frame()
-    step.calls = asked.calls
-    step.awaited_gradient_bytes = shared.expect(whole, frame, step.gradient_bytes)
+    if whole.around and not shared.forwards.graphs():
+        warnings.warn(_part_text(whole.around), stacklevel=2)
+    step.modules = shared.modules_ahead(whole, frame)
+    step.calls = max(asked.calls, step.modules)
+    step.awaited_gradient_bytes = shared.expect(whole, frame, step.gradient_bytes, step.modules)
     search = PlanSearch(step, asked)
     stock = search.stock()
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
@@ -136,6 +140,14 @@ def _planned(
         )
     )
     return found.pair
+
+
+def _part_text(around: str) -> str:
+    return (
+        f"what is compiled is a part of {around}, whose parameters and gradients count. What "
+        f"{around} runs beside its compiled parts does not, and per cents are without it: for a "
+        f"budget on the whole step, compile {around}, with the loss inside"
+    )
 
 
 def _frame() -> tuple[int, int]:

@@ -23,7 +23,6 @@ from remat.compile.search import CHEAP, Candidate, PlanSearch
 from remat.compile.target_search import fastest_within
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
-from remat.rewriter.inductor.partition import draws_once
 
 TRIES = 3
 """Most targets of one piece and share: the code of the first may take some per cent more."""
@@ -149,7 +148,7 @@ class PieceSearch:
             for piece, search in zip(whole.pieces, self.searches, strict=True)
         ]
         self.options = [[option] for option in self.stock]
-        self._barred = [self._is_barred(option) for option in self.stock]
+        self._barred = [search and not search.may_take_stock for search in self.searches]
 
     @property
     def stock_peak_bytes(self) -> int:
@@ -207,12 +206,6 @@ class PieceSearch:
     def _time_us(self) -> float:
         steps = [piece.step for piece in self.whole.pieces]
         return sum(step.graph.time_us for step in steps if step is not None)
-
-    def _is_barred(self, option: Option) -> bool:
-        """Whether torch's own cut of a piece is not to be taken: it draws twice, or is pinned."""
-        is_pinned = bool(self.asked.keep or self.asked.recompute)
-        stock = option.candidate
-        return stock is not None and (is_pinned or not draws_once(stock.pair))
 
     def _allowed(self) -> list[list[Option]]:
         pairs = zip(self.options, self._barred, strict=True)

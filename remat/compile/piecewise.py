@@ -197,6 +197,7 @@ class _AsOne:
     dynamic_bytes: int
     gradient_bytes: int
     other_calls: int
+    modules: int = 1
 
     def alone(self, found: Replay) -> Replay:
         """`found` without what other calls have left."""

@@ -19,7 +19,7 @@ from remat.compile.target_search import fastest_within
 from remat.formats import bytes_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter.inductor.lowering import ReplayError
-from remat.rewriter.inductor.partition import FusedStep, Pair, draws_once
+from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import Replay
 from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
@@ -79,9 +79,18 @@ class PlanSearch:
     )
 
     def stock(self) -> Candidate:
-        """The step as torch compiles it."""
+        """The step as torch compiles it; with everything kept, where torch's own cut is wrong."""
         pair = self.step.stock()
-        return Candidate(pair, self._replayed(pair, 0))
+        if self.step.is_right(pair):
+            return Candidate(pair, self._replayed(pair, 0))
+        kept = self.solved(UNBOUNDED_BYTES)
+        assert kept is not None, "keeping everything always fits"
+        return kept
+
+    @property
+    def may_take_stock(self) -> bool:
+        """Whether what `stock` returns keeps to what the user has pinned."""
+        return not (self.options.keep or self.options.recompute)
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
         """The fastest candidate found whose code allocates no more than the limit.
@@ -90,12 +99,11 @@ class PlanSearch:
         on a CPU. On an AVX-512 machine a GPT-2 with dropout took 25.5 % more than eager by torch's
         cut, and 5.5 % more by a plan that recomputes nothing and keeps masks as bytes.
         """
-        is_pinned = bool(self.options.keep or self.options.recompute)
-        fits = stock.code_peak_bytes <= limit_bytes and draws_once(stock.pair)
-        if fits and not is_pinned and not self.step.n_masks:
+        fits = stock.code_peak_bytes <= limit_bytes and self.may_take_stock
+        if fits and not self.step.n_masks:
             return stock
         found = self._planned_within(limit_bytes)
-        return stock if found is None and fits and not is_pinned else found
+        return stock if found is None and fits else found
 
     def _planned_within(self, limit_bytes: int) -> Candidate | None:
         best = fastest_within(

@@ -34,7 +34,7 @@ Frame = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Noted:
-    """Bytes of one compiled graph."""
+    """Bytes of one compiled graph; `is_of_several` if each call is of a module of its own."""
 
     static_bytes: int
     dynamic_bytes: int
@@ -42,12 +42,13 @@ class _Noted:
     chosen: Replay
     stock: Replay
     budget_bytes: int
+    is_of_several: bool = False
 
     @classmethod
     def of(cls, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int) -> _Noted:
         return cls(
             step.static_bytes, step.dynamic_bytes, step.gradient_bytes,
-            step.alone(chosen), step.alone(stock), budget_bytes,
+            step.alone(chosen), step.alone(stock), budget_bytes, step.modules > 1,
         )  # fmt: skip
 
 
@@ -67,6 +68,11 @@ class Measured(Protocol):
     @property
     def gradient_bytes(self) -> int:
         """Of the gradients of parameters."""
+        ...
+
+    @property
+    def modules(self) -> int:
+        """How many modules run the graph, each with gradients of its own."""
         ...
 
     def alone(self, found: Replay) -> Replay:
@@ -90,8 +96,13 @@ class SharedBudget:
     whole: WholeModel = field(default_factory=WholeModel)
     awaited_gradient_bytes: int = 0
 
-    def expect(self, whole: WholeModel, frame: Frame, gradient_bytes: int) -> int:
-        """Take note of the model around a graph that is about to be planned.
+    def modules_ahead(self, whole: WholeModel, frame: Frame) -> int:
+        """How many compiled modules like that of `frame` are still to be called, it included."""
+        called = sum(one[0] == frame[0] for one in self.forwards.graphs())
+        return max(1, whole.n_alike - called)
+
+    def expect(self, whole: WholeModel, frame: Frame, gradient_bytes: int, modules: int = 1) -> int:
+        """Take note of the model around a graph that is about to be planned for some modules.
 
         Returns
         -------
@@ -102,9 +113,9 @@ class SharedBudget:
             self.whole = whole if whole.is_split else WholeModel()
         # A module inside ends without a break, and graphs of the modules around it follow.
         is_end = not whole.is_split and whole.static_bytes >= self.whole.static_bytes
-        known = {one[0]: self.noted[one].gradient_bytes for one in before}
-        known[frame[0]] = gradient_bytes
-        later = 0 if is_end else self.whole.gradient_bytes - sum(known.values())
+        known = self._gradient_bytes([one for one in before if modules > 1 or one[0] != frame[0]])
+        known += modules * gradient_bytes
+        later = 0 if is_end else self.whole.gradient_bytes - known
         self.awaited_gradient_bytes = max(0, later)
         return self.awaited_gradient_bytes
 
@@ -201,6 +212,18 @@ class SharedBudget:
             largest[frame[0]] = max(known, self.noted[frame].static_bytes)
         return sum(largest.values())
 
+    def _gradient_bytes(self, frames: Sequence[Frame]) -> int:
+        """Bytes of gradients of parameters; calls of one frame share theirs, unless of modules."""
+        shared: dict[int, int] = {}
+        own_bytes = 0
+        for frame in frames:
+            one = self.noted[frame]
+            if one.is_of_several:
+                own_bytes += one.gradient_bytes
+            else:
+                shared[frame[0]] = one.gradient_bytes
+        return own_bytes + sum(shared.values())
+
     def _peak(self, frames: Sequence[Frame], k: int, *, is_stock: bool) -> int:
         """Peak of the k-th forward and its backward, with what others hold meanwhile.
 
@@ -211,8 +234,8 @@ class SharedBudget:
         peaks = own.stock if is_stock else own.chosen
         static = max(self._static_bytes(frames), self.whole.static_bytes)
         parameters = static - self._static_bytes(frames[:k])
-        after = {frame[0]: self.noted[frame].gradient_bytes for frame in frames[k + 1 :]}
-        backward = peaks.backward_peak_bytes + sum(after.values()) + self.awaited_gradient_bytes
+        after_bytes = self._gradient_bytes(frames[k + 1 :])
+        backward = peaks.backward_peak_bytes + after_bytes + self.awaited_gradient_bytes
         if k < len(frames) - 1:
             backward += self.noted[frames[-1]].chosen.output_bytes
         left = self._left(frames[:k], is_stock=is_stock)

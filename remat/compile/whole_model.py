@@ -1,4 +1,7 @@
-"""What a model holds beyond the graph that is compiled, where a graph break has split it.
+"""What a model holds beyond the graph that is compiled, where it is compiled in parts.
+
+A graph break splits it, or the user compiles its blocks by themselves. The modules that call a
+block are on the stack while it is compiled.
 
 Graphs are compiled one after the other, each in the first forward that reaches it. So when the
 first is planned, the graphs after it are not known. But their parameters are there all the time,
@@ -7,7 +10,8 @@ and their gradients from their backward on, which comes before that of the first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +19,9 @@ from torch import nn
 from torch._dynamo import symbolic_convert
 
 from remat.graph_capture.tracing.resident import storage_bytes
+
+_CALL: Any = nn.Module._call_impl.__code__
+"""The code that calls the forward of every module."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,16 @@ class WholeModel:
     Attributes
     ----------
     static_bytes : of parameters and buffers. gradient_bytes : of all gradients of parameters.
-    is_split : whether a graph break ends the graph, so that others follow.
+    is_split : whether other graphs follow: a graph break ends this one, or it is of a module that
+        is part of another. n_alike : how many compiled modules of the same class there are.
+    around : class of the module that it is part of; empty if it is none.
     """
 
     static_bytes: int = 0
     gradient_bytes: int = 0
     is_split: bool = False
+    n_alike: int = 1
+    around: str = ""
 
 
 def whole_model() -> WholeModel:
@@ -40,15 +51,58 @@ def whole_model() -> WholeModel:
     root = translator.output.root_tx
     modules = list(_modules(root.f_locals.values()))
     modules += _modules(root.f_globals.get(name) for name in root.f_code.co_names)
-    parameters = {id(p): p for module in modules for p in module.parameters()}
-    buffers = {id(b): b for module in modules for b in module.buffers()}
+    outer = _outermost(modules)
+    static_bytes, gradient_bytes = _bytes_held_by(modules)
+    outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
     reason = translator.output.compile_subgraph_reason
+    is_part = outer_bytes > static_bytes
     return WholeModel(
-        static_bytes=storage_bytes([*parameters.values(), *buffers.values()], set()),
-        gradient_bytes=sum(p.nbytes for p in parameters.values() if p.requires_grad),
-        is_split=reason is not None and reason.graph_break,
+        static_bytes=max(static_bytes, outer_bytes),
+        gradient_bytes=max(gradient_bytes, outer_gradient_bytes),
+        is_split=is_part or (reason is not None and reason.graph_break),
+        n_alike=_n_alike(modules[0], outer) if is_part else 1,
+        around=type(outer).__name__ if is_part else "",
     )
 
 
 def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
     return (value for value in values if isinstance(value, nn.Module))
+
+
+def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
+    """The outermost module whose forward is calling these modules; None if there is none."""
+    found: nn.Module | None = None
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code is _CALL else None
+        if isinstance(owner, nn.Module) and not _inside(owner).isdisjoint(map(id, parts)):
+            found = owner
+        frame = frame.f_back
+    return found
+
+
+def _inside(module: nn.Module) -> set[int]:
+    return set(map(id, module.modules()))
+
+
+def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """Bytes of parameters and buffers, and of gradients; of a sharded one, this rank's part."""
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    buffers = {id(b): b for module in modules for b in module.buffers()}
+    here = [getattr(t, "_local_tensor", t) for t in (*parameters.values(), *buffers.values())]
+    trained = [p for p in parameters.values() if p.requires_grad]
+    gradient_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in trained)
+    return storage_bytes(here, set()), gradient_bytes
+
+
+def _n_alike(part: nn.Module, outer: nn.Module | None) -> int:
+    """How many compiled modules in `outer` run the same code as `part`."""
+    if outer is None:
+        return 1
+    compiled = {
+        id(inner): inner
+        for module in outer.modules()
+        for inner in (getattr(module, "_orig_mod", module),)
+        if inner is not module or module._compiled_call_impl is not None
+    }
+    return max(1, sum(type(module) is type(part) for module in compiled.values()))

@@ -7,7 +7,7 @@ their readers hold too much (`stored`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.collectives import PINNED, is_collective, is_wait
 from remat.graph_capture.joint.nodes import (
     draws_randomness,
+    is_custom,
     is_getitem,
     is_tangent,
     mutates,
@@ -27,6 +28,7 @@ from remat.graph_capture.joint.nodes import (
     target_name,
     tensors_of,
 )
+from remat.graph_capture.joint.pinned import why_custom
 from remat.rewriter.inductor.nodes import SEEDS, is_inlined, is_view, place_of, refuse_symbols
 from remat.rewriter.inductor.stored import StoredNodes
 
@@ -55,6 +57,7 @@ class FusedJoint:
 class _Builder:
     gm: fx.GraphModule
     n_outputs: int
+    overwritten_names: Collection[str]
     values: dict[str, Value] = field(default_factory=dict[str, Value])
     base: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     values_read: dict[fx.Node, tuple[str, ...]] = field(
@@ -70,9 +73,10 @@ class _Builder:
         results: Any = self.nodes[-1].args[0]
         self.forward_results = [n for n in results[: self.n_outputs] if isinstance(n, fx.Node)]
         self.gradients = [n for n in results[self.n_outputs :] if isinstance(n, fx.Node)]
+        written = {n.args[0] for n in self.nodes if mutates(n)}
+        self.overwritten = {n for n in self.nodes if n.name in self.overwritten_names} | written
         self.in_forward = self._forward_nodes()
         self.stored = StoredNodes(self.nodes, self.in_forward, self._readers())
-        self.overwritten = {n.args[0] for n in self.nodes if mutates(n)}
 
     def _forward_nodes(self) -> set[fx.Node]:
         """Ancestors of forward's results and of what draws or has effects there; their parts."""
@@ -83,7 +87,10 @@ class _Builder:
         effects = [
             n for n in self.nodes
             if n.op == "call_function" and n not in late
-            and (draws_randomness(n) or mutates(n) or n.target == SEEDS or is_collective(n))
+            and (
+                draws_randomness(n) or mutates(n) or n.target == SEEDS or is_collective(n)
+                or is_custom(n) or not self.overwritten.isdisjoint(n.all_input_nodes)
+            )
         ]  # fmt: skip
         found: set[fx.Node] = set()
         stack = [*self.forward_results, *effects]
@@ -247,13 +254,20 @@ class _Builder:
             )
         if node.target == SEEDS or draws_randomness(node):
             return "it draws random numbers"
-        return "" if any(t is not None for t in tensors_of(node)) else "it has effects only"
+        if all(t is None for t in tensors_of(node)):
+            return "it has effects only"
+        return why_custom(node)
 
 
 def build_fused(
-    gm: fx.GraphModule, n_outputs: int, name: str, resident: Resident, device: str
-) -> FusedJoint:
+    gm: fx.GraphModule, n_outputs: int, name: str, resident: Resident, device: str,
+    overwritten: Collection[str] = (),
+) -> FusedJoint:  # fmt: skip
     """Analyse the joint graph that Inductor is about to partition.
+
+    Parameters
+    ----------
+    overwritten : names of the inputs that the step overwrites; the graph reads copies of them.
 
     Raises
     ------
@@ -261,4 +275,4 @@ def build_fused(
     """
     for node in gm.graph.nodes:
         refuse_symbols(node)
-    return _Builder(gm, n_outputs).build(name, resident, device)
+    return _Builder(gm, n_outputs, overwritten).build(name, resident, device)

@@ -11,6 +11,7 @@ from torch._inductor import inductor_prims
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import (
     draws_randomness,
+    is_custom,
     is_getitem,
     mutates,
     storage_key,
@@ -59,7 +60,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes the node inside the kernels that read it."""
-    if node.op != "call_function" or draws_randomness(node) or mutates(node):
+    if node.op != "call_function" or draws_randomness(node) or mutates(node) or is_custom(node):
         return False
     return node.target in _INLINED or torch.Tag.pointwise in getattr(node.target, "tags", ())
 

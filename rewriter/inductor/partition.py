@@ -17,22 +17,27 @@ from typing import Any
 import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
-from remat.graph_capture.joint.nodes import copy_of, draws_randomness, is_tangent
+from remat.graph_capture.joint.nodes import copy_of, is_tangent
 from remat.graph_capture.joint.refuse_ops import refuse_sparse
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.emit import emit_fused
 from remat.rewriter.inductor.graph import FusedJoint, build_fused
 from remat.rewriter.inductor.masks import keep_masks_as_bytes
-from remat.rewriter.inductor.nodes import SEEDS, place_of
+from remat.rewriter.inductor.nodes import place_of
+from remat.rewriter.inductor.overwritten import (
+    n_written_by_caller,
+    overwritten_inputs,
+    read_from_copies,
+)
 from remat.rewriter.inductor.prices import CallPrices, price_fused
 from remat.rewriter.inductor.replay import Replay, replay
 from remat.rewriter.inductor.subgraphs import refuse_drawing
+from remat.rewriter.inductor.torchs_cut import is_right
 from remat.schedules.schedule import Schedule
 
 CONFIG: dict[str, Any] = {
@@ -66,11 +71,13 @@ class FusedStep:
     gradient_bytes : of the gradients of parameters.
     calls : how many forwards run before the first backward. All but one leave what they have
         saved, and their inputs, beside what is replayed.
+    modules : how many modules these calls are of, each with gradients of its own.
     awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
     holds_outputs : whether forward's results are held while backward runs.
     """
 
     calls = 1
+    modules = 1
     awaited_gradient_bytes = 0
     holds_outputs = True
 
@@ -82,14 +89,19 @@ class FusedStep:
             refuse_sparse(node, place_of)
         refuse_drawing(gm.graph)
         # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
-        # keep the bool from which the byte is made.
+        # keep the bool from which the byte is made. Nor would it keep copies of inputs.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
+        overwritten = overwritten_inputs(gm)
+        self._overwritten = {node.name for node in overwritten}
+        read_from_copies(gm, overwritten)
         self.n_masks = keep_masks_as_bytes(gm, n_outputs)
         self._prices = CallPrices(gm)
-        self._visible = _visible_outputs(n_visible)
+        # Users see forward's results after those that are written back to inputs.
+        first = n_written_by_caller(gm)
+        self._visible = range(first, first + n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.joint: FusedJoint = build_fused(
-            gm, n_outputs, "torch.compile", Resident(), _device_of(inputs)
+            gm, n_outputs, "torch.compile", Resident(), _device_of(inputs), self._overwritten
         )
         self.joint.graph = price_fused(self.joint, self._prices)
         known: set[int] = set()
@@ -126,6 +138,11 @@ class FusedStep:
                 holds_order=False,
             )  # fmt: skip
 
+    def is_right(self, stock: Pair) -> bool:
+        """Whether torch's own cut computes the step's gradients."""
+        pair = stock.forward, stock.backward
+        return is_right(*pair, self.joint.n_outputs, self._overwritten)
+
     def replay(self, pair: Pair) -> Replay:
         """What Inductor's code for `pair` allocates.
 
@@ -156,12 +173,15 @@ class FusedStep:
         """What is there beside forward and beside backward, at most, from others.
 
         The last call's backward runs first, beside what all others have saved. In each later one
-        there is one less of these, but the gradients of the first are there.
+        there is one less of these, but the gradients of the first are there, and if each call is of
+        a module of its own, those of all before.
         """
         each_bytes = found.saved_bytes + self.dynamic_bytes
         saved_bytes = (self.calls - 1) * each_bytes
         left_bytes = saved_bytes
-        if self.calls > 1:
+        if self.modules > 1:
+            left_bytes = max(saved_bytes, (self.modules - 1) * self.gradient_bytes)
+        elif self.calls > 1:
             left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
         return saved_bytes, left_bytes + self.awaited_gradient_bytes
 
@@ -169,27 +189,9 @@ class FusedStep:
         return [price.workspace_bytes for price in self._prices.of(calls)]
 
 
-def draws_once(pair: Pair) -> bool:
-    """Whether no op that draws in forward draws again in backward."""
-    drawn = {node.name for node in pair.forward.graph.nodes if _draws(node)}
-    return not any(_draws(node) and node.name in drawn for node in pair.backward.graph.nodes)
-
-
-def _draws(node: fx.Node) -> bool:
-    return node.target == SEEDS or draws_randomness(node)
-
-
 def _device_of(inputs: Iterable[fx.Node]) -> str:
     tensors = (node.meta.get("val") for node in inputs)
     return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
-
-
-def _visible_outputs(n_visible: int) -> range:
-    """Which of forward's outputs users see: those after what it writes back to inputs."""
-    context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    first = 0 if metadata is None else metadata.num_mutated_inp_runtime_indices
-    return range(first, first + n_visible)
 
 
 class Partitioner(CustomPartitionerFn):

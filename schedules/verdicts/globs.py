@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+
+from remat.graph_capture.graph import CUSTOM, Op
 
 EXAMPLES = 5
 """Names that an error shows."""
@@ -18,6 +20,11 @@ def paths_above(module: str) -> list[str]:
 def names_module(glob: str, module: str) -> bool:
     """Whether `glob` matches the path or one above, as ``blocks.0`` does for ``blocks.0.attn``."""
     return any(fnmatchcase(path, glob) for path in paths_above(module))
+
+
+def is_freed(op: Op, globs: Iterable[str]) -> bool:
+    """Whether `op` is a custom op that these globs of `recompute` allow to run twice."""
+    return op.pinned.startswith(CUSTOM) and any(names_module(glob, op.module) for glob in globs)
 
 
 def modules_text(modules: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ import msgspec
 from remat.graph_capture.graph import KEPT, TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.verdicts.globs import is_freed
 from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.clock import Clock
 from remat.solver.cuts.cut import Cut
@@ -67,6 +68,7 @@ def solve_pinned(
         that is unknown.
     """
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
+    graph = freed_graph(graph, asked["recompute"])
     pins = Pins.of(graph, **asked)
     named: dict[str, Option] = {name: ", ".join(globs) for name, globs in asked.items() if globs}
     return solve_for_pins(
@@ -96,6 +98,17 @@ def solve_for_pins(
         graph, pins, budget_bytes, solver, options, named or {}, Clock(time_limit_s), progress
     )  # fmt: skip
     return search.solve_with_twins() if pins.again else search.solve_kept()
+
+
+def freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
+    """`graph` in which the custom ops that `recompute` names may run twice."""
+    if not any(is_freed(op, recompute) for op in graph.ops):
+        return graph
+    ops = [
+        msgspec.structs.replace(op, pinned="") if is_freed(op, recompute) else op
+        for op in graph.ops
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:

@@ -17,7 +17,11 @@ from remat.rewriter.inductor.replay import Replay
 
 def step_of(static: int, gradient: int = 0) -> Any:
     return SimpleNamespace(
-        static_bytes=static, dynamic_bytes=10, gradient_bytes=gradient, alone=lambda found: found
+        static_bytes=static,
+        dynamic_bytes=10,
+        gradient_bytes=gradient,
+        modules=1,
+        alone=lambda found: found,
     )
 
 
