@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -15,11 +15,32 @@ from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.shapes.at_sizes import ranged_graph_of
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
 
+@overload
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    dynamic: Dynamic,
+    **options: Any,
+) -> RangedGraph: ...
+@overload
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    dynamic: None = ...,
+    **options: Any,
+) -> TrainingGraph: ...
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -34,7 +55,8 @@ def capture(
     profile: Profile | str | Path | None = None,
     progress: Counted | None = None,
     split: Split = "none",
-) -> TrainingGraph:
+    dynamic: Dynamic | None = None,
+) -> TrainingGraph | RangedGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
     Nothing of the model is changed. On a device that is here its ops are run, on made data.
@@ -54,6 +76,10 @@ def capture(
     profile : prices measured before, here or elsewhere, or the file that holds them.
     split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
         eager's bits, and ``tolerance`` also where a sum then has another order. Solvers choose.
+    dynamic : dimensions of the batch that vary, such as ``{"tokens": {1: ("seq", 16, 2048)}}``: by
+        argument (its name, its position, ``target``) and dimension, a name and the least and the
+        largest size; a fourth entry says what sizes are multiples of. The result is a
+        `RangedGraph`, and its ``at(seq=512)`` the graph of one size.
 
     Raises
     ------
@@ -65,8 +91,10 @@ def capture(
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
-        sharding=sharding, split=split,
+        sharding=sharding, split=split, dynamic=dynamic,
     )  # fmt: skip
+    if dynamic:
+        return ranged_graph_of(traced, lambda one: price_for(one, progress=progress, profile=known))
     return on_one_rank(price_for(traced, progress=progress, profile=known), sharding)
 
 
