@@ -74,11 +74,20 @@ def ranged_graph_of(trace: Trace, price: Priced) -> RangedGraph:
                 f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "
                 "leave out of dynamic what is laid out unlike its batch"
             )
-    points = tuple(
-        point_of(sizes, one.graph, price(one), [_flops(one, op) for op in one.graph.ops])
-        for sizes, one in traces
+    priced = [price(one) for _, one in traces]
+    base = msgspec.structs.replace(
+        ranged.base, device=priced[-1].device, resident=priced[-1].resident
     )
-    return msgspec.structs.replace(ranged, points=points)
+    points = tuple(
+        point_of(
+            sizes,
+            msgspec.structs.replace(one.graph, device=base.device),
+            by_price,
+            [_flops(one, op) for op in one.graph.ops],
+        )
+        for (sizes, one), by_price in zip(traces, priced, strict=True)
+    )
+    return msgspec.structs.replace(ranged, base=base, points=points)
 
 
 def _flops(trace: Trace, op: Op) -> int:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.devices.device_table import allocated_on
+from remat.graph_capture.devices.device_table import counted_on
 from remat.graph_capture.graph import Origin, TrainingGraph
 from remat.graph_capture.shapes.ranges import Sizes
 
@@ -91,7 +91,7 @@ class PricesOfRange:
             msgspec.structs.replace(op, cost_us=float(c), workspace_bytes=int(w), price=origin)
             for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
         )
-        extra, allocated = self._extra_bytes(upper), allocated_on(graph.device)
+        extra, allocated = self._extra_bytes(upper), counted_on(graph.device)
         values = tuple(
             msgspec.structs.replace(v, size_bytes=_as_kept(allocated(v.size_bytes), extra, v.name))
             for v in graph.values
@@ -123,7 +123,7 @@ def point_of(
     sizes: Sizes, plain: TrainingGraph, priced: TrainingGraph, flops: Sequence[int]
 ) -> PricePoint:
     """What `priced` says of the step that `plain` has without prices."""
-    allocated = allocated_on(plain.device)
+    allocated = counted_on(plain.device)
     extra: dict[str, int] = {}
     for before, after in zip(plain.values, priced.values, strict=True):
         more = after.size_bytes - allocated(before.size_bytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from remat.graph_capture.devices.device_table import allocated_on
+from remat.graph_capture.devices.device_table import counted_on
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph, Value
@@ -85,13 +85,13 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         point = require_in_range(self.symbols, sizes)
         values = tuple(self._value(value, point) for value in self.base.values)
         batch = (evaluated(text, point) for text in self.batch_bytes)
-        allocated = allocated_on(self.base.device)
+        counted = counted_on(self.base.device)
         graph = msgspec.structs.replace(
             self.base,
             values=values,
             inputs=tuple(line.format(**point) for line in self.inputs),
             resident=msgspec.structs.replace(
-                self.base.resident, batch_bytes=sum(map(allocated, batch))
+                self.base.resident, batch_bytes=sum(map(counted, batch))
             ),
         )
         return self._prices.priced(graph, point) if self.points else graph
