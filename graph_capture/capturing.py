@@ -29,8 +29,16 @@ def capture(
     args: tuple[Any, ...] = ...,
     kwargs: Mapping[str, Any] | None = ...,
     *,
+    loss_fn: LossFunction | None = ...,
+    target: Any = ...,
+    optimizer: Optimizer = ...,
+    accumulate: bool = ...,
+    device: str | None = ...,
+    sharding: Sharding = ...,
+    profile: Profile | str | Path | None = ...,
+    progress: Counted | None = ...,
+    split: Split = ...,
     dynamic: Dynamic,
-    **options: Any,
 ) -> RangedGraph: ...
 @overload
 def capture(
@@ -38,8 +46,16 @@ def capture(
     args: tuple[Any, ...] = ...,
     kwargs: Mapping[str, Any] | None = ...,
     *,
+    loss_fn: LossFunction | None = ...,
+    target: Any = ...,
+    optimizer: Optimizer = ...,
+    accumulate: bool = ...,
+    device: str | None = ...,
+    sharding: Sharding = ...,
+    profile: Profile | str | Path | None = ...,
+    progress: Counted | None = ...,
+    split: Split = ...,
     dynamic: None = ...,
-    **options: Any,
 ) -> TrainingGraph: ...
 def capture(
     model: nn.Module,
