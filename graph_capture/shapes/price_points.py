@@ -96,7 +96,8 @@ class PricesOfRange:
             msgspec.structs.replace(v, size_bytes=_as_kept(allocated(v.size_bytes), extra, v.name))
             for v in graph.values
         )
-        resident = msgspec.structs.replace(graph.resident, libraries_bytes=last.libraries_bytes)
+        libraries_bytes = max(one.libraries_bytes for one in self.points[: upper + 1])
+        resident = msgspec.structs.replace(graph.resident, libraries_bytes=libraries_bytes)
         return msgspec.structs.replace(
             graph, ops=ops, values=values, resident=resident, prices=last.prices,
             notes=last.notes, versions=last.versions,

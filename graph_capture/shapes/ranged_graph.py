@@ -122,11 +122,10 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def not_rising(self) -> tuple[str, ...]:
         """Values whose bytes may fall where a size grows, as far as their form tells."""
         least = corner(self.symbols, "low")
-        known = {text: never_falls(text, least) for text in self._texts()}
-        return tuple(n for n, extent in self.extents.items() if not known[extent.size_bytes])
-
-    def _texts(self) -> set[str]:
-        return {extent.size_bytes for extent in self.extents.values()}
+        texts = {name: extent.size_bytes for name, extent in self.extents.items()}
+        texts |= {f"batch tensor {i}": text for i, text in enumerate(self.batch_bytes)}
+        known = {text: never_falls(text, least) for text in set(texts.values())}
+        return tuple(name for name, text in texts.items() if not known[text])
 
     def size_text(self, name: str) -> str:
         """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``.

@@ -122,3 +122,9 @@ def test_a_plan_of_another_step_or_process_is_refused() -> None:
         remat.rewrite(sized.model, remat.solve(plain, "100%").schedule, over=graph)
     with pytest.raises(RematError, match="compile is not taken with dynamic sizes"):
         remat.rewrite(sized.model, result.schedule, over=graph, compile=True)
+
+
+def test_no_plan_file_is_made_of_it() -> None:
+    _, _, _, module = planned("experts")
+    with pytest.raises(RematError, match="planned for a range of sizes"):
+        remat.plan_of(module)
