@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -15,11 +15,50 @@ from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.shapes.at_sizes import ranged_graph_of
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, Trace, trace
 
 
+@overload
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    loss_fn: LossFunction | None = ...,
+    target: Any = ...,
+    optimizer: Optimizer = ...,
+    accumulate: bool = ...,
+    device: str | None = ...,
+    sharding: Sharding = ...,
+    profile: Profile | str | Path | None = ...,
+    progress: Counted | None = ...,
+    split: Split | None = ...,
+    measure_again: bool = ...,
+    dynamic: Dynamic,
+) -> RangedGraph: ...
+@overload
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    loss_fn: LossFunction | None = ...,
+    target: Any = ...,
+    optimizer: Optimizer = ...,
+    accumulate: bool = ...,
+    device: str | None = ...,
+    sharding: Sharding = ...,
+    profile: Profile | str | Path | None = ...,
+    progress: Counted | None = ...,
+    split: Split | None = ...,
+    measure_again: bool = ...,
+    dynamic: None = ...,
+) -> TrainingGraph: ...
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -35,7 +74,8 @@ def capture(
     progress: Counted | None = None,
     split: Split | None = None,
     measure_again: bool = False,
-) -> TrainingGraph:
+    dynamic: Dynamic | None = None,
+) -> TrainingGraph | RangedGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
 
     Nothing of the model is changed. On a device that is here its ops are run, on made data.
@@ -58,6 +98,10 @@ def capture(
         Solvers choose. Left out, it is ``exact`` for heads that take a large part of the memory
         of a step on one rank; those that cannot run so stay whole without a warning.
     measure_again : measure ops anew, also those whose prices are kept from before.
+    dynamic : dimensions of the batch that vary, such as ``{"tokens": {1: ("seq", 16, 2048)}}``: by
+        argument (its name, its position, ``target``) and dimension, a name and the least and the
+        largest size; a fourth entry says what sizes are multiples of. The result is a
+        `RangedGraph`, and its ``at(seq=512)`` the graph of one size.
 
     Raises
     ------
@@ -69,10 +113,14 @@ def capture(
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
-        sharding=sharding, split=split,
+        sharding=sharding, split=split, dynamic=dynamic,
     )  # fmt: skip
-    priced = price_for(traced, progress=progress, profile=known, measure_again=measure_again)
-    return on_one_rank(priced, sharding)
+    def priced(one: Trace) -> TrainingGraph:
+        return price_for(one, progress=progress, profile=known, measure_again=measure_again)
+
+    if dynamic:
+        return ranged_graph_of(traced, priced)
+    return on_one_rank(priced(traced), sharding)
 
 
 def price_for(

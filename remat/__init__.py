@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.prices.profiling import profile
+    from remat.graph_capture.shapes.ranged_graph import RangedGraph
     from remat.job.fit import fit
     from remat.job.fitted import Fit
     from remat.levers.delivery import use_arena
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
+    from remat.schedules.over_range import RangePeak, peak_over
     from remat.schedules.reserved import Reserved
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
@@ -78,6 +80,8 @@ __all__ = [
     "PlanCache",
     "Price",
     "Profile",
+    "RangePeak",
+    "RangedGraph",
     "RematError",
     "Reserved",
     "Result",
@@ -99,6 +103,7 @@ __all__ = [
     "least_peak",
     "load",
     "measured_step",
+    "peak_over",
     "place",
     "plan_cache",
     "plan_of",
@@ -147,7 +152,10 @@ _LAZY = {
     "least_peak": "remat.solver.budgets.worth",
     "load": "remat.rewriter.plans.loading",
     "measured_step": "remat.rewriter.checking.measured_step",
+    "peak_over": "remat.schedules.over_range",
     "place": "remat.placed",
+    "RangePeak": "remat.schedules.over_range",
+    "RangedGraph": "remat.graph_capture.shapes.ranged_graph",
     "plan_of": "remat.rewriter.plans.loading",
     "Price": "remat.solver.budgets.price:GibPrice",
     "Profile": "remat.graph_capture.prices.profile",

@@ -79,6 +79,8 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         recipe = trace.recipe
         memory.n_results = num_fwd_outputs
+        if trace.env:  # of symbols; the trace has it at the sizes in its hints
+            gm = trace.joint.module
         if floats:
             floats.inputs.mark(gm)
         several = trace.repeats.gradients() if trace.repeats else None
@@ -89,7 +91,9 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         schedule.check_made_for(joint.graph)
         # Inductor's kernels are made for the strides of the trace.
         metadata = None if by_inductor else state.fw_metadata
-        emitted.extend(emit(joint, schedule, floats, metadata, writes=not by_inductor))
+        emitted.extend(
+            emit(joint, schedule, floats, metadata, writes=not by_inductor, env=trace.env)
+        )
         if marks(emitted[1].graph):
             handings.append(HandingOver(emitted[1]))
         handing = handings[0] if handings else None

@@ -12,6 +12,8 @@ from torch import nn
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -21,6 +23,7 @@ from remat.rewriter.compiled import compile_step
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.user_module.module import RematModule, make_module
+from remat.schedules.over_range import carried
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
@@ -39,6 +42,7 @@ def rewrite(
     priced: TrainingGraph | None = None,
     compile: bool = False,
     updates: Updates | None = None,
+    over: RangedGraph | None = None,
 ) -> RematModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -59,6 +63,8 @@ def rewrite(
         code keeps the budget.
     updates : what updates parameters during backward, for a schedule that has it so; see
         `remat.training_step`.
+    over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
+        module then runs at all of them. `model` must have been captured in this process.
 
     Warns
     -----
@@ -83,7 +89,11 @@ def rewrite(
             f"this {type(model).__name__} is on the meta device and cannot train: build it with "
             "storage, and rewrite that one to the plan, with its batch"
         )
-    if trace is None:
+    if over is not None:
+        refuse_beside_ranges(compile=compile, updates=updates is not None)
+        traced = trace or _trace_over(model, over)
+        schedule = carried(schedule, traced.graph)
+    elif trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
         is_usable = not trace.compiled and not trace.recipe.is_modelled
@@ -178,6 +188,16 @@ def _trace_for(
             "the batch too, rewrite(model, schedule, args, kwargs, loss_fn=..., target=...)"
         )
     return _traced_again(model, recipe, schedule)
+
+
+def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:
+    recipe = recipe_for(model, over.traced_hash)
+    if recipe is None:
+        raise RewriteError(
+            f"this {type(model).__name__} was not captured in this process for the range "
+            f"{', '.join(map(str, over.symbols))}: capture it with dynamic=... here"
+        )
+    return tracing.trace_recipe(model, recipe)
 
 
 def _traced_again(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Trace:

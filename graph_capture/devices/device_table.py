@@ -176,6 +176,11 @@ def rounded(size_bytes: int) -> int:
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
+def counted_on(device: str) -> Allocated:
+    """How a plan for `device`, which may be one of the table, counts what is allocated."""
+    return rounded if has_cuda_allocator(device) else int
+
+
 def allocated_on(device: str) -> Allocated:
     """How the allocator of `device` rounds; a CPU's does not."""
     return rounded if is_cuda(device) else int

@@ -81,7 +81,8 @@ class KnownValues(BesideTrace):
         if func in _LIFTED and type(inputs[0]) is Tensor:
             # `torch.tensor` makes a tensor with values, and hands it over to the trace.
             self._values[inputs[0]] = _run(_CLONE, (inputs[0],), {})
-        if not _repeats(func) or not all(map(self._is_known, inputs)):
+        has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, given)))
+        if has_symbols or not _repeats(func) or not all(map(self._is_known, inputs)):
             return self._unknown(func, args, given, inputs)
         real_args, real_given = pytree.tree_map_only(Tensor, self._values.get, (args, given))
         if torch.Tag.data_dependent_output in func.tags:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import Allocated
+from remat.graph_capture.devices.device_table import Allocated, allocated_on
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
 
@@ -63,6 +64,12 @@ def resident_bytes(
         optimizer_bytes=state_bytes,
         communication_bytes=trained_bytes if sharding.kind == "ddp" else 0,
     )
+
+
+def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
+    """`resident` with the bytes of another batch."""
+    batch_bytes = storage_bytes(pytree.tree_leaves(batch), allocated=allocated_on(device))
+    return msgspec.structs.replace(resident, batch_bytes=batch_bytes)
 
 
 def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:

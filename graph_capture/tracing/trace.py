@@ -27,6 +27,7 @@ from torch._functorch.aot_autograd import (
     JointWithDescriptors,
     aot_export_joint_with_descriptors,
 )
+from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import allocated_on
@@ -52,6 +53,15 @@ from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
 from remat.graph_capture.refuse import refusal, refuse_module
+from remat.graph_capture.shapes.concrete import at_sizes
+from remat.graph_capture.shapes.environment import Environment, environment_of
+from remat.graph_capture.shapes.guards import require_guards
+from remat.graph_capture.shapes.ranges import Dynamic
+from remat.graph_capture.shapes.signature import (
+    RangedSignature,
+    ranged_signature,
+    refuse_beside_ranges,
+)
 from remat.graph_capture.splitting.replaced import split_heads
 from remat.graph_capture.tracing.carried import (
     Carried,
@@ -107,6 +117,7 @@ class Trace:
     looked_at : values that code has looked at, and those that they come from.
     floats : the numbers that each step reads anew, if there are any.
     compiled : whether the record has been compiled.
+    env : of a trace for a range of sizes: its symbols. `joint` is then at the sizes in its hints.
     """
 
     joint: Joint
@@ -121,6 +132,7 @@ class Trace:
     looked_at: bytes = b""
     floats: FloatInputs | None = None
     compiled: bool = False
+    env: Environment | None = None
 
     @property
     def graph(self) -> TrainingGraph:
@@ -142,6 +154,7 @@ def trace(
     float_inputs: Sequence[str] = (),
     split: Split | None = "none",
     hand_over: HandOver | bool | None = None,
+    dynamic: Dynamic | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -162,6 +175,7 @@ def trace(
     hand_over : how gradients are handed over as they are made. None lets them be added to others
         where they are accumulated on one rank: wrappers for several take them in their own way.
         True always does, False never.
+    dynamic : sizes of the batch that vary; the trace is then for all sizes of their ranges.
 
     Raises
     ------
@@ -177,6 +191,13 @@ def trace(
         names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
         numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
+    signature = Signature(batch)
+    if dynamic:
+        refuse_beside_ranges(
+            float_inputs=bool(float_inputs), split=split not in (None, "none"), sharding=sharding.kind != "none"
+        )
+        signature = ranged_signature(model, batch, dynamic)
+        batch = signature.example_at(signature.hints)
     asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
     handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
     resident = resident_bytes(
@@ -187,13 +208,13 @@ def trace(
         resident = msgspec.structs.replace(resident, optimizer_bytes=handing.state_bytes)
     recipe = Recipe(
         name=type(model).__name__,
-        signature=Signature(batch),
+        signature=signature,
         loss_fn=loss_fn,
         resident=resident,
         autocast=autocast_state(),
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
-        split="none" if split is None and sharding.kind != "none" else split,
+        split="none" if split is None and (dynamic or sharding.kind != "none") else split,
         hand_over=handing,
     )
     done = trace_recipe(model, recipe)
@@ -313,7 +334,8 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> 
 
 def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
     """Trace with the flags of the recipe, and note which code runs."""
-    fake = fake_with_true_strides()
+    env = environment_of(recipe.signature)
+    fake = fake_with_true_strides(env.shape_env if env else None)
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unlogged())
@@ -347,14 +369,15 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
         stack.enter_context(provenance)
         try:
             descriptors = aot_export_joint_with_descriptors(
-                stack, step, recipe.signature.example(fake), {}, decompositions={}
+                stack, step, _example(recipe, fake, env), {}, decompositions={}
             )
             writes.require_that_backward_writes_nothing()
         except CaptureError:
             raise
         except Exception as error:  # whatever a model raises is refused, with its place
             place = provenance.module_of(error)
-            raise refusal(error, model, place, step.known.read) from error
+            refused = refusal(error, model, place, step.known.read)
+            raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
     if recipe.hand_over and not can_hand_over(descriptors._aot_state.fw_metadata):
         if recipe.hand_over.updates:
@@ -364,27 +387,51 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
                 "forward or the caller a copy (clone()), or update after backward"
             )
         recipe = dataclasses.replace(recipe, hand_over=None)
-    results, end = num_forward_outputs(descriptors), descriptors.graph_module.graph.output_node()
-    refuse_checkpointed_writes(descriptors.graph_module.graph, results, checkpointed)
-    cast_weights_once(descriptors.graph_module)
-    take_out_of(descriptors.graph_module.graph)
-    split_heads(descriptors.graph_module.graph, recipe.pieces)
-    constants = storages_in(_held_by(descriptors.graph_module))
+    gm = descriptors.graph_module
+    if env:
+        recipe = _with_guards(recipe, env)
+        gm = at_sizes(gm, env, env.hints)
+    results, end = num_forward_outputs(descriptors), gm.graph.output_node()
+    refuse_checkpointed_writes(gm.graph, results, checkpointed)
+    edit_traced(gm, recipe)
+    constants = storages_in(_held_by(gm))
     unsure = tuple(doubtful(writes.carried, results, end, step.repeats, constants))
     state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
     state.compare_items_of(one.place for one in writes.memos)
-    joint = build_joint(
-        descriptors.graph_module,
-        results,
-        recipe.name,
-        recipe.resident,
-        step.repeats.gradients() if step.repeats else None,
-        recipe.hand_over,
-        **recipe.facts(),
-    )
+    joint = joint_of(gm, results, recipe, step.repeats)
     sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)
     looked_at = step.known.looked_at
-    return Trace(joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at)
+    return Trace(joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at, env=env)
+
+
+def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
+    """The recipe with what a trace has asked of the sizes, if it holds at all of them."""
+    guards = env.guards()
+    require_guards(guards, env.symbols, recipe.name)
+    assert isinstance(recipe.signature, RangedSignature)
+    return dataclasses.replace(recipe, signature=recipe.signature.with_guards(guards))
+
+
+def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> Any:
+    """A batch to trace with, of symbolic sizes where the recipe is for a range."""
+    if env and isinstance(recipe.signature, RangedSignature):
+        return recipe.signature.example(fake, env.size)
+    return recipe.signature.example(fake)
+
+
+def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
+    """Change a traced graph to what eager runs, and to the pieces of the recipe."""
+    cast_weights_once(gm)
+    take_out_of(gm.graph)
+    split_heads(gm.graph, recipe.pieces)
+
+
+def joint_of(gm: fx.GraphModule, results: int, recipe: Recipe, repeats: Repeats | None) -> Joint:
+    """The joint of an edited graph, of whose outputs the forward returns `results`."""
+    several = repeats.gradients() if repeats else None
+    return build_joint(
+        gm, results, recipe.name, recipe.resident, several, recipe.hand_over, **recipe.facts()
+    )
 
 
 def _held_by(gm: fx.GraphModule) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import CaptureError
@@ -29,10 +30,15 @@ Rule = Callable[..., Tensor]
 """From an op's arguments to a tensor on ``meta``: results of its shape are laid out like it."""
 
 
-def fake_with_true_strides() -> FakeTensorMode:
-    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides."""
+def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
+    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
+
+    Parameters
+    ----------
+    shape_env : of sizes that are symbols.
+    """
     # No subclass: torch finds its rules of higher-order ops by the very type of the mode.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +60,8 @@ def fake_with_true_strides() -> FakeTensorMode:
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
     """`found`, laid out as `true` if it has its shape."""
-    if not isinstance(found, Tensor) or found.shape != true.shape:
+    # Lengths first: entries of other dimensions, compared, would be taken for sizes that differ.
+    if not isinstance(found, Tensor) or found.dim() != true.dim() or found.shape != true.shape:
         return found
     if found.stride() == true.stride():
         return found

@@ -20,12 +20,14 @@ from remat.graph_capture.joint.nodes import (
     is_getitem,
     tensors_of,
 )
+from remat.graph_capture.shapes.environment import Environment
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter, as_module, emit_both
 from remat.rewriter.graphs.fewer_views import leave_out_views
 from remat.rewriter.graphs.floats import FloatSource, read_floats
 from remat.rewriter.graphs.gradient_strides import take_as_they_come
 from remat.rewriter.graphs.handed_over import hand_over
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state
+from remat.rewriter.graphs.sizes import read_sizes
 from remat.schedules.schedule import Schedule
 
 RNG_STATE = "rng_state_"
@@ -251,6 +253,7 @@ def emit(
     metadata: ViewAndMutationMeta | None = None,
     *,
     writes: bool = True,
+    env: Environment | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
@@ -260,6 +263,7 @@ def emit(
     floats : what each step reads the numbers from that the joint graph marks.
     metadata : AOTAutograd's, if backward is to have gradients in the strides that they come in.
     writes : whether what eager writes in place is written in place.
+    env : of a trace for a range of sizes: its symbols.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
@@ -275,4 +279,6 @@ def emit(
     forward, backward = graphs
     if floats:
         read_floats(forward, backward, floats, joint.num_forward_outputs)
+    if env:
+        read_sizes(forward, backward, env)
     return as_module(joint, forward), as_module(joint, backward)

@@ -14,6 +14,7 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
@@ -51,6 +52,11 @@ def plan_of(module: nn.Module) -> Plan:
         raise PlanError(
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
             "remat.rewrite, remat.load or remat.plan_cache returned"
+        )
+    if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
+        raise PlanError(
+            f"this {type(module).__name__} is planned for a range of sizes, which no plan file "
+            "holds: keep graph.to_json() and the schedule, or plan for one size"
         )
     known = (kind._remat_prediction, kind._remat_priced)
     return make_plan(

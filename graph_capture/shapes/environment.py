@@ -1,0 +1,171 @@
+"""Torch's symbols for the sizes that vary, and the guards that a trace with them leaves.
+
+A size is a symbol times what it is a multiple of, so that nothing need be asked about remainders.
+The range of each symbol is told to torch before the trace. What then stays open, and is asked by
+torch or by the model, becomes a guard: it is noted with the op and the line that asked.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import Max
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import bound_sympy
+
+from remat.graph_capture.joint.provenance import is_users, source_of
+from remat.graph_capture.shapes.guards import Guard
+from remat.graph_capture.shapes.ranges import Symbol
+from remat.graph_capture.shapes.signature import RangedSignature
+from remat.graph_capture.tracing.signature import Signature
+
+
+class Environment:
+    """The symbols of one trace.
+
+    Attributes
+    ----------
+    shape_env : torch's. symbols : the sizes that vary. hints : the sizes that are traced with.
+    size : torch's symbolic size, by name.
+    """
+
+    def __init__(self, symbols: Sequence[Symbol], hints: Mapping[str, int]) -> None:
+        # As without symbols, a size that is data, or a value that code looks at, is refused.
+        self.shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.symbols, self.hints = tuple(symbols), dict(hints)
+        self._noted = _NotedGuards()
+        self.shape_env.guards = self._noted
+        self._named: dict[sympy.Symbol, sympy.Expr] = {}
+        self._whole: dict[sympy.Symbol, Any] = {}
+        self._multiple: dict[sympy.Symbol, Symbol] = {}
+        self._values: dict[tuple[Any, ...], dict[sympy.Expr, int]] = {}
+        self._texts: dict[sympy.Expr, str] = {}
+        self.size: dict[str, Any] = {}
+        for symbol in self.symbols:
+            self.size[symbol.name] = self._size_of(symbol)
+
+    def _size_of(self, symbol: Symbol) -> Any:
+        steps, source = self.hints[symbol.name] // symbol.multiple, ConstantSource(symbol.name)
+        made: Any = self.shape_env.create_symbol(steps, source, DimDynamic.DYNAMIC, None)
+        least, most = symbol.low // symbol.multiple, symbol.high // symbol.multiple
+        self.shape_env.constrain_symbol_range(made, least, most)
+        named: Any = sympy.Symbol(symbol.name, integer=True, positive=True)
+        self._named[made] = named
+        self._multiple[made] = symbol
+        self._whole[made] = named / symbol.multiple
+        return self.shape_env.create_symintnode(made, hint=steps, source=source) * symbol.multiple
+
+    def value(self, number: Any, sizes: Mapping[str, int]) -> Any:
+        """A number of the trace at these sizes."""
+        if not isinstance(number, torch.SymInt):
+            return number
+        expr, point = number.node.expr, tuple(sizes.items())
+        known = self._values.setdefault(point, {})
+        if expr not in known:
+            at = {s: sizes[one.name] // one.multiple for s, one in self._multiple.items()}
+            known[expr] = int(expr.xreplace(at) if at else expr)
+        return known[expr]
+
+    def text(self, number: Any) -> str:
+        """A number of the trace as an expression of sizes, see `shapes/expressions.py`."""
+        if not isinstance(number, torch.SymInt):
+            return str(number)
+        return self.text_of(number.node.expr)
+
+    def text_of(self, expr: Any) -> str:
+        """An expression of torch's in terms of named sizes."""
+        if expr not in self._texts:
+            self._texts[expr] = self._printed(self._without_max(expr))
+        return self._texts[expr]
+
+    def _without_max(self, expr: Any) -> Any:
+        """`expr` with the larger of two in their place, where the ranges tell which one it is."""
+        for one in expr.atoms(sympy.Max, Max):
+            for arg in one.args:
+                others = [other for other in one.args if other is not arg]
+                least = self._bounds(arg).lower
+                if all(self._bounds(other).upper <= least for other in others):
+                    return self._without_max(expr.xreplace({one: arg}))
+        return expr
+
+    def _bounds(self, expr: Any) -> Any:
+        return bound_sympy(expr, self.shape_env.var_to_range)
+
+    def _printed(self, expr: Any) -> str:
+        whole = sympy.expand(expr.xreplace(self._whole))
+        if not expr.atoms(sympy.Function) and _has_integers(whole):
+            return PythonPrinter().doprint(whole)
+        return self._with_multiples(
+            PythonPrinter().doprint(sympy.expand(expr.xreplace(self._named)))
+        )
+
+    def _with_multiples(self, printed: str) -> str:
+        """In steps of more than 1, torch's symbol is the number of steps."""
+        for symbol in self.symbols:
+            if symbol.multiple > 1:
+                steps = f"({symbol.name}//{symbol.multiple})"
+                printed = re.sub(rf"\b{symbol.name}\b", steps, printed)
+        return printed
+
+    def in_words(self, said: str) -> str:
+        """What torch says of the trace, with its symbols by the names of sizes."""
+        for made, symbol in self._multiple.items():
+            times = f"{symbol.multiple}*" if symbol.multiple > 1 else ""
+            said = re.sub(rf"(?:{re.escape(times)})?\b{made}\b", symbol.name, said)
+        ranges = " and ".join(map(str, self.symbols))
+        return (
+            f"{said}. The step was traced for {ranges}: a size that the model has written into it, "
+            "or that it asks more of, cannot vary so. Leave it out of dynamic, or narrow its range"
+        )
+
+    def guards(self) -> tuple[Guard, ...]:
+        """What the trace has asked of the sizes, each once."""
+        pairs = zip(self._noted, self._noted.places, strict=True)
+        found = (Guard(self.text_of(guard.expr), *place) for guard, place in pairs)
+        return tuple(dict.fromkeys(found))
+
+
+def environment_of(signature: Signature) -> Environment | None:
+    """Symbols for a trace of batches of a range; None for a signature of one size."""
+    if not isinstance(signature, RangedSignature):
+        return None
+    return Environment(signature.symbols, signature.hints)
+
+
+def _has_integers(expr: Any) -> bool:
+    return all(number.is_Integer for number in expr.atoms(sympy.Rational))
+
+
+class _NotedGuards(list[Any]):
+    """The guards of a `ShapeEnv`, each with the op and the line that asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[tuple[str, str]] = []
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.places.append(_who_asks())
+
+
+def _who_asks() -> tuple[str, str]:
+    """The op whose kernel is traced, and the innermost line of the user's that runs."""
+    frame: FrameType | None = sys._getframe(2)
+    op, line = "", ""
+    while frame is not None and not line:
+        func = frame.f_locals.get("func")
+        if not op and isinstance(func, OpOverload):
+            op = str(func)
+        if is_users(frame):
+            line = source_of(frame)
+        frame = frame.f_back
+    return op, line

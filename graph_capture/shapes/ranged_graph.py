@@ -1,0 +1,185 @@
+"""A training graph for a range of sizes: the ops and values of one, with sizes as expressions.
+
+It has the same structure at all sizes of its range, so that the steps of a schedule carry over from
+one size to the next. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from remat.graph_capture.devices.device_table import counted_on
+from remat.graph_capture.errors import GraphError, ShapeError, TextError
+from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.graph import TrainingGraph, Value
+from remat.graph_capture.shapes.expressions import evaluated, never_falls
+from remat.graph_capture.shapes.guards import Guard
+from remat.graph_capture.shapes.price_points import PricePoint, PricesOfRange
+from remat.graph_capture.shapes.ranges import Sizes, Symbol, corner, require_in_range
+
+RANGED_VERSION = 1
+SHOWN = 5
+"""Values that a range's text shows: the largest ones."""
+
+
+class Extent(msgspec.Struct, frozen=True):
+    """What varies of a value: its `shape`, each entry an expression, and its bytes."""
+
+    shape: tuple[str, ...]
+    size_bytes: str
+
+
+class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
+    """One training step for all sizes of a range.
+
+    Attributes
+    ----------
+    base : the step at the largest sizes. symbols : the sizes that vary, with their ranges.
+    extents : by name, values whose shape or bytes vary. inputs : lines of the signature, with the
+        sizes that vary in braces. batch_bytes : of the batch's tensors, each an expression.
+    guards : what the trace asks of the sizes; they hold at all sizes of the range.
+    points : the sizes at which ops were priced; none for an unpriced graph.
+    traced_hash : of the graph at the sizes that were traced with, by which it is traced again.
+    """
+
+    base: TrainingGraph
+    symbols: tuple[Symbol, ...]
+    extents: dict[str, Extent]
+    inputs: tuple[str, ...]
+    batch_bytes: tuple[str, ...]
+    guards: tuple[Guard, ...] = ()
+    points: tuple[PricePoint, ...] = ()
+    traced_hash: str = ""
+    schema_version: int = RANGED_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != RANGED_VERSION:
+            raise GraphError(
+                f"this file of a range has schema version {self.schema_version}, this release "
+                f"reads {RANGED_VERSION}: capture the model again"
+            )
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return self.base.name
+
+    @property
+    def top(self) -> TrainingGraph:
+        """The graph at the largest sizes."""
+        return self.at(**corner(self.symbols, "high"))
+
+    def at(self, **sizes: int) -> TrainingGraph:
+        """The graph of the step at these sizes, as a capture at these sizes would be.
+
+        Costs are fitted between the sizes that were priced. Workspaces, and what a kernel keeps
+        beyond its results, are those of the next larger of these sizes.
+
+        Raises
+        ------
+        SignatureError : a size is missing, unknown or out of its range.
+        """
+        point = require_in_range(self.symbols, sizes)
+        values = tuple(self._value(value, point) for value in self.base.values)
+        batch = (evaluated(text, point) for text in self.batch_bytes)
+        counted = counted_on(self.base.device)
+        graph = msgspec.structs.replace(
+            self.base,
+            values=values,
+            inputs=tuple(line.format(**point) for line in self.inputs),
+            resident=msgspec.structs.replace(
+                self.base.resident, batch_bytes=sum(map(counted, batch))
+            ),
+        )
+        return self._prices.priced(graph, point) if self.points else graph
+
+    @functools.cached_property
+    def _prices(self) -> PricesOfRange:
+        plain = msgspec.structs.replace(self, points=())
+        return PricesOfRange(self.points, [plain.at(**one.sizes) for one in self.points])
+
+    def _value(self, value: Value, point: Sizes) -> Value:
+        extent = self.extents.get(value.name)
+        if extent is None:
+            return value
+        return msgspec.structs.replace(
+            value,
+            shape=tuple(evaluated(text, point) for text in extent.shape),
+            size_bytes=evaluated(extent.size_bytes, point),
+        )
+
+    @functools.cached_property
+    def rising(self) -> bool:
+        """Whether no value and no batch takes more bytes where a size is smaller, by its form.
+
+        What was measured is taken so that it does not: see `at`.
+        """
+        return not self.not_rising()
+
+    def not_rising(self) -> tuple[str, ...]:
+        """Values whose bytes may fall where a size grows, as far as their form tells."""
+        least = corner(self.symbols, "low")
+        texts = {name: extent.size_bytes for name, extent in self.extents.items()}
+        texts |= {f"batch tensor {i}": text for i, text in enumerate(self.batch_bytes)}
+        known = {text: never_falls(text, least) for text in set(texts.values())}
+        return tuple(name for name, text in texts.items() if not known[text])
+
+    def size_text(self, name: str) -> str:
+        """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``.
+
+        The last factor is the bytes of an element, where the bytes are those of all elements.
+        """
+        extent, value = self.extents.get(name), self.base.value_by_name[name]
+        if extent is None:
+            return f"{value.size_bytes} B"
+        point = corner(self.symbols, "high")
+        elements = functools.reduce(lambda n, text: n * evaluated(text, point), extent.shape, 1)
+        size_bytes = evaluated(extent.size_bytes, point)
+        if extent.shape and elements and size_bytes % elements == 0:
+            return "·".join([*map(_factor, extent.shape), str(size_bytes // elements)]) + " B"
+        return extent.size_bytes.replace("*", "·") + " B"
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal one."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> RangedGraph:
+        """Read what `to_json` has written.
+
+        Raises
+        ------
+        GraphError : the text is no graph over a range, or of another schema version.
+        """
+        try:
+            return decoded(data, cls)
+        except ShapeError as error:
+            raise GraphError(f"not a file of a range of this release: {error}") from error
+        except TextError as error:
+            raise GraphError(f"not a JSON file of a range: {error}") from error
+
+    def __str__(self) -> str:
+        made = [v for v in self.base.values if v.producer and v.name in self.extents]
+        largest = sorted(made, key=lambda value: -value.size_bytes)[:SHOWN]
+        lines = [f"  {value.name}: {self.size_text(value.name)}" for value in largest]
+        asked = [f"  {guard.text}" for guard in self.guards]
+        heads = [repr(self), "largest values:", *lines]
+        return "\n".join(heads + (["guards:", *asked] if asked else []))
+
+    def __repr__(self) -> str:
+        ranges = ", ".join(map(str, self.symbols))
+        return f"RangedGraph({ranges}; at the largest: {self.base!r})"
+
+
+def _factor(text: str) -> str:
+    return f"({text})" if any(sign in text for sign in "+-% ") else text.replace("*", "·")
+
+
+def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
+    """What two sizes of one step have in common: ops and values, without shapes and prices."""
+    ops = [(op.name, op.target, op.phase, op.inputs, op.outputs, op.pinned) for op in graph.ops]
+    values = [(value.name, value.producer, value.kind, value.dtype) for value in graph.values]
+    return ops, values, graph.forward_outputs, graph.outputs

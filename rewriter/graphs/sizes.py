@@ -1,0 +1,136 @@
+"""Numbers that follow from the sizes of a batch, as nodes of the two graphs.
+
+Forward reads the sizes from the shapes of its inputs, and computes at its start what ops take.
+Backward gets the sizes that its own forward has read, as AOTAutograd hands over symbolic integers:
+forward returns them last, and backward takes them first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.shapes.arguments import FloatOfSizes, SizeArgument
+from remat.graph_capture.shapes.concrete import SYMBOLIC
+from remat.graph_capture.shapes.environment import Environment
+
+Numbers = Callable[..., tuple[Any, ...]]
+
+
+def read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
+    """Let nodes read each `SizeArgument`, at each step, from the shapes of forward's inputs."""
+    in_backward = _arguments_in(backward)
+    if not in_backward and not _arguments_in(forward):
+        return
+    sizes = _sizes_of_inputs(forward, env)
+    if in_backward:
+        given: Any = forward.output_node().args[0]
+        forward.output_node().args = ((*given, *sizes),)
+        _compute(backward, _taken_first(backward, sizes), env)
+    _compute(forward, sizes, env)
+
+
+def _sizes_of_inputs(forward: fx.Graph, env: Environment) -> list[fx.Node]:
+    """Nodes that read each size, from the first input that has it."""
+    inputs = forward.find_nodes(op="placeholder")
+    nodes: list[fx.Node] = []
+    with forward.inserting_after(inputs[-1]):
+        for name, size in reversed(env.size.items()):
+            found = _first_with(inputs, size)
+            if found is None:
+                raise RewriteError(f"no input of the step has the size {name} any more")
+            node = forward.call_function(torch.ops.aten.sym_size.int, found, name=name)
+            node.meta["val"] = size
+            nodes.insert(0, node)
+    return nodes
+
+
+def _first_with(inputs: Sequence[fx.Node], size: Any) -> tuple[fx.Node, int] | None:
+    for node in inputs:
+        traced = node.meta.get(SYMBOLIC)
+        for dim, one in enumerate(traced.shape if isinstance(traced, Tensor) else ()):
+            if isinstance(one, torch.SymInt) and one.node.expr == size.node.expr:
+                return node, dim
+    return None
+
+
+def _taken_first(backward: fx.Graph, sizes: Sequence[fx.Node]) -> list[fx.Node]:
+    taken: list[fx.Node] = []
+    with backward.inserting_before(next(iter(backward.nodes))):
+        for size in sizes:
+            node = backward.placeholder(size.name)
+            node.meta["val"] = size.meta["val"]
+            taken.append(node)
+    return taken
+
+
+def _arguments_in(graph: fx.Graph) -> dict[str, Any]:
+    """The numbers that ops take and that follow from sizes, each once, by their text."""
+    found: dict[str, Any] = {}
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves((tuple(node.args), dict(node.kwargs))):
+            if isinstance(leaf, (SizeArgument, FloatOfSizes)):
+                found.setdefault(_key(leaf), leaf)
+    return found
+
+
+def _key(leaf: SizeArgument | FloatOfSizes) -> str:
+    if isinstance(leaf, SizeArgument):
+        return leaf.text
+    functions = ", ".join(f"{name}={function}" for name, function in leaf.bound.items())
+    return f"{leaf.text} with {functions}"
+
+
+def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> None:
+    """Put a node in the place of each number: a size, or an item of what one function returns."""
+    found = _arguments_in(graph)
+    if not found:
+        return
+    made = {size.name: size for size in sizes if size.name in found}
+    others = {key: leaf for key, leaf in found.items() if key not in made}
+    # After all inputs: what is not an input comes after them in a graph.
+    last = [*graph.find_nodes(op="placeholder"), *(s for s in sizes if s.op != "placeholder")][-1]
+    if others:
+        with graph.inserting_after(last):
+            numbers = graph.call_function(
+                _program(list(others.values()), list(env.size)), (*sizes,)
+            )
+        at = numbers
+        for i, (key, leaf) in enumerate(others.items()):
+            with graph.inserting_after(at):
+                at = made[key] = graph.call_function(operator.getitem, (numbers, i))
+            at.meta["val"] = float(leaf) if isinstance(leaf, float) else int(leaf)
+
+    def read(leaf: Any) -> Any:
+        return made[_key(leaf)] if isinstance(leaf, (SizeArgument, FloatOfSizes)) else leaf
+
+    for node in list(graph.nodes):
+        leaves = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
+        if any(isinstance(leaf, (SizeArgument, FloatOfSizes)) for leaf in leaves):
+            node.args, node.kwargs = pytree.tree_map(read, (tuple(node.args), dict(node.kwargs)))
+
+
+def _program(leaves: Sequence[Any], names: Sequence[str]) -> Numbers:
+    """A function from the sizes to all of the numbers."""
+    space: dict[str, Any] = {}
+    texts: list[str] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, FloatOfSizes):
+            # A function of its own: the names that it binds are not those of another.
+            own = dict(leaf.bound)
+            exec(f"def number({', '.join(names)}):\n    return {leaf.text}\n", own)
+            space[f"_number{i}"] = own["number"]
+            texts.append(f"_number{i}({', '.join(names)})")
+        else:
+            texts.append(leaf.text)
+    source = f"def from_sizes({', '.join(names)}):\n    return ({', '.join(texts)},)\n"
+    exec(compile(source, "<remat sizes>", "exec"), space)
+    made = space["from_sizes"]
+    made.__module__ = __name__
+    return made

@@ -1,0 +1,112 @@
+"""A schedule at all sizes of a range: its steps at another size, and its most bytes at any.
+
+The structure of a step is the same at all sizes, so that the same steps are valid. While one runs,
+the bytes live are a sum of what batch, values and a workspace take. If none of these falls where a
+size grows, no size needs more than the largest ones, and the judge's peak there bounds the range.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.ranges import Symbol, corner, number_of_points, points
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+
+MOST_SIMULATED = 512
+"""Sizes at which a schedule is judged one by one where the largest ones do not bound the others."""
+_SHAPE = re.compile(r"\[[\d, ]*\]")
+
+Proof = Literal["largest sizes", "every size"]
+
+
+class RangePeak(msgspec.Struct, frozen=True):
+    """What bounds the peak of a schedule at every size of a range.
+
+    Attributes
+    ----------
+    peak_bytes : no size has a higher one. sizes : at which it is reached.
+    proof : ``largest sizes`` where no value, batch or workspace takes more at a smaller size, so
+        that the peak at the largest sizes is that of the range; ``every size`` where each of
+        `n_sizes` was judged.
+    """
+
+    peak_bytes: int
+    sizes: dict[str, int]
+    proof: Proof
+    n_sizes: int
+
+    def __repr__(self) -> str:
+        at = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
+        how = "the largest sizes bound" if self.proof == "largest sizes" else "each judged of"
+        return f"RangePeak({self.peak_bytes} bytes at {at}; {how} {self.n_sizes} sizes)"
+
+
+def carried(schedule: Schedule, graph: TrainingGraph) -> Schedule:
+    """The steps of `schedule` for `graph`: the same step of a model, at other sizes.
+
+    Raises
+    ------
+    ScheduleError : it was made for other ops or values.
+    """
+    if schedule.graph_hash == graph.hash:
+        return schedule
+    mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
+    if mine != theirs:
+        pairs = zip(mine, theirs, strict=False)
+        first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "of another number of ops")
+        raise ScheduleError(
+            f"this plan was made for other ops than those of the range: first {first}. Solve on "
+            "graph.at(...) of the range that it is to run at"
+        )
+    return msgspec.structs.replace(
+        schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures
+    )
+
+
+def _structure(signatures: tuple[str, ...]) -> list[str]:
+    return [_SHAPE.sub("[]", line) for line in signatures]
+
+
+def peak_over(
+    graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...] | None = None
+) -> RangePeak:
+    """The most bytes that `schedule` needs at any size of a range, proved.
+
+    Workspaces count as `RangedGraph.at` gives them.
+
+    Parameters
+    ----------
+    symbols : a part of the graph's range; None for all of it.
+
+    Raises
+    ------
+    ScheduleError : it was made for other ops; or sizes that are not the largest may need more, and
+        there are too many to judge each.
+    """
+    symbols = symbols or graph.symbols
+    number = number_of_points(symbols)
+    if graph.rising:
+        top = corner(symbols, "high")
+        return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
+    if number > MOST_SIMULATED:
+        falls = next(iter(graph.not_rising()))
+        raise ScheduleError(
+            f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not "
+            f"bound the range, and {number} sizes are too many to judge each: capture a range of "
+            f"at most {MOST_SIMULATED} sizes, or of multiples: (name, least, largest, multiple)"
+        )
+    found = ((_peak_bytes(graph, schedule, sizes), sizes) for sizes in points(symbols))
+    peak_bytes, sizes = max(found, key=lambda one: one[0])
+    return RangePeak(peak_bytes, sizes, "every size", number)
+
+
+def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -> int:
+    at = graph.at(**sizes)
+    return simulate(at, carried(schedule, at)).peak_bytes
