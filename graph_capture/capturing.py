@@ -115,6 +115,7 @@ def capture(
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
         sharding=sharding, split=split, dynamic=dynamic,
     )  # fmt: skip
+
     def priced(one: Trace) -> TrainingGraph:
         return price_for(one, progress=progress, profile=known, measure_again=measure_again)
 

@@ -95,7 +95,7 @@ class Schedule(msgspec.Struct, frozen=True):
         if any(one.pieces < 2 for one in self.pieces):
             raise ScheduleError("a schedule runs a region in fewer than 2 pieces")
         named = bool(self.captured_hash)
-        if bool(self.pieces) != named or named and self.captured_hash == self.graph_hash:
+        if bool(self.pieces) != named or (named and self.captured_hash == self.graph_hash):
             raise ScheduleError(
                 "a schedule with regions in pieces names two graphs, with them and without; any "
                 "other names one"

@@ -194,7 +194,9 @@ def trace(
     signature = Signature(batch)
     if dynamic:
         refuse_beside_ranges(
-            float_inputs=bool(float_inputs), split=split not in (None, "none"), sharding=sharding.kind != "none"
+            float_inputs=bool(float_inputs),
+            split=split not in (None, "none"),
+            sharding=sharding.kind != "none",
         )
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)
