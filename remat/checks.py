@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remat.budgets import auto_bytes, unmodified
 from remat.differences import cause_text, differences_text
 from remat.formats import bytes_text
+from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from remat.rewriter.checking.check import Check
 
+NO_ROOM = "memory ran out"
+"""Why a check was not run that had to be given up."""
 CHECKED = ("outputs", "gradients", "buffers", "rng")
 """What has to be equal to eager's, to the bit."""
 FRAGMENTED = 0.10
@@ -59,6 +63,22 @@ def why_unchecked(graph: TrainingGraph) -> str:
         f"the plan is not checked against the unmodified step, which needs "
         f"{bytes_text(need_bytes)} more than is allocated now"
     )
+
+
+@contextlib.contextmanager
+def not_run_where_short(told: Callable[[str], None]) -> Generator[None]:
+    """A block that runs a step; where memory runs out, `told` hears why it was not run."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        told(NO_ROOM)
+
+
+def say_unchecked(reason: str) -> None:
+    """Warn that a plan is used without its check."""
+    warnings.warn(f"the plan is not checked against the unmodified step: {reason}", stacklevel=4)
 
 
 def require_equal(

@@ -1,12 +1,14 @@
 """What was measured, kept on disk: one JSON file a device, thread count and torch version.
 
-Two tables stand in it: the price of each distinct op, and the times of each whole step.
+Two tables stand in it: the price of each distinct op, and the times of each whole step. A third
+has the times of ops whose pricing is under way, so that little is lost if the process is ended.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -71,6 +73,7 @@ class _File(msgspec.Struct):
     title: str = ""
     prices: dict[str, Price] = {}
     steps: dict[str, WholeStep] = {}
+    begun: dict[str, list[float]] = {}
 
 
 def cache_folder() -> Path:
@@ -93,6 +96,7 @@ class PriceCache:
     Attributes
     ----------
     prices : by `price_key`. steps : by the hash of the step's graph.
+    begun : times of ops that have no price yet, in microseconds.
     """
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
@@ -101,7 +105,7 @@ class PriceCache:
         slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
         self.path = cache_folder() / f"prices-{slug}.json"
         file = self._read()
-        self.prices, self.steps = file.prices, file.steps
+        self.prices, self.steps, self.begun = file.prices, file.steps, file.begun
 
     def _read(self) -> _File:
         nothing = _File(SCHEMA_VERSION, self.title)
@@ -114,23 +118,29 @@ class PriceCache:
             return nothing
         if file.schema_version != SCHEMA_VERSION:
             return nothing
-        if not all(map(is_price, file.prices.values())) or not all(
-            map(are_times, file.steps.values())
+        times = (one for each in file.begun.values() for one in each)
+        if not (
+            all(map(is_price, file.prices.values()))
+            and all(map(are_times, file.steps.values()))
+            and all(0 <= time_us <= MOST_US for time_us in times)
         ):
             warnings.warn(f"price cache {self.path} is ignored: a price cannot be", stacklevel=3)
             return nothing
         return file
 
+    def keep_begun(self, times: Mapping[str, list[float]]) -> None:
+        """Keep the times of ops that are being priced."""
+        self.begun |= {key: list(each) for key, each in times.items() if each}
+        self.save()
+
     def save(self) -> None:
         """Write the file atomically; a folder that cannot be written is warned about."""
         # Another process may have saved since: what it found is kept.
         known = self._read()
-        file = _File(
-            SCHEMA_VERSION,
-            self.title,
-            {**known.prices, **self.prices},
-            {**known.steps, **self.steps},
-        )
+        prices, begun = {**known.prices, **self.prices}, {**known.begun, **self.begun}
+        self.begun = {key: times for key, times in begun.items() if key not in prices}
+        steps = {**known.steps, **self.steps}
+        file = _File(SCHEMA_VERSION, self.title, prices, steps, self.begun)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_contents(self.path, msgspec.json.encode(file))

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remat.cli.terminal import in_one_line, is_simple, json_text, steady_console, use_simple_letters
+from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
@@ -77,6 +78,10 @@ def _quiet_output() -> Generator[None]:
         os.close(kept)
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["Python has no more"])[0]
+
+
 def _is_stdout_lost() -> bool:
     """Whether standard output takes nothing more, as on a full disk; it then leads nowhere."""
     try:
@@ -137,6 +142,10 @@ class Session:
             if self.debug:
                 raise
             self.fail(REFUSED, type(error).__name__, str(error))
+        except (MemoryError, RuntimeError) as error:
+            if self.debug or not is_out_of_memory(error):
+                raise
+            self.fail(REFUSED, "MemoryError", f"memory ran out: {_first_line(error)}")
         except OSError as error:
             if self.debug or (error.filename is None and not _is_stdout_lost()):
                 raise

@@ -7,11 +7,11 @@ after it are captured, priced and solved, so both are as sure as any plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
-from remat.checks import failures, is_checked
+from remat.checks import failures, is_checked, not_run_where_short, say_unchecked
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.between_sizes import graph_at
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
@@ -28,6 +28,9 @@ from remat.job.two_captures import Pair, pair_near, unmodified_reaches
 from remat.schedules.simulate import overhead_of
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
 
 Factory = str | Callable[..., Any]
 EACH_S = 10.0
@@ -261,9 +264,15 @@ class FitSearch:
         if not is_checked(captured.graph, check):
             return None
         request = self.request
-        with self.stopwatch.stage("check", "running a step of the answer"):
+        found: Check | None = None
+        with (
+            self.stopwatch.stage("check", "running a step of the answer"),
+            not_run_where_short(say_unchecked),
+        ):
             traced = trace_loaded(captured.loaded, request)
             found = check_schedule(captured.loaded, traced, result.schedule, request)
+        if found is None:
+            return None
         failed = failures(found, self.budget_bytes)
         if failed:
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified
-from remat.checks import failures, why_unchecked
+from remat.checks import failures, not_run_where_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
@@ -174,12 +174,41 @@ def check_schedule(
     )  # fmt: skip
 
 
-def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool = False) -> Report:
+def run(
+    loaded: Loaded,
+    request: Request,
+    stopwatch: Stopwatch,
+    *,
+    check: bool = False,
+    planned: Callable[[Report], None] = lambda _: None,
+) -> Report:
     """Capture, price, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and where
     the unmodified step does not fit into free memory. `check` runs that step all the same.
+    `planned` is called with what is known before a step is run: running it may end the process.
     """
+    report, traced, chen = _planned(loaded, request, stopwatch)
+    planned(report)
+    graph, result = report.graph, report.result
+    if result.schedule is None or not request.is_run_here:
+        return report
+    if not check and (reason := why_unchecked(graph)):
+        return replace(report, unchecked=f"{reason}; --check runs it anyway")
+    said, checked, compared = list[str](), None, None
+    with not_run_where_short(said.append):
+        with stopwatch.stage("check", "checking the plan against eager"):
+            checked = check_schedule(loaded, traced, result.schedule, request)
+        with stopwatch.stage("compare", "measuring chen_sqrt"):
+            compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
+    rows = report.rows if checked is None else _rows_as_run(report.rows, checked, compared)
+    return replace(report, rows=rows, check=checked, unchecked="".join(said))
+
+
+def _planned(
+    loaded: Loaded, request: Request, stopwatch: Stopwatch
+) -> tuple[Report, Trace, Result]:
+    """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
@@ -188,21 +217,13 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
-        return report
+        return report, traced, chen
     report = replace(
         report, rows=(*rows, _row(graph, "this plan", result)), recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
-    if not request.is_run_here:
-        return report
-    if not check and (reason := why_unchecked(graph)):
-        return replace(report, unchecked=reason)
-    with stopwatch.stage("check", "checking the plan against eager"):
-        checked = check_schedule(loaded, traced, result.schedule, request)
-    with stopwatch.stage("compare", "measuring chen_sqrt"):
-        compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
-    return replace(report, rows=_rows_as_run(report.rows, checked, compared), check=checked)
+    return report, traced, chen
 
 
 def _row(graph: TrainingGraph, name: str, result: Result) -> Row:
