@@ -14,12 +14,14 @@ from remat.formats import bytes_text
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.solver.interrupts import is_interrupted, note_interrupt
 
 if TYPE_CHECKING:
     from torch import nn
 
     from remat.rewriter.checking.check import Check
 
+STOPPED = "interrupted"
 NO_ROOM = "memory ran out"
 """Why a check was not run that had to be given up."""
 CHECKED = ("outputs", "gradients", "buffers", "rng")
@@ -67,9 +69,17 @@ def why_unchecked(graph: TrainingGraph) -> str:
 
 @contextlib.contextmanager
 def not_run_where_short(told: Callable[[str], None]) -> Generator[None]:
-    """A block that runs a step; where memory runs out, `told` hears why it was not run."""
+    """A block that runs a step; where memory runs out, `told` hears why it was not run.
+
+    So it does where Ctrl-C ends the block: the plan is found, and `remat` goes on to say so.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        note_interrupt()
+        if not is_interrupted():  # outside of a job, whoever called is to know
+            raise
+        told(STOPPED)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise

@@ -44,9 +44,29 @@ def times_us(
     after : called with the number of ops timed so far, over all passes.
     between : called after each pass.
     begun : times that an earlier process took before it was ended: so many are left out here.
-    keep : called now and then with all times so far.
+    keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
     """
     found: Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
+    try:
+        _take(found, made, moved_bytes, meter, failed, first, after, between, keep)
+    except BaseException:
+        keep(found)
+        raise
+    return {key: statistics.median(each) for key, each in found.items()}
+
+
+def _take(
+    found: Times,
+    made: Mapping[str, Callable[[], Run]],
+    moved_bytes: Mapping[str, int],
+    meter: Meter,
+    failed: Failed,
+    first: Callable[[str, Run], None],
+    after: Callable[[int], None],
+    between: Callable[[], None] | None,
+    keep: Callable[[Times], None],
+) -> None:
+    """Add to `found` the times of each op until each has one a pass; ops that fail leave it."""
     kept_s = time.monotonic()
     for number in range(meter.passes):
         for at, key in enumerate(made):
@@ -66,4 +86,3 @@ def times_us(
                 kept_s = time.monotonic()
         if between is not None:
             between()
-    return {key: statistics.median(each) for key, each in found.items()}

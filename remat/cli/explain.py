@@ -13,6 +13,7 @@ from remat.cli.verb import verb
 from remat.job.request import Request
 from remat.questions.explain import EACH_S, explain
 from remat.questions.explanation import explanation_screen
+from remat.solver.interrupts import is_interrupted
 
 WhyOf = Annotated[
     list[str],
@@ -39,6 +40,8 @@ def explain_verb(
 ) -> None:
     """Say who holds the peak, what memory is worth, what was forced, and if a rule would do."""
     opened = opened_feasible(session, source, request, plan)
+    if is_interrupted():  # the best plan found until then; its questions are left out
+        raise KeyboardInterrupt
     with session.stopwatch.stage("explain", "explaining the plan") as progress:
         found = explain(
             opened.graph,

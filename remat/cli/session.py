@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -19,8 +22,10 @@ from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
+from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
+from remat.solver.result import INTERRUPTED
 
-REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
+REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 STDOUT = 1
 
 
@@ -29,11 +34,12 @@ class ShownStopwatch(Stopwatch):
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self.console = console
+        self.console, self.doing = console, ""
 
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[Shown]:
         """A line that goes away when the stage is done; kept where no terminal shows it."""
+        self.doing = text
         with _quiet_output():
             if self.console.is_terminal:
                 with self._live(text) as progress:
@@ -96,6 +102,29 @@ def _is_stdout_lost() -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _interrupts_noted() -> Generator[None]:
+    """Note Ctrl-C at once: where Python raises it within a callback, the exception is lost."""
+    own = signal.default_int_handler
+    is_ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is own
+    )
+    if not is_ours:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        note_interrupt()
+        own(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
 class Session:
     """Consoles, `--json` and `--debug` of one command.
 
@@ -134,10 +163,27 @@ class Session:
 
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
-        """Turn errors meant for the user into one line and exit code 2."""
+        """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
+        with one_job(), _interrupts_noted():
+            with self._refusing():
+                yield
+                sys.stdout.flush()
+            if is_interrupted():
+                self.complain(f"{INTERRUPTED}: this is the best that was found until then")
+                raise typer.Exit(STOPPED)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Generator[None]:
         try:
             yield
-            sys.stdout.flush()
+        except KeyboardInterrupt:
+            doing = self.stopwatch.doing
+            said = f"{INTERRUPTED} while {doing}" if doing else INTERRUPTED
+            self.fail(STOPPED, "KeyboardInterrupt", said)
+        except SystemExit:
+            # Where Ctrl-C ended the search, that nothing fits is not known.
+            if not is_interrupted():
+                raise
         except RematError as error:
             if self.debug:
                 raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified
-from remat.checks import failures, not_run_where_short, why_unchecked
+from remat.checks import STOPPED, failures, not_run_where_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
@@ -22,6 +22,7 @@ from remat.questions.reserved import reserved_beside, shortage_text
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import Result
 
@@ -193,6 +194,8 @@ def run(
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here:
         return report
+    if is_interrupted():
+        return replace(report, unchecked=STOPPED)
     if not check and (reason := why_unchecked(graph)):
         return replace(report, unchecked=f"{reason}; --check runs it anyway")
     said, checked, compared = list[str](), None, None
