@@ -7,6 +7,7 @@ nothing left from then on, and `is_interrupted` says so.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,21 +21,23 @@ class _Job:
     is_interrupted: bool = False
 
 
-_job = _Job()
+_job, _lock = _Job(), threading.Lock()
 
 
 @contextmanager
 def one_job() -> Generator[None]:
     """In the block, what Ctrl-C has ended stays ended; blocks within it are part of it."""
-    if not _job.depth:
-        _job.is_interrupted = False
-    _job.depth += 1
+    _enter(1)
     try:
         yield
     finally:
-        _job.depth -= 1
-        if not _job.depth:
-            _job.is_interrupted = False
+        _enter(-1)
+
+
+def _enter(step: int) -> None:
+    with _lock:
+        _job.depth += step
+        _job.is_interrupted &= _job.depth > 0
 
 
 def note_interrupt() -> None:

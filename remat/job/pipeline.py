@@ -189,7 +189,7 @@ def run(
     the unmodified step does not fit into free memory. `check` runs that step all the same.
     `planned` is called with what is known before a step is run: running it may end the process.
     """
-    report, traced, chen = _planned(loaded, request, stopwatch)
+    report, traced, chen = _before_the_check(loaded, request, stopwatch)
     planned(report)
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here:
@@ -208,7 +208,7 @@ def run(
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
-def _planned(
+def _before_the_check(
     loaded: Loaded, request: Request, stopwatch: Stopwatch
 ) -> tuple[Report, Trace, Result]:
     """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
