@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Generator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -17,12 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from remat.cli.interrupting import interrupts_noted
 from remat.cli.terminal import in_one_line, is_simple, json_text, steady_console, use_simple_letters
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
-from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
+from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import INTERRUPTED
 
 REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
@@ -102,29 +100,6 @@ def _is_stdout_lost() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _interrupts_noted() -> Generator[None]:
-    """Note Ctrl-C at once: where Python raises it within a callback, the exception is lost."""
-    own = signal.default_int_handler
-    is_ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is own
-    )
-    if not is_ours:
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        note_interrupt()
-        own(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, own)
-
-
 class Session:
     """Consoles, `--json` and `--debug` of one command.
 
@@ -164,7 +139,7 @@ class Session:
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
-        with one_job(), _interrupts_noted():
+        with one_job(), interrupts_noted():
             with self._refusing():
                 yield
                 sys.stdout.flush()

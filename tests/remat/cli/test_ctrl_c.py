@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from remat.cli.interrupting import interrupts_noted
 from remat.cli.session import STOPPED
 from remat.job import fit, pipeline
 from remat.questions import explain
+from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.search import Progress
 from tests.paths import ROOT
 from tests.remat.cli.conftest import EXAMPLES, SIZES, Remat
@@ -109,6 +112,19 @@ def test_the_signal_is_python_s_again_after_a_verb(remat: Remat) -> None:
     before = signal.getsignal(signal.SIGINT)
     remat("doctor")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_amid_the_import_of_torch_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, heard = SimpleNamespace(_initializing=True), list[str]()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=spec))
+    with one_job(), interrupts_noted():
+        ctrl_c()
+        heard.append("import goes on")
+        assert is_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            spec._initializing = False
+            time.sleep(SOON_S)
+    assert heard
 
 
 def verbs(graph: Path) -> list[list[str]]:
