@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from remat.budgets import auto_bytes, unmodified
 from remat.differences import cause_text, differences_text
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from remat.rewriter.checking.check import Check
 
+T = TypeVar("T")
 STOPPED = "interrupted"
 NO_ROOM = "memory ran out"
 """Why a check was not run that had to be given up."""
@@ -67,14 +67,13 @@ def why_unchecked(graph: TrainingGraph) -> str:
     )
 
 
-@contextlib.contextmanager
-def not_run_where_short(told: Callable[[str], None]) -> Generator[None]:
-    """A block that runs a step; where memory runs out, `told` hears why it was not run.
+def unless_short(run: Callable[[], T], told: Callable[[str], None]) -> T | None:
+    """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
 
-    So it does where Ctrl-C ends the block: the plan is found, and `remat` goes on to say so.
+    So it does where Ctrl-C ends it: the plan is found, and `remat` goes on to say so.
     """
     try:
-        yield
+        return run()
     except KeyboardInterrupt:
         note_interrupt()
         if not is_interrupted():  # outside of a job, whoever called is to know
@@ -84,6 +83,7 @@ def not_run_where_short(told: Callable[[str], None]) -> Generator[None]:
         if not is_out_of_memory(error):
             raise
         told(NO_ROOM)
+    return None
 
 
 def say_unchecked(reason: str) -> None:

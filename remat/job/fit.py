@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
-from remat.checks import failures, is_checked, not_run_where_short, say_unchecked
+from remat.checks import failures, is_checked, say_unchecked, unless_short
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.between_sizes import graph_at
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
@@ -281,13 +281,14 @@ class FitSearch:
         if is_interrupted() or not is_checked(captured.graph, check):
             return None
         request = self.request
-        found: Check | None = None
-        with (
-            self.stopwatch.stage("check", "running a step of the answer"),
-            not_run_where_short(say_unchecked),
-        ):
-            traced = trace_loaded(captured.loaded, request)
-            found = check_schedule(captured.loaded, traced, result.schedule, request)
+        loaded, schedule = captured.loaded, result.schedule
+
+        def run() -> Check:
+            traced = trace_loaded(loaded, request)
+            return check_schedule(loaded, traced, schedule, request)
+
+        with self.stopwatch.stage("check", "running a step of the answer"):
+            found = unless_short(run, say_unchecked)
         if found is None:
             return None
         failed = failures(found, self.budget_bytes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified
-from remat.checks import STOPPED, failures, not_run_where_short, why_unchecked
+from remat.checks import STOPPED, failures, unless_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
@@ -198,13 +198,18 @@ def run(
         return replace(report, unchecked=STOPPED)
     if not check and (reason := why_unchecked(graph)):
         return replace(report, unchecked=f"{reason}; --check runs it anyway")
-    said, checked, compared = list[str](), None, None
-    with not_run_where_short(said.append):
-        with stopwatch.stage("check", "checking the plan against eager"):
-            checked = check_schedule(loaded, traced, result.schedule, request)
-        with stopwatch.stage("compare", "measuring chen_sqrt"):
-            compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
-    rows = report.rows if checked is None else _rows_as_run(report.rows, checked, compared)
+    said = list[str]()
+
+    def checked_to(schedule: Schedule) -> Check | None:
+        return unless_short(lambda: check_schedule(loaded, traced, schedule, request), said.append)
+
+    with stopwatch.stage("check", "checking the plan against eager"):
+        checked = checked_to(result.schedule)
+    if checked is None:
+        return replace(report, unchecked="".join(said))
+    with stopwatch.stage("compare", "measuring chen_sqrt"):
+        compared = checked_to(chen.schedule) if chen.schedule else None
+    rows = _rows_as_run(report.rows, checked, compared)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
