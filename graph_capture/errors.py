@@ -81,6 +81,10 @@ class SignatureError(RewriteError):
     """A rewritten module is called with another batch than it was planned for."""
 
 
+class RandomStreamError(RewriteError):
+    """An op cannot draw again what it drew: another thread drew from the same stream meanwhile."""
+
+
 class FileError(RematError, OSError):
     """A file cannot be read, or cannot be written where it is asked for."""
 

@@ -11,7 +11,7 @@ import remat.solver as solvers
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
-from remat.graph_capture.devices.here import free_bytes
+from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.as_eager_frees import as_eager_frees

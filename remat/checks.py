@@ -5,19 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from remat.budgets import auto_bytes, unmodified
 from remat.differences import cause_text, differences_text
 from remat.formats import bytes_text
+from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.solver.interrupts import is_interrupted, note_interrupt
 
 if TYPE_CHECKING:
     from torch import nn
 
     from remat.rewriter.checking.check import Check
 
+T = TypeVar("T")
+STOPPED = "interrupted"
+NO_ROOM = "memory ran out"
+"""Why a check was not run that had to be given up."""
 CHECKED = ("outputs", "gradients", "buffers", "rng")
 """What has to be equal to eager's, to the bit."""
 FRAGMENTED = 0.10
@@ -59,6 +65,30 @@ def why_unchecked(graph: TrainingGraph) -> str:
         f"the plan is not checked against the unmodified step, which needs "
         f"{bytes_text(need_bytes)} more than is allocated now"
     )
+
+
+def unless_short(run: Callable[[], T], told: Callable[[str], None]) -> T | None:
+    """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
+
+    So it does where Ctrl-C ends it: the plan is found, and `remat` goes on to say so.
+    """
+    try:
+        return run()
+    except KeyboardInterrupt:
+        note_interrupt()
+        if not is_interrupted():  # outside of a job, whoever called is to know
+            raise
+        told(STOPPED)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        told(NO_ROOM)
+    return None
+
+
+def say_unchecked(reason: str) -> None:
+    """Warn that a plan is used without its check."""
+    warnings.warn(f"the plan is not checked against the unmodified step: {reason}", stacklevel=4)
 
 
 def require_equal(

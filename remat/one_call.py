@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from remat.budgets import parse_budget
-from remat.checks import Batch, is_checked, require_equal
+from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
@@ -168,7 +168,8 @@ def rematerialize(
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)
         if ranks.all_say("check", is_checked(traced.graph, check)):
-            require_equal(model, module, batch, result.budget_bytes if is_bound else None)
+            most_bytes = result.budget_bytes if is_bound else None
+            unless_short(lambda: require_equal(model, module, batch, most_bytes), say_unchecked)
     return module
 
 

@@ -6,14 +6,18 @@ A solver is one file with a frozen dataclass whose fields are its options, and o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.contract import Solver
+from remat.solver.interrupts import one_job
 from remat.solver.levers.late_updates import has_updates, solve_with_updates
 from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs
 from remat.solver.result import Holding, Result, naming_the_limit
 from remat.solver.search import Listener, Progress
 from remat.solver.table import TABLE, make_solver, solver_class
+from remat.solver.templates.late import by_a_simple_rule
 
 __all__ = [
     "TABLE",
@@ -74,6 +78,23 @@ def solve(
             keep=keep, recompute=recompute, **options,
         )  # fmt: skip
 
+    with one_job():
+        return _solved(
+            graph, budget_bytes, solver, time_limit_s, progress, keep, recompute, options, ask
+        )
+
+
+def _solved(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solver: str,
+    time_limit_s: float,
+    progress: Listener | None,
+    keep: Globs,
+    recompute: Globs,
+    options: dict[str, object],
+    ask: Callable[..., Result],
+) -> Result:
     if graph.regions:
         from remat.solver.levers.in_pieces import solve_in_pieces
 
@@ -92,4 +113,6 @@ def solve(
     else:
         made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
         found = made.solve(graph, budget_bytes)
+        if solver == "auto":
+            found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
     return naming_the_limit(found, time_limit_s)

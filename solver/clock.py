@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from remat.solver.interrupts import is_interrupted
+
 
 @dataclass(slots=True)
 class Clock:
@@ -25,8 +27,9 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the time limit; negative once it is over."""
-        return self.time_limit_s - self.elapsed_s
+        """Seconds left of the time limit; 0 or less once it is over, or Ctrl-C ended the job."""
+        left_s = self.time_limit_s - self.elapsed_s
+        return min(left_s, 0.0) if is_interrupted() else left_s
 
     @contextmanager
     def limited_to(self, time_limit_s: float) -> Generator[None]:

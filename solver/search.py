@@ -13,6 +13,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, overhead_of, simulate
 from remat.solver.clock import Clock
+from remat.solver.interrupts import note_interrupt
 from remat.solver.options import options_of
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
@@ -164,6 +165,7 @@ class Search:
         try:
             yield
         except KeyboardInterrupt:
+            note_interrupt()
             self.cut_short = True
             self.message = f"{INTERRUPTED}: this is the best schedule found until then"
 

@@ -91,6 +91,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "max_memory_allocated": lambda *_: fake.peak_bytes,
         "memory_reserved": lambda *_: fake.reserved_bytes,
         "max_memory_reserved": lambda *_: fake.reserved_bytes,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
         "mem_get_info": lambda *_: (10_000, 80_000),
         "reset_peak_memory_stats": fake.reset_peak,
         "empty_cache": fake.empty_cache,

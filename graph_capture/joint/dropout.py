@@ -28,16 +28,18 @@ aten = torch.ops.aten
 
 _library = torch.library.Library("remat", "DEF")
 _library.define(
-    "dropout(Tensor x, float p, float scale) -> (Tensor, Tensor)",
+    "dropout(Tensor x, float p, float scale, *, Generator? generator=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 _library.define("dropout_backward(Tensor gradient, Tensor mask, float scale) -> Tensor")
 
 
 @torch.library.impl(_library, "dropout", "CompositeExplicitAutograd")
-def dropout_as_eager(x: Tensor, p: float, scale: float) -> tuple[Tensor, Tensor]:
+def dropout_as_eager(
+    x: Tensor, p: float, scale: float, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """``(result, mask)`` of dropout on a CPU; draws what eager draws."""
-    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     return _dropped(x, mask, scale), mask
 
 

@@ -6,14 +6,16 @@ not run on made data has an estimate in place of both.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
 from torch import fx
 
 from remat.graph_capture.devices.device_table import allocated_on
+from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.devices.meter import Meter, Run
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.build import Joint
@@ -21,7 +23,7 @@ from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
-from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.sample_inputs import sample_arguments
 from remat.graph_capture.tracing.trace import Counted
 from remat.graph_capture.tracing.true_strides import require_layout
@@ -38,21 +40,31 @@ def measured_prices(
     meter: Meter,
     progress: Counted,
     between: Callable[[], None] | None,
-) -> dict[str, Price]:
-    """Prices of the `missing` ops and of saving a random state.
+    cache: PriceCache,
+) -> tuple[dict[str, Price], frozenset[str]]:
+    """Prices of the `missing` ops and of saving a random state, and which ops had no room to run.
 
     Parameters
     ----------
     missing : a node of each distinct op, by its key.
     progress : called with (ops priced, ops to price).
     between : called after each pass over the ops.
+    cache : keeps times meanwhile, and has those that a process took that was ended.
+
+    Raises
+    ------
+    CaptureError : memory ran out that ops had when they were timed.
     """
     meter.settle()
     meter.rng_state()
     prices = {SAVE_RNG_KEY: Price(meter.median_us(meter.rng_state))}
 
-    def failed(key: str, error: RuntimeError) -> None:
+    no_room: set[str] = set()
+
+    def failed(key: str, error: RuntimeError | MemoryError) -> None:
         _refuse_broken_device(missing[key], error)
+        if is_out_of_memory(error):
+            no_room.add(key)
         prices[key] = _estimated(missing[key], error)
 
     # The first run also shows whether the trace has the strides that the kernel gives.
@@ -68,19 +80,34 @@ def measured_prices(
         {key: partial(_runner, joint, node) for key, node in missing.items()},
         {key: moved_bytes(node) for key, node in missing.items()},
         meter, failed, first=first, after=after, between=between,
+        begun=cache.begun, keep=cache.keep_begun,
     )  # fmt: skip
     # Memory comes last: what libraries allocate at their first use is then no op's.
-    memory = meter.regions(_runner(joint, missing[key]) for key in costs)
+    with _said_if_short():
+        memory = meter.regions(_runner(joint, missing[key]) for key in costs)
     for (key, cost_us), found in zip(costs.items(), memory, strict=True):
         traced_bytes = sum(fresh_storages(missing[key]))
         kept_bytes = max(0, found.final_bytes - traced_bytes)
         workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
         workspace_bytes = allocated_on(meter.device)(workspace_bytes)
         prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
-    return prices
+    return prices, frozenset(no_room)
 
 
-def _refuse_broken_device(node: fx.Node, error: RuntimeError) -> None:
+@contextlib.contextmanager
+def _said_if_short() -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CaptureError(
+            "memory ran out while the ops were measured: free some, take a smaller batch, or plan "
+            "with prices that are known (profile=, or a device of the table such as 'h100')"
+        ) from error
+
+
+def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
     """Raise `CaptureError` where `error` says that the device runs no other op in this process."""
     if "device-side assert" in str(error) or "illegal memory access" in str(error):
         raise CaptureError(
@@ -90,10 +117,14 @@ def _refuse_broken_device(node: fx.Node, error: RuntimeError) -> None:
         ) from error
 
 
-def _estimated(node: fx.Node, error: RuntimeError) -> Price:
+def _estimated(node: fx.Node, error: RuntimeError | MemoryError) -> Price:
     """The time to move the bytes of an op that does not run on made data; warns."""
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    why = "cannot be timed on made data"
+    if is_out_of_memory(error):
+        why = "was not run: memory ran out"
     warnings.warn(
-        f"{target_name(node)} cannot be timed on made data ({str(error).splitlines()[0]}); "
+        f"{target_name(node)} {why} ({said}); "
         "its price is an estimate from the bytes it moves, without workspace",
         stacklevel=2,
     )

@@ -9,11 +9,16 @@ its times counts. Seen on such a core: the products of an LSTM were priced at 86
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from remat.graph_capture.devices.meter import Meter, Run
 
-Failed = Callable[[str, RuntimeError], None]
+Failed = Callable[[str, RuntimeError | MemoryError], None]
+Times = dict[str, list[float]]
+"""Microseconds that each op took, one a pass."""
+KEEP_S = 2.0
+"""Seconds after which times are handed out to be kept, in case the process is ended."""
 
 
 def times_us(
@@ -25,6 +30,8 @@ def times_us(
     first: Callable[[str, Run], None] = lambda _, run: run(),
     after: Callable[[int], None] = lambda _: None,
     between: Callable[[], None] | None = None,
+    begun: Mapping[str, Sequence[float]] | None = None,
+    keep: Callable[[Times], None] = lambda _: None,
 ) -> dict[str, float]:
     """The time of each op that runs: the median over the meter's passes.
 
@@ -36,8 +43,31 @@ def times_us(
     first : called with an op and its run before the op is timed. It must run it.
     after : called with the number of ops timed so far, over all passes.
     between : called after each pass.
+    begun : times that an earlier process took before it was ended: so many are left out here.
+    keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
     """
-    found: dict[str, list[float]] = {key: [] for key in made}
+    found: Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
+    try:
+        _take(found, made, moved_bytes, meter, failed, first, after, between, keep)
+    except BaseException:
+        keep(found)
+        raise
+    return {key: statistics.median(each) for key, each in found.items()}
+
+
+def _take(
+    found: Times,
+    made: Mapping[str, Callable[[], Run]],
+    moved_bytes: Mapping[str, int],
+    meter: Meter,
+    failed: Failed,
+    first: Callable[[str, Run], None],
+    after: Callable[[int], None],
+    between: Callable[[], None] | None,
+    keep: Callable[[Times], None],
+) -> None:
+    """Add to `found` the times of each op until each has one a pass; ops that fail leave it."""
+    kept_s = time.monotonic()
     for number in range(meter.passes):
         for at, key in enumerate(made):
             if key in found:
@@ -45,11 +75,14 @@ def times_us(
                     run = made[key]()
                     if number == 0:
                         first(key, run)
-                    found[key].append(meter.median_us(run, moved_bytes[key]))
-                except RuntimeError as error:
+                    if len(found[key]) <= number:
+                        found[key].append(meter.median_us(run, moved_bytes[key]))
+                except (RuntimeError, MemoryError) as error:
                     del found[key]
                     failed(key, error)
             after(number * len(made) + at + 1)
+            if time.monotonic() - kept_s > KEEP_S:
+                keep(found)
+                kept_s = time.monotonic()
         if between is not None:
             between()
-    return {key: statistics.median(each) for key, each in found.items()}

@@ -1,7 +1,8 @@
 """What was measured, kept on disk: one JSON file a device, thread count and torch version.
 
-Three tables stand in it: the price of each distinct op, the times of each whole step, and whether
-pieces give eager's bits (`kept_bits.py`).
+Four tables stand in it: the price of each distinct op, the times of each whole step, whether pieces
+give eager's bits (`kept_bits.py`), and the times of ops whose pricing is under way, so that little
+is lost if the process is ended.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import os
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -76,6 +78,7 @@ class _File(msgspec.Struct):
     prices: dict[str, Price] = {}
     steps: dict[str, WholeStep] = {}
     bits: dict[str, bool] = {}
+    begun: dict[str, list[float]] = {}
 
 
 def cache_folder() -> Path:
@@ -114,6 +117,7 @@ class PriceCache:
     Attributes
     ----------
     prices : by `price_key`. steps : by the hash of the step's graph. bits : as of `kept_bits`.
+    begun : times of ops that have no price yet, in microseconds.
     """
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
@@ -123,10 +127,11 @@ class PriceCache:
         self.path = cache_folder() / f"prices-{slug}.json"
         file = self._read()
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
+        self.begun = file.begun
 
     def forget(self) -> None:
         """Start from nothing: what is found anew takes the place of what the file has."""
-        self.prices, self.steps = {}, {}
+        self.prices, self.steps, self.begun = {}, {}, {}
 
     def _read(self) -> _File:
         nothing = _File(SCHEMA_VERSION, self.title)
@@ -139,12 +144,20 @@ class PriceCache:
             return nothing
         if file.schema_version != SCHEMA_VERSION:
             return nothing
-        if not all(map(is_price, file.prices.values())) or not all(
-            map(are_times, file.steps.values())
+        times = (one for each in file.begun.values() for one in each)
+        if not (
+            all(map(is_price, file.prices.values()))
+            and all(map(are_times, file.steps.values()))
+            and all(0 <= time_us <= MOST_US for time_us in times)
         ):
             warnings.warn(f"price cache {self.path} is ignored: a price cannot be", stacklevel=3)
             return nothing
         return file
+
+    def keep_begun(self, times: Mapping[str, list[float]]) -> None:
+        """Keep the times of ops that are being priced."""
+        self.begun |= {key: list(each) for key, each in times.items() if each}
+        self.save()
 
     def save(self) -> None:
         """Add what is new to the file, at once; a folder that cannot be written is warned about."""
@@ -159,4 +172,7 @@ class PriceCache:
         """What is known here, and what other processes have saved since."""
         known = self._read()
         prices, steps = {**known.prices, **self.prices}, {**known.steps, **self.steps}
-        return _File(SCHEMA_VERSION, self.title, prices, steps, {**known.bits, **self.bits})
+        begun = {**known.begun, **self.begun}
+        self.begun = {key: times for key, times in begun.items() if key not in prices}
+        bits = {**known.bits, **self.bits}
+        return _File(SCHEMA_VERSION, self.title, prices, steps, bits, self.begun)

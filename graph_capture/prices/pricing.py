@@ -165,12 +165,16 @@ def known_or_measured(
     """
     wanted = (*nodes, SAVE_RNG_KEY)
     missing = {key for key in wanted if key not in known and key not in cache.prices}
+    found: dict[str, Price] = {}
     if missing:
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
-            cache.prices.update(measured_prices(joint, new, meter, progress, between))
+            found, no_room = measured_prices(joint, new, meter, progress, between, cache)
+        # Another time there may be room to run the rest.
+        cache.prices.update({key: one for key, one in found.items() if key not in no_room})
         cache.save()
-    return {key: known[key] if key in known else cache.prices[key] for key in wanted}
+    every = {**cache.prices, **found, **known}
+    return {key: every[key] for key in wanted}
 
 
 def _values_as_allocated(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.here import free_bytes
+from remat.graph_capture.devices.free_memory import free_bytes, is_out_of_memory
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
@@ -46,6 +46,8 @@ ROOM = 0.5
 """Part of the free memory that a run may take."""
 SPREAD = 0.02
 """Deviation of made inputs: small, so that values neither swell nor vanish in deep models."""
+
+WHOLE = "cannot be timed as a whole on made data"
 
 
 def whole_step(
@@ -124,7 +126,14 @@ class StepRounds:
         least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
         enough_us = ENOUGH_US / self._meter.passes
         while len(rounds) < least or (len(rounds) < most and sum(map(sum, rounds)) < enough_us):
-            rounds.append(self._round(self._runs))
+            try:
+                rounds.append(self._round(self._runs))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._runs = None
+                warnings.warn("the step was not run to its end: memory ran out", stacklevel=2)
+                return
             self._rounds.append(rounds[-1])
 
     def whole(self, graph: TrainingGraph) -> WholeStep | None:
@@ -178,18 +187,19 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
     if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
         return None
-    inputs = [_step_input(node) for node in placeholders]
     twice = recomputing(joint)
     whole = copy_of(joint.module), twice.module, *forwards(joint)
     made = [without_other_ranks(module) for module in whole]
-    runs = [partial(module, *inputs) for module in made]
     try:
+        inputs = [_step_input(node) for node in placeholders]
+        runs = [partial(module, *inputs) for module in made]
         for run in runs:
             run()
-    except (RuntimeError, IndexError) as error:
-        said = str(error).splitlines()[0]
+    except (RuntimeError, IndexError, MemoryError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        why = "was not run: memory ran out" if is_out_of_memory(error) else WHOLE
         warnings.warn(
-            f"the step cannot be timed as a whole on made data ({said}); what it takes beyond "
+            f"the step {why} ({said}); what it takes beyond "
             "its ops is not counted, so that overheads may be shown too high",
             stacklevel=2,
         )

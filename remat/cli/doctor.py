@@ -11,7 +11,7 @@ from remat import __version__
 from remat.cli.session import REFUSED, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text
-from remat.graph_capture.devices.here import free_bytes
+from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.errors import RewriteError
 from remat.questions.tables import plain_table
 

@@ -10,9 +10,13 @@ from remat.cli import options
 from remat.cli.outcome import opened_feasible
 from remat.cli.session import Session
 from remat.cli.verb import verb
+from remat.job import json_report, pipeline
+from remat.job.opened import Opened
 from remat.job.request import Request
+from remat.job.screen import show_result
 from remat.questions.explain import EACH_S, explain
-from remat.questions.explanation import explanation_screen
+from remat.questions.explanation import Explanation, explanation_screen
+from remat.solver.interrupts import is_interrupted, note_interrupt
 
 WhyOf = Annotated[
     list[str],
@@ -39,15 +43,37 @@ def explain_verb(
 ) -> None:
     """Say who holds the peak, what memory is worth, what was forced, and if a rule would do."""
     opened = opened_feasible(session, source, request, plan)
-    with session.stopwatch.stage("explain", "explaining the plan") as progress:
-        found = explain(
-            opened.graph,
-            opened.solved,
-            why_of=why,
-            each_s=each_limit,
-            progress=lambda part: progress(text=DOING[part]),
-        )
-    if session.as_json:
+    found = None if is_interrupted() else _asked_of(session, opened, why, each_limit)
+    if found is None:
+        _show_plan(session, opened)
+    elif session.as_json:
         session.emit(found.as_json())
     else:
         session.out.print(explanation_screen(found))
+
+
+def _asked_of(
+    session: Session, opened: Opened, why: list[str], each_limit: float
+) -> Explanation | None:
+    """The explanation; None where Ctrl-C came before its last part."""
+    try:
+        with session.stopwatch.stage("explain", "explaining the plan") as progress:
+            return explain(
+                opened.graph,
+                opened.solved,
+                why_of=why,
+                each_s=each_limit,
+                progress=lambda part: progress(text=DOING[part]),
+            )
+    except KeyboardInterrupt:
+        note_interrupt()
+        return None
+
+
+def _show_plan(session: Session, opened: Opened) -> None:
+    """The plan that was to be explained, without more solves."""
+    again = pipeline.runs_again(opened.graph, opened.solved)
+    if session.as_json:
+        session.emit(json_report.result_json(opened.graph, opened.solved, again))
+    else:
+        show_result(session.out, opened.graph, opened.solved, again)

@@ -1,11 +1,12 @@
 """The command line: all verbs, by their names.
 
-Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed.
+Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed, 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 
 import typer
 
@@ -46,4 +47,9 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # A session does so too; this is for the help, which has none.
     use_simple_letters()
-    app()
+    try:
+        app()
+    finally:
+        # The verb has ended, so Ctrl-C has nothing to end. Python's own end should not change the
+        # exit code that says how.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

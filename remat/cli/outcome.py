@@ -18,6 +18,7 @@ from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
+from remat.solver.interrupts import is_interrupted
 from remat.solver.result import Result
 
 
@@ -57,7 +58,7 @@ def keep_layout(
     session: Session, path: Path | None, graph: TrainingGraph, result: Result
 ) -> Layout | None:
     """Place the buffers of a plan and write their offsets; None where nothing is asked or fits."""
-    if path is None or result.schedule is None:
+    if path is None or result.schedule is None or is_interrupted():
         return None
     with session.stopwatch.stage("place", "placing buffers"):
         layout = place(graph, result.schedule)
@@ -80,7 +81,7 @@ def priced(
     session: Session, graph: TrainingGraph, result: Result, request: Request
 ) -> GibPrice | None:
     """What a GiB is worth at that result, None where nothing fits."""
-    if result.schedule is None:
+    if result.schedule is None or is_interrupted():
         return None
     with session.stopwatch.stage("price", "pricing a GiB"):
         return price_of_gib(

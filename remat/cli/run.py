@@ -49,8 +49,10 @@ def run_verb(
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     loaded = load_shown(model, session.stopwatch, request.device)
-    report = pipeline.run(loaded, request, session.stopwatch, check=check)
-    _keep(session, output, loaded, report)
+    report = pipeline.run(
+        loaded, request, session.stopwatch, check=check,
+        planned=lambda known: _keep(session, output, loaded, known),
+    )  # fmt: skip
     placed = keep_layout(session, layout, report.graph, report.result)
     worth = priced(session, report.graph, report.result, request) if price else None
     if session.as_json:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from remat.cli.interrupting import interrupts_noted
 from remat.cli.terminal import (
     STDOUT,
     in_one_line,
@@ -23,11 +24,14 @@ from remat.cli.terminal import (
     steady_console,
     use_simple_letters,
 )
+from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
+from remat.solver.interrupts import is_interrupted, one_job
+from remat.solver.result import INTERRUPTED
 
-REFUSED, INFEASIBLE, CHECK_FAILED = 2, 3, 4
+REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 
 
 class ShownStopwatch(Stopwatch):
@@ -35,11 +39,12 @@ class ShownStopwatch(Stopwatch):
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self.console = console
+        self.console, self.doing = console, ""
 
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[Shown]:
         """A line that goes away when the stage is done; kept where no terminal shows it."""
+        self.doing = text
         with _quiet_output():
             if self.console.is_terminal:
                 with self._live(text) as progress:
@@ -81,6 +86,10 @@ def _quiet_output() -> Generator[None]:
     finally:
         os.dup2(kept, STDOUT)
         os.close(kept)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["Python has no more"])[0]
 
 
 def _is_stdout_lost() -> bool:
@@ -134,14 +143,35 @@ class Session:
 
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
-        """Turn errors meant for the user into one line and exit code 2."""
+        """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
+        with one_job(), interrupts_noted():
+            with self._refusing():
+                yield
+                sys.stdout.flush()
+            if is_interrupted():
+                self.complain(f"{INTERRUPTED}: this is the best that was found until then")
+                raise typer.Exit(STOPPED)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Generator[None]:
         try:
             yield
-            sys.stdout.flush()
+        except KeyboardInterrupt:
+            doing = self.stopwatch.doing
+            said = f"{INTERRUPTED} while {doing}" if doing else INTERRUPTED
+            self.fail(STOPPED, "KeyboardInterrupt", said)
+        except SystemExit:
+            # Where Ctrl-C ended the search, that nothing fits is not known.
+            if not is_interrupted():
+                raise
         except RematError as error:
             if self.debug:
                 raise
             self.fail(REFUSED, type(error).__name__, str(error))
+        except (MemoryError, RuntimeError) as error:
+            if self.debug or not is_out_of_memory(error):
+                raise
+            self.fail(REFUSED, "MemoryError", f"memory ran out: {_first_line(error)}")
         except OSError as error:
             if self.debug or (error.filename is None and not _is_stdout_lost()):
                 raise

@@ -7,11 +7,11 @@ after it are captured, priced and solved, so both are as sure as any plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
-from remat.checks import failures, is_checked
+from remat.checks import failures, is_checked, say_unchecked, unless_short
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.derived.between_sizes import graph_at
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
@@ -26,8 +26,12 @@ from remat.job.size_search import Range, largest
 from remat.job.stopwatch import Stopwatch
 from remat.job.two_captures import Pair, pair_near, unmodified_reaches
 from remat.schedules.simulate import overhead_of
+from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
 
 Factory = str | Callable[..., Any]
 EACH_S = 10.0
@@ -120,11 +124,21 @@ class FitSearch:
         small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
         if small == large:
             raise SolverError(f"the two first sizes are the same, {small}: give two others")
+        with one_job():
+            try:
+                size = self._largest(small, large) or 0
+            except KeyboardInterrupt:
+                note_interrupt()
+                if self.best is None:
+                    raise
+                size = self.best[0]
+            return self._fit(size, check)
+
+    def _largest(self, small: int, large: int) -> int | None:
         held = [size for size in (small, large) if self._holds(size)]
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
         fits = max((size for size in held if fails is None or size < fails), default=None)
-        size = largest(self.sizes, self._holds, self._guess, fits, fails)
-        return self._fit(size or 0, check)
+        return largest(self.sizes, self._holds, self._guess, fits, fails)
 
     def _captured(self, size: int) -> Captured:
         """Build the model at a size, trace and price it."""
@@ -151,6 +165,8 @@ class FitSearch:
         self.tried[size] = one
         if one.fits and (self.best is None or size > self.best[0]):
             self.best = size, captured, result
+        if is_interrupted():
+            raise KeyboardInterrupt
         return one.fits
 
     def _solve(self, graph: TrainingGraph, limit_s: float) -> Result:
@@ -224,7 +240,10 @@ class FitSearch:
             return True
         if not self.max_overhead:
             return False
-        return self._is_fit(self._solve(graph, min(self.each_s, GUESS_S)))
+        found = self._solve(graph, min(self.each_s, GUESS_S))
+        if is_interrupted():
+            raise KeyboardInterrupt
+        return self._is_fit(found)
 
     def _without_plan(self, near: int) -> int:
         """The largest size whose unmodified step is thought to fit; 0 where none is."""
@@ -235,6 +254,7 @@ class FitSearch:
     def _fit(self, size: int, check: bool | None) -> Fit:
         after = self.tried.get(size + self.sizes.step)
         limited = "most" if after is None else "overhead" if after.peak_bytes else "memory"
+        limited = "interrupt" if is_interrupted() else limited
         graph = self.graphs[size or min(self.graphs)]
         return Fit(
             model=graph.name,
@@ -258,12 +278,19 @@ class FitSearch:
         _, captured, result = self.best
         if captured.loaded is None or result.schedule is None:
             return None
-        if not is_checked(captured.graph, check):
+        if is_interrupted() or not is_checked(captured.graph, check):
             return None
         request = self.request
+        loaded, schedule = captured.loaded, result.schedule
+
+        def run() -> Check:
+            traced = trace_loaded(loaded, request)
+            return check_schedule(loaded, traced, schedule, request)
+
         with self.stopwatch.stage("check", "running a step of the answer"):
-            traced = trace_loaded(captured.loaded, request)
-            found = check_schedule(captured.loaded, traced, result.schedule, request)
+            found = unless_short(run, say_unchecked)
+        if found is None:
+            return None
         failed = failures(found, self.budget_bytes)
         if failed:
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")

@@ -44,7 +44,8 @@ class Fit(msgspec.Struct, frozen=True):
     ----------
     vary : the argument of the factory. size : the answer, 0 where no size fits.
     limited_by : why the next size does not: ``memory`` (no plan within the budget is known),
-        ``overhead`` (the fastest one is too slow), or ``most`` (it was not to be tried).
+        ``overhead`` (the fastest one is too slow), ``most`` (it was not to be tried), or
+        ``interrupt`` (Ctrl-C came before it was).
     answer, next : both from real captures. tried : all real captures, by size.
     without_plan : the largest size whose unmodified step fits, as the two captures predict.
     measured_peak_bytes : of the answer when run, by the profiler; None where it was not run.
@@ -56,7 +57,7 @@ class Fit(msgspec.Struct, frozen=True):
     size: int
     budget_bytes: int
     max_overhead: float
-    limited_by: Literal["memory", "overhead", "most"]
+    limited_by: Literal["memory", "overhead", "most", "interrupt"]
     answer: SizeTried | None
     next: SizeTried | None
     tried: tuple[SizeTried, ...]
@@ -99,7 +100,8 @@ def answer_lines(found: Fit) -> list[str]:
         by = ", as is proved" if found.limited_by == "overhead" and proved else ""
         lines.append(f"{found.vary} {found.next.size} does not: {found.next.says}{by}")
     else:
-        lines.append(f"no larger {found.vary} was to be tried")
+        more = "interrupted before more" if found.limited_by == "interrupt" else "no larger"
+        lines.append(f"{more} {found.vary} was to be tried")
     if found.without_plan:
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified
-from remat.checks import failures, why_unchecked
+from remat.checks import STOPPED, failures, unless_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
@@ -23,6 +23,7 @@ from remat.schedules.as_planned import whole
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import Result
 
@@ -178,12 +179,48 @@ def check_schedule(
     )  # fmt: skip
 
 
-def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool = False) -> Report:
+def run(
+    loaded: Loaded,
+    request: Request,
+    stopwatch: Stopwatch,
+    *,
+    check: bool = False,
+    planned: Callable[[Report], None] = lambda _: None,
+) -> Report:
     """Capture, price, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and where
     the unmodified step does not fit into free memory. `check` runs that step all the same.
+    `planned` is called with what is known before a step is run: running it may end the process.
     """
+    report, traced, chen = _before_the_check(loaded, request, stopwatch)
+    planned(report)
+    graph, result = report.graph, report.result
+    if result.schedule is None or not request.is_run_here:
+        return report
+    if is_interrupted():
+        return replace(report, unchecked=STOPPED)
+    if not check and (reason := why_unchecked(graph)):
+        return replace(report, unchecked=f"{reason}; --check runs it anyway")
+    said = list[str]()
+
+    def checked_to(schedule: Schedule) -> Check | None:
+        return unless_short(lambda: check_schedule(loaded, traced, schedule, request), said.append)
+
+    with stopwatch.stage("check", "checking the plan against eager"):
+        checked = checked_to(result.schedule)
+    if checked is None:
+        return replace(report, unchecked="".join(said))
+    with stopwatch.stage("compare", "measuring square-root checkpointing"):
+        compared = checked_to(chen.schedule) if chen.schedule else None
+    rows = _rows_as_run(report.rows, checked, compared)
+    return replace(report, rows=rows, check=checked, unchecked="".join(said))
+
+
+def _before_the_check(
+    loaded: Loaded, request: Request, stopwatch: Stopwatch
+) -> tuple[Report, Trace, Result]:
+    """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
@@ -192,21 +229,13 @@ def run(loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool =
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
-        return report
+        return report, traced, chen
     report = replace(
         report, rows=(*rows, _row(graph, "this plan", result)), recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
-    if not request.is_run_here:
-        return report
-    if not check and (reason := why_unchecked(graph)):
-        return replace(report, unchecked=reason)
-    with stopwatch.stage("check", "checking the plan against eager"):
-        checked = check_schedule(loaded, traced, result.schedule, request)
-    with stopwatch.stage("compare", "measuring square-root checkpointing"):
-        compared = chen.schedule and check_schedule(loaded, traced, chen.schedule, request)
-    return replace(report, rows=_rows_as_run(report.rows, checked, compared), check=checked)
+    return report, traced, chen
 
 
 def _row(graph: TrainingGraph, name: str, result: Result) -> Row:

@@ -79,7 +79,7 @@ def _verdict(report: Report) -> Table:
         for advice in advice_of(report.check, result.budget_bytes):
             table.add_row("advice", Text(advice))
     if report.unchecked:
-        table.add_row("not run", Text(f"{report.unchecked}; --check runs it anyway"))
+        table.add_row("not run", Text(report.unchecked))
     _add_pieces(table, graph, result)
     _add_again(table, result, report.again)
     _add_prices(table, graph)

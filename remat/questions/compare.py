@@ -14,7 +14,8 @@ from remat.questions.sweep import sweep as sweep_graph
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
-from remat.solver.result import Result
+from remat.solver.interrupts import is_interrupted, one_job
+from remat.solver.result import INTERRUPTED, Result
 
 DEFAULT_BUDGETS = ("80%", "60%", "45%")
 DEFAULT_SOLVERS = (
@@ -52,12 +53,13 @@ def compare(
     names = tuple(dict.fromkeys(solvers))
     for name in names:
         solver_class(name)
-    asked = _budgets(graph, budgets, plan, time_limit_s)
-    fronts: dict[str, Front | SolverError] = {}
-    for i, name in enumerate(names):
-        if progress is not None:
-            progress(name, i, len(names))
-        fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
+    with one_job():
+        asked = _budgets(graph, budgets, plan, time_limit_s)
+        fronts: dict[str, Front | SolverError] = {}
+        for i, name in enumerate(names):
+            if progress is not None and not is_interrupted():
+                progress(name, i, len(names))
+            fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     bounding = plan if options.get("order", "fixed") == "fixed" else None
     bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
@@ -96,7 +98,9 @@ def _budgets(
 def _front(
     graph: TrainingGraph, budgets: list[int], name: str, limit_s: float, options: dict[str, Any]
 ) -> Front | SolverError:
-    """The solver's front, or why it does not take this graph."""
+    """The solver's front, or why it does not take this graph or was not asked."""
+    if is_interrupted():
+        return SolverError(f"{INTERRUPTED} before {name} was tried")
     try:
         return sweep_graph(graph, budgets, name, limit_s, **options)
     except SolverError as error:

@@ -24,6 +24,7 @@ from remat.schedules.verdicts.forced import forced
 from remat.schedules.verdicts.peak_holders import peak_holders
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.clock import Clock
+from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import Result
 
 EACH_S = 10.0
@@ -43,6 +44,8 @@ class _Parts:
             self.progress(name)
         clock = Clock()
         made = make()
+        if is_interrupted():
+            raise KeyboardInterrupt
         self.seconds[name] = round(clock.elapsed_s, 3)
         return made
 
@@ -70,7 +73,19 @@ def explain(
     Raises
     ------
     BudgetError : nothing fits, so there is no plan to explain. GlobError : a glob matches nothing.
+    KeyboardInterrupt : Ctrl-C came. An explanation without some of its parts would mislead.
     """
+    with one_job():
+        return _explained(graph, result, why_of, each_s, progress)
+
+
+def _explained(
+    graph: TrainingGraph,
+    result: Result,
+    why_of: str | Iterable[str],
+    each_s: float,
+    progress: Callable[[str], None] | None,
+) -> Explanation:
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)

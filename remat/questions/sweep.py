@@ -14,6 +14,7 @@ from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.clock import Clock
+from remat.solver.interrupts import one_job
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
 from remat.solver.stopping import NAMING
@@ -91,13 +92,14 @@ def sweep(
     options |= pins
     clock = Clock(time_limit_s)
     unmodified_bytes = unmodified(graph).peak_bytes
-    asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
-    left_s = max(clock.left_s, 0.0)
-    shared: dict[str, Any] = {
-        "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
-        "unmodified_bytes": unmodified_bytes, **options
-    }  # fmt: skip
-    fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
+    with one_job():
+        asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
+        left_s = max(clock.left_s, 0.0)
+        shared: dict[str, Any] = {
+            "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
+            "unmodified_bytes": unmodified_bytes, **options
+        }  # fmt: skip
+        fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
 
 

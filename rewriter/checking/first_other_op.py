@@ -21,6 +21,7 @@ from remat.graph_capture.joint.provenance import (
     path_in_model,
     source_of,
 )
+from remat.rewriter.graphs.rng import drawn
 
 _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "expand"})
 """Copies and casts come and go where writing in place and autocast are taken apart."""
@@ -62,7 +63,8 @@ def first_other_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -
         for node in gm.graph.nodes:
             place = node.meta.get("custom") or {}
             if node.op == "call_function" and not is_getitem(node) and place.get(SOURCE_KEY):
-                planned.append(_op(node.target, node.args, place[SOURCE_KEY]))
+                target, args = drawn(node)
+                planned.append(_op(target, args, place[SOURCE_KEY]))
                 modules.setdefault(place[SOURCE_KEY], path_in_model(place.get(MODULE_KEY, "")))
     with _Ran() as ran:
         run()

@@ -26,7 +26,7 @@ from remat.rewriter.graphs.fewer_views import leave_out_views
 from remat.rewriter.graphs.floats import FloatSource, read_floats
 from remat.rewriter.graphs.gradient_strides import take_as_they_come
 from remat.rewriter.graphs.handed_over import hand_over
-from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state
+from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state, save_rng_state
 from remat.rewriter.graphs.sizes import read_sizes
 from remat.schedules.schedule import Schedule
 
@@ -151,7 +151,9 @@ class EagerEmitter(Emitter[Joint]):
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
         if again and draws_randomness(node):
-            copy = self._draw_again(op, node)
+            copy = self._draw(op, node, run_with_rng_state, f"{node.name}_again")
+        elif self.writes and f"{RNG_STATE}{op.name}" in self.states:
+            copy = self._draw(op, node, draw_noting, node.name)
         elif again and node.target in AGAIN:
             copy = self._normalise_again(node)
         else:
@@ -189,16 +191,15 @@ class EagerEmitter(Emitter[Joint]):
         for wait in waits_for(made):
             self.put(wait, self._copy(wait, wait.name))
 
-    def _draw_again(self, op: Op, node: fx.Node) -> fx.Node:
-        name = f"{RNG_STATE}{op.name}"
-        state = self.states.get(name)
+    def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
+        """Emit `drawing` of the op, with the saved state before its arguments."""
+        saved = f"{RNG_STATE}{op.name}"
+        state = self.states.get(saved)
         if state is None:
-            state = self.states[name] = self.bring(name)
+            state = self.states[saved] = self.bring(saved)
         args, kwargs = self.arguments(node, self.resolve)
         taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
-        copy = self.graph.create_node(
-            "call_function", run_with_rng_state, taken, kwargs, f"{node.name}_again"
-        )
+        copy = self.graph.create_node("call_function", drawing, taken, kwargs, name)
         copy.meta = dict(node.meta)
         return copy
 

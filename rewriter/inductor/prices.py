@@ -99,7 +99,7 @@ class CallPrices:
         found: dict[str, Price] = {}
         moved = {key: moved_bytes(node) for key, node in missing.items()}
 
-        def failed(key: str, _: RuntimeError) -> None:
+        def failed(key: str, _: RuntimeError | MemoryError) -> None:
             found[key] = Price(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
 
         made = {key: partial(self._runner, node) for key, node in missing.items()}

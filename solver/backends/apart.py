@@ -16,9 +16,11 @@ import os
 import pickle
 import subprocess
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, ParamSpec, TypeVar, cast
 
@@ -29,10 +31,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 STANDARD_OUTPUT = 1
 BEGIN = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "sys.path[:] = sys.argv[1:]; import remat.solver.backends.apart as apart; apart.serve()"
+    "import sys; sys.path[:] = sys.argv[1:]; import signal; "
+    "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "import remat.solver.backends.apart as apart; apart.serve()"
 )
 """Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
+OWN_GROUP: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
+"""Nor does Ctrl-C reach a process of another group, which could not ignore it while it begins."""
+
+
+class ChildEndedError(SolverError):
+    """The other process could not be started, or it ended before it answered."""
 
 
 class OverdueError(Exception):
@@ -44,8 +53,8 @@ def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
 
     Raises
     ------
-    SolverError : the process cannot be started, or it crashed. OverdueError : `function` was in a
-        block of `ended_after` for too long.
+    ChildEndedError : the process cannot be started, or it crashed. OverdueError : `function` was
+        in a block of `ended_after` for too long.
     """
     process = _idle_process() or _Process()
     call = functools.partial(function, *arguments, **options)
@@ -64,17 +73,25 @@ def end_idle() -> None:
         _idle.pop().close()
 
 
+def _library_first(path: Sequence[str]) -> list[str]:
+    """Where to import from, Python's own library first: folders of the user may hold a queue.py."""
+    library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    library |= {place / "lib-dynload" for place in library}
+    return sorted(path, key=lambda one: Path(one) not in library)
+
+
 class _Process:
     """Another interpreter, which answers one call at a time."""
 
     def __init__(self) -> None:
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", BEGIN, *sys.path],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                # -P: the working folder may hold a signal.py.
+                [sys.executable, "-P", "-c", BEGIN, *_library_first(sys.path)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, **OWN_GROUP,
             )  # fmt: skip
         except OSError as error:
-            raise SolverError(
+            raise ChildEndedError(
                 f"cannot start another {sys.executable or 'Python'} for HiGHS: {error.strerror}"
             ) from error
 
@@ -90,7 +107,7 @@ class _Process:
             calls.flush()
             has_failed, answer = pickle.load(answers)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise SolverError(
+            raise ChildEndedError(
                 f"the process of HiGHS ended with status {self._popen.wait()} amid a program: "
                 "it may have run out of memory, or crashed"
             ) from error

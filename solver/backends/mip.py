@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.backends.apart import OverdueError, ended_after, run_apart
+from remat.solver.backends.apart import ChildEndedError, OverdueError, ended_after, run_apart
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
@@ -83,7 +83,7 @@ class Answer:
 
 
 LATE = Answer(None, math.inf, -math.inf, proved_infeasible=False, finished=False)
-"""Of a backend that had to be ended."""
+"""Of a backend that had to be ended, or that ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,15 @@ def solve_program(
 
     Raises
     ------
-    SolverError : the backend is unknown, or its process cannot be started, or crashed.
+    SolverError : the backend is unknown.
     """
     if backend == "mathopt":
         try:
             return run_apart(_with_mathopt, program, limits, start)
         except OverdueError:
+            return LATE
+        except ChildEndedError as error:  # it costs what this program would have found
+            warnings.warn(f"{error}; the search goes on without its answer", stacklevel=2)
             return LATE
     if backend == "pulp":
         return _with_pulp(program, limits, start)
@@ -180,7 +183,11 @@ def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | N
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of names that PuLP 4 will drop
-        return _run_pulp(cast(Any, pulp), program, limits, start)
+        try:
+            return _run_pulp(cast(Any, pulp), program, limits, start)
+        except pulp.PulpSolverError as error:
+            warnings.warn(f"{error}; the search goes on without its answer", stacklevel=2)
+            return LATE
 
 
 def _run_pulp(

@@ -11,7 +11,9 @@ by side through joblib: on this machine, or on the cluster of the backend that i
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import BrokenExecutor
 from typing import Any, cast
 
 import msgspec
@@ -22,6 +24,7 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
 from remat.solver.clock import Clock
+from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
 from remat.solver.stopping import NAMING, ONE_BUDGET
@@ -85,10 +88,11 @@ def sweep(
         budgets, least = spread(graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options)
         at_hand = (*at_hand, *least)
     asked = _checked(budgets)
-    if jobs == 1:
-        found = _one_by_one(graph, asked, solver, options, clock, progress)
-    else:
-        found = _side_by_side(graph, asked, solver, options, clock.left_s, jobs)
+    with one_job():
+        if jobs == 1:
+            found = _one_by_one(graph, asked, solver, options, clock, progress)
+        else:
+            found = _side_by_side(graph, asked, solver, options, clock, jobs)
     return Front(
         name=graph.name,
         graph_hash=graph.hash,
@@ -169,10 +173,14 @@ def _one_by_one(
         part_s = min(ONE_BUDGET.of(left_s / (len(budgets) - len(found))), left_s)
         if last is not None and is_ideal(graph, last):
             found.append(_at_larger_budget(last, budget_bytes))
-        elif last is not None and last.message.startswith(INTERRUPTED):
+        elif is_interrupted():
             found.append(_untried(graph, solver, budget_bytes))
         else:
-            found.append(solve(graph, budget_bytes, solver, time_limit_s=part_s, **options))
+            try:
+                found.append(solve(graph, budget_bytes, solver, time_limit_s=part_s, **options))
+            except KeyboardInterrupt:
+                note_interrupt()
+                found.append(_untried(graph, solver, budget_bytes))
     return found
 
 
@@ -203,16 +211,26 @@ def _side_by_side(
     budgets: Sequence[int],
     solver: str,
     options: dict[str, Any],
-    time_limit_s: float,
+    clock: Clock,
     jobs: int,
 ) -> list[Result]:
+    """All at once; where a worker dies, what it had not solved is solved here, one by one."""
     # joblib ships no types, and is not needed for one job.
     joblib: Any = importlib.import_module("joblib")
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
-    options = {**options, "time_limit_s": max(time_limit_s, 0.0) * at_once / len(budgets)}
+    each_s = max(clock.left_s, 0.0) * at_once / len(budgets)
     task = joblib.delayed(solve)
-    tasks = [task(graph, budget_bytes, solver, **options) for budget_bytes in budgets]
-    return cast("list[Result]", list(joblib.Parallel(n_jobs=jobs)(tasks)))
+    tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
+    found: list[Result] = []
+    try:
+        answers = joblib.Parallel(n_jobs=jobs, return_as="generator")(tasks)
+        found.extend(cast("Iterable[Result]", answers))  # what came before an error stays
+    except KeyboardInterrupt:
+        note_interrupt()
+    except BrokenExecutor as error:
+        said = str(error).split(".")[0]
+        warnings.warn(f"a worker of the sweep died: {said}. The rest is solved here", stacklevel=3)
+    return found + _one_by_one(graph, budgets[len(found) :], solver, options, clock, None)
 
 
 def merged(

@@ -12,6 +12,7 @@ from remat.solver import solve
 from remat.solver.budgets.price import GibPrice, checked_step
 from remat.solver.budgets.sweep import is_ideal
 from remat.solver.clock import Clock
+from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import Result, at_least_budget
 from remat.solver.stopping import FIRST_SOLVE, SECOND_SOLVE
 
@@ -30,12 +31,15 @@ def least_peak(
     """
     clock = Clock(time_limit_s)
     first_s = FIRST_SOLVE.of(time_limit_s)
-    named = solve(graph, 0, solver, time_limit_s=first_s, **options)
-    if named.schedule is not None or not named.least_feasible_bytes:
-        return named
-    left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
-    found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
-    at_hand = at_least_budget(graph, named)
+    with one_job():
+        named = solve(graph, 0, solver, time_limit_s=first_s, **options)
+        if named.schedule is not None or not named.least_feasible_bytes:
+            return named
+        at_hand = at_least_budget(graph, named)
+        if is_interrupted() and at_hand is not None:
+            return msgspec.structs.replace(at_hand, message=named.message)
+        left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
+        found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
     if found.schedule is not None or at_hand is None:
         return found
     bound_us = min(max(found.lower_bound_us, graph.time_us), at_hand.time_us)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
 from remat.solver.clock import Clock
+from remat.solver.interrupts import note_interrupt
 from remat.solver.ordering import Order, reordered
 from remat.solver.orders.attempts import Attempt, Attempts, Share, SolveFixed
 from remat.solver.orders.refinement import Roomier, cheaper_start, roomier_start
@@ -86,6 +87,7 @@ class FreeOrder:
         except KeyboardInterrupt:
             if not self.attempts.made:
                 raise
+            note_interrupt()
             self.attempts.is_interrupted = True
         is_unproved = not self.attempts.is_proved(self.gap)
         self.attempts.cut_short = is_unproved and (

@@ -30,6 +30,7 @@ from remat.schedules.verdicts.globs import is_freed
 from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.clock import Clock
 from remat.solver.cuts.cut import Cut
+from remat.solver.interrupts import note_interrupt
 from remat.solver.pins.globs import Globs, Pins, as_globs
 from remat.solver.pins.twins import (
     leave_out_runs,
@@ -225,6 +226,7 @@ class _PinnedSearch:
             if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
                 bound_us = max(bound_us, self._bound_with_keep_us())
         except KeyboardInterrupt:
+            note_interrupt()
             self.cut_short = True
         return judged(
             self.graph,

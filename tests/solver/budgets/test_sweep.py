@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +17,7 @@ import pytest
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import Result, solve
+from remat.solver.budgets import sweep as sweeping
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GIB
 from remat.solver.budgets.sweep import merged, spread, sweep
@@ -222,3 +229,32 @@ def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> 
     assert [point.result.peak_bytes for point in front.points[:2]] == [least.peak_bytes] * 2
     other = sweep(graph, asked[:1], "chen_sqrt", at_hand=at_hand)
     assert all(point.result.solver == "chen_sqrt" for point in other.points)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
+def test_a_worker_that_is_killed_costs_no_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    graph = chain(8)
+    most = peak_bytes_of(graph)
+    budgets = [most * part // 10 for part in (6, 8, 10)]
+    monkeypatch.setattr(sweeping, "solve", KilledOnce(os.getpid(), tmp_path / "killed"))
+    with pytest.warns(UserWarning, match="a worker of the sweep died: .* The rest is solved here"):
+        found = sweep(graph, budgets, "cut", jobs=2, time_limit_s=AMPLE_S)
+    assert [p.result.time_us for p in found.points] == [
+        p.result.time_us for p in sweep(graph, budgets, "cut", time_limit_s=AMPLE_S).points
+    ]
+
+
+@dataclass(frozen=True)
+class KilledOnce:
+    """`solve`, which in another process than `here` ends it the first time."""
+
+    here: int
+    mark: Path
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if os.getpid() != self.here and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return solve(*args, **options)

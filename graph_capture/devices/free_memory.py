@@ -1,0 +1,151 @@
+"""How much memory is free: for the machine, for the container, and for this process.
+
+The least of these counts. A container ends a process that takes more than its limit; a limit of the
+process (``ulimit -v``, ``ulimit -d``) and torch's own share of a CUDA device make an allocation
+fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from remat.graph_capture.devices.device_table import CPU, is_cuda
+from remat.graph_capture.errors import BudgetError
+
+MEMINFO = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
+CGROUP_OF_SELF = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+KIB = 1024
+SHORT = (
+    "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
+    "can't start new thread", "Resource temporarily unavailable",
+)  # fmt: skip
+"""What a `RuntimeError` says where memory ran out; a new thread needs room for its stack."""
+
+
+def free_bytes(device: str = CPU) -> int:
+    """Bytes that new work may take on a device of this machine.
+
+    On a CPU, without swapping, within the limits of each control group that the process is in and
+    within its own. On a CUDA device, what torch's allocator holds unused counts as free.
+
+    Raises
+    ------
+    BudgetError : the device is not here, or the system does not say what is free.
+    """
+    if is_cuda(device):
+        return _free_on_cuda(device)
+    return max(0, min(_free_on_the_machine(), *free_within_limits()))
+
+
+def free_within_limits() -> list[int]:
+    """What each limit on this process leaves, in bytes; endless if there is none."""
+    return [1 << 62, *_free_in_cgroups(), *_free_of_the_process()]
+
+
+def _free_on_the_machine() -> int:
+    found = _field(MEMINFO, "MemAvailable")
+    return _free_from_sysconf() if found is None else found
+
+
+def _free_from_sysconf() -> int:
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        if pages in os.sysconf_names:
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    raise BudgetError("budget 'auto': this system does not say what memory is free; give a size")
+
+
+def _free_of_the_process() -> Iterator[int]:
+    """What is left of the limits that ``ulimit -v`` and ``ulimit -d`` set."""
+    try:
+        import resource
+    except ImportError:  # no such limits on this system
+        return
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most_bytes = resource.getrlimit(limit)[0]
+        used_bytes = _field(STATUS, used)
+        if most_bytes != resource.RLIM_INFINITY and used_bytes is not None:
+            yield most_bytes - used_bytes
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    """What is left in the process's control groups and all above them, of either version."""
+    try:
+        lines = CGROUP_OF_SELF.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left_in(CGROUPS, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            yield from _left_in(CGROUPS / "memory", path, *names)
+
+
+def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+    """Within a container the root shows its own group, whatever path it has outside."""
+    group = root / path.lstrip("/")
+    for folder in (root, *(root / part for part in _parts_of(group, root))):
+        most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
+        if most_bytes is not None and used_bytes is not None:
+            # Pages of files that nobody uses are given back before the limit is held to be hit.
+            yield most_bytes - used_bytes + (_stat(folder / "memory.stat", cached) or 0)
+
+
+def _parts_of(group: Path, root: Path) -> list[Path]:
+    return [one for one in (group, *group.parents) if one != root and root in one.parents]
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where it is not there, or says ``max``."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat(path: Path, name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """A field in kB of a file in /proc, in bytes; None where it is not there."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * KIB if found else None
+
+
+def _free_on_cuda(device: str) -> int:
+    """The least of what the device has, and of what torch lets this process take of it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BudgetError(f"budget 'auto': {device} is not here to say what is free; give a size")
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    part = torch.cuda.get_per_process_memory_fraction(device)
+    own_bytes = int(part * total_bytes) - reserved_bytes
+    return max(0, min(free_bytes, own_bytes)) + unused_bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python, in torch, on a device or in the system."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in SHORT)

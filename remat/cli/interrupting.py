@@ -1,0 +1,55 @@
+"""How Ctrl-C reaches a verb: noted at once, and held back while torch is imported."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator
+from types import FrameType
+
+from remat.solver.interrupts import note_interrupt
+
+IN_C = ("numpy", "torch")
+"""Packages whose import an exception must not end: their C++ would abort the process."""
+SPELL_S = 0.02
+
+
+@contextlib.contextmanager
+def interrupts_noted() -> Generator[None]:
+    """Note Ctrl-C at once: where Python raises it within a callback, the exception is lost.
+
+    Nothing is changed where somebody else listens to the signal.
+    """
+    own = signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not own:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        note_interrupt()
+        if _is_importing():
+            threading.Thread(target=_interrupt_later, daemon=True).start()
+        else:
+            own(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
+def _is_importing() -> bool:
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in IN_C)
+    return any(getattr(spec, "_initializing", False) for spec in specs)
+
+
+def _interrupt_later() -> None:
+    while _is_importing():
+        time.sleep(SPELL_S)
+    _thread.interrupt_main()

@@ -1,0 +1,96 @@
+"""Solves whose process of HiGHS dies or cannot begin: only its part of the search is lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+from remat.solver.backends import apart
+from remat.solver.backends.apart import end_idle, run_apart
+from remat.solver.backends.mip import LATE, Limits, MixedProgram, solve_program
+from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
+from tests.solver.random_graphs import gpt_like
+
+SOON_S = 600.0
+
+
+@functools.cache
+def tight() -> tuple[TrainingGraph, int]:
+    graph = gpt_like(3)
+    return graph, int(0.7 * peak_bytes_of(graph))
+
+
+def program() -> MixedProgram:
+    made = MixedProgram()
+    made.variable(-1.0, upper=3.0)
+    return made
+
+
+@pytest.mark.parametrize("solver", ["auto", "cut"])
+def test_a_process_that_is_killed_costs_its_program_alone(
+    monkeypatch: pytest.MonkeyPatch, solver: str
+) -> None:
+    graph, budget_bytes = tight()
+    answer, calls = apart._Process.answer, []
+
+    def killed_first(self: Any, call: Any) -> Any:
+        calls.append(call)
+        if len(calls) == 1:
+            self._popen.kill()
+            self._popen.wait()
+        return answer(self, call)
+
+    monkeypatch.setattr(apart._Process, "answer", killed_first)
+    with pytest.warns(UserWarning, match="ended with status -9 .*the search goes on without"):
+        result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
+    assert result.schedule is not None
+    assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
+
+
+def test_without_another_interpreter_a_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget_bytes = tight()
+    end_idle()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.warns(UserWarning, match="cannot start another /no/such/python for HiGHS"):
+        result = solve(graph, budget_bytes, time_limit_s=5.0)
+    assert result.schedule is not None
+
+
+def test_cbc_that_dies_costs_its_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulp: Any = pytest.importorskip("pulp")
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise pulp.PulpSolverError("Pulp: Error while trying to execute")
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", dies)
+    with pytest.warns(UserWarning, match="Error while trying to execute; the search goes on"):
+        assert solve_program(program(), Limits(), backend="pulp") == LATE
+
+
+@pytest.mark.parametrize("name", ["signal", "json", "queue", "subprocess", "pickle"])
+def test_a_file_of_the_working_folder_does_not_enter_the_process(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')\n")
+    begin = (
+        "import sys; from remat.solver.backends.apart import run_apart; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(0, ''); "
+        f"import os; os.chdir({str(tmp_path)!r}); print(run_apart(abs, -1))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", begin], check=False, capture_output=True, timeout=SOON_S
+    )
+    assert (ran.stdout, ran.stderr) == (b"1\n", b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no groups of processes")
+def test_the_process_has_a_group_of_its_own_which_ctrl_c_does_not_reach() -> None:
+    assert run_apart(os.getpgrp) not in (os.getpgrp(), 0)
