@@ -52,4 +52,7 @@ def _is_importing() -> bool:
 def _interrupt_later() -> None:
     while _is_importing():
         time.sleep(SPELL_S)
-    _thread.interrupt_main()
+    if sys.platform == "win32":
+        _thread.interrupt_main()
+    else:  # the main thread may sleep, which only a true signal ends
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
