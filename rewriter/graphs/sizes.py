@@ -76,11 +76,11 @@ def _arguments_in(graph: fx.Graph) -> dict[str, Any]:
     for node in graph.nodes:
         for leaf in pytree.tree_leaves((tuple(node.args), dict(node.kwargs))):
             if isinstance(leaf, (SizeArgument, FloatOfSizes)):
-                found.setdefault(_key(leaf), leaf)
+                found.setdefault(_name_of(leaf), leaf)
     return found
 
 
-def _key(leaf: SizeArgument | FloatOfSizes) -> str:
+def _name_of(leaf: SizeArgument | FloatOfSizes) -> str:
     if isinstance(leaf, SizeArgument):
         return leaf.text
     functions = ", ".join(f"{name}={function}" for name, function in leaf.bound.items())
@@ -108,7 +108,7 @@ def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> Non
             at.meta["val"] = float(leaf) if isinstance(leaf, float) else int(leaf)
 
     def read(leaf: Any) -> Any:
-        return made[_key(leaf)] if isinstance(leaf, (SizeArgument, FloatOfSizes)) else leaf
+        return made[_name_of(leaf)] if isinstance(leaf, (SizeArgument, FloatOfSizes)) else leaf
 
     for node in list(graph.nodes):
         leaves = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))

@@ -124,7 +124,7 @@ def test_times_taken_before_a_kill_are_found_by_the_next_run(
         [sys.executable, "-c", KILLED], check=False, capture_output=True, timeout=SOON_S, cwd=ROOT
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("*.json")
     begun = PriceCache().begun
     assert sum(map(len, begun.values())) == 5, f"all but saving the state, of {file}"
     timed: list[int] = []

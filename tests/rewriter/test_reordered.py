@@ -132,8 +132,11 @@ def test_the_order_of_lowest_peak_is_equal_to_eager() -> None:
 def test_a_batch_norm_runs_again_before_its_statistics_are_updated() -> None:
     model, args, kwargs, loss_fn, target = make("batch_norm_in_place_relu")
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
-    late = [i for i, op in enumerate(graph.ops) if op.target == STATISTICS]
-    norms = [graph.op_index[graph.ops[i].name.removesuffix("_statistics")] for i in late]
+    statistics = [op.name for op in graph.ops if op.target == STATISTICS]
+    norms = [graph.op_index[name.removesuffix("_statistics")] for name in statistics]
+    # All that changes buffers keeps its order.
+    ordered = {graph.op_index[name] for name in graph.ordered_ops}
+    late = sorted(ordered & set(range(graph.n_forward)))
     forward = [i for i in range(graph.n_forward) if i not in late]
     backward = range(graph.n_forward, len(graph.ops))
     schedule = schedule_of(Problem.of(graph), [*forward, *norms, *late, *backward])

@@ -247,7 +247,8 @@ def test_doctor(remat: Remat) -> None:
 
 
 def test_a_search_that_is_out_of_time_asks_for_more_of_it(remat: Remat) -> None:
-    late = remat("run", remat.gpt, "--budget", "70%", "--time-limit", "0")
+    words = ("--budget", "70%", "--time-limit", "0", "--solver", "cut")
+    late = remat("run", remat.gpt, *words)
     assert late.exit_code == 3
     said = " ".join(late.stderr.split())
     assert "the time limit of 0 s ended the search: allow a longer one" in said
