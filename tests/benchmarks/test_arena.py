@@ -16,6 +16,7 @@ FEW_FAULTS = 32
 """Of a step, by Python and by what lies outside of the graphs."""
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("example", "budget"),

@@ -116,6 +116,7 @@ def test_ops_that_have_no_room_beside_the_profiler_end_pricing_with_a_way_out(
         pricing.price(trace(model, args))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
 def test_times_taken_before_a_kill_are_found_by_the_next_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch

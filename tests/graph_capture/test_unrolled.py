@@ -33,6 +33,7 @@ def keys_of(cell: type[nn.RNNCellBase], steps: int, width: int = 16) -> set[str]
     return {key.replace(f"{steps}", "steps") for key in examples(traced.joint)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell", [nn.RNNCell, *(pytest.param(c, marks=pytest.mark.slow) for c in LARGER)]
 )

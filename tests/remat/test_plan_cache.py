@@ -159,7 +159,14 @@ def test_a_budget_that_nothing_fits_keeps_no_plan() -> None:
     assert plans_of(cache) == []
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, read_again])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        pytest.param(copy.deepcopy, marks=pytest.mark.slow),
+        pytest.param(read_again, marks=pytest.mark.slow),
+    ],
+)
 def test_a_copy_of_a_cache_makes_its_own_plans_and_trains_as_eager_does(copied: Any) -> None:
     cache = cached(tagger())
     tokens, target = batches()[0]

@@ -90,7 +90,7 @@ CASES: dict[str, Callable[[], Made]] = {
 }
 
 
-SLOW = ("gru", "rnn, relu")
+SLOW = ("gru", "rnn, relu", "rnn, tanh")
 NAMED = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
 
 

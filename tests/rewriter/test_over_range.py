@@ -65,6 +65,7 @@ def test_sizes_out_of_the_range_and_other_batches_are_refused_before_anything_ru
         module(tokens.t().contiguous().t(), targets)
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_run_over_the_range_too() -> None:
     sized, _, _, module = planned("experts")
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -112,6 +113,7 @@ def test_a_float_that_is_made_of_a_size_is_made_again() -> None:
         assert same_bits(model, module, (torch.randn(n, 8),))
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_step_or_process_is_refused() -> None:
     sized, graph, result, _ = planned("experts")
     other = gpt()

@@ -65,7 +65,7 @@ def result_of(solver: str, name: str, percent: int) -> Result:
     return solve(graph_of(name), budget_bytes, solver, time_limit_s=limit_s, **options)
 
 
-@pytest.mark.parametrize("percent", [100, 80, 60, 45])
+@pytest.mark.parametrize("percent", [100, 80, 60, pytest.param(45, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("solver", "name"), CELLS)
 def test_result_is_consistent(solver: str, name: str, percent: int) -> None:
     result = result_of(solver, name, percent)

@@ -25,6 +25,7 @@ from tests.solver.layered_search import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_seed_and_workers_give_the_same_schedule_twice(workers: int) -> None:
     assert schedule_of(0, workers) == schedule_of(0, workers, attempt=1)

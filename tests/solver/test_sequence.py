@@ -24,6 +24,7 @@ def op_sequence(graph: TrainingGraph, schedule: Schedule) -> list[int]:
     return [graph.op_index[step.op] for step in schedule.steps if isinstance(step, Compute)]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(training_graphs(max_ops=9))
 def test_a_sequence_needs_no_more_than_the_schedule_it_came_from(graph: TrainingGraph) -> None:

@@ -29,7 +29,7 @@ def sizes_of(graph: TrainingGraph) -> list[tuple[str, tuple[int, ...], int]]:
     return sorted((v.dtype, v.shape, v.size_bytes) for v in graph.values)
 
 
-@pytest.mark.parametrize("name", ["experts", "lstm", "u_net"])
+@pytest.mark.parametrize("name", ["experts", pytest.param("lstm", marks=pytest.mark.slow), "u_net"])
 def test_at_a_size_it_is_the_graph_of_a_capture_at_that_size(name: str) -> None:
     sized, graph = SIZED[name](), captured(name)
     for sizes in sized.sizes[:3]:

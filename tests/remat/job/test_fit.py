@@ -88,7 +88,10 @@ def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     assert f"without a plan, about {found.without_plan} would fit" in str(found)
 
 
-@pytest.mark.parametrize("overhead", [0.0, pytest.param(0.2, marks=pytest.mark.slow), 10.0])
+@pytest.mark.parametrize(
+    "overhead",
+    [0.0, pytest.param(0.2, marks=pytest.mark.slow), pytest.param(10.0, marks=pytest.mark.slow)],
+)
 def test_few_sizes_are_captured_and_few_are_solved_to_guess(
     overhead: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
     )
 
 
+@pytest.mark.slow
 def test_everything_said_of_the_plan_is_what_the_simulator_says() -> None:
     graph, result = planned()
     assert result.schedule is not None

@@ -57,6 +57,7 @@ def test_a_process_that_is_killed_costs_its_program_alone(
     assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_without_another_interpreter_a_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, budget_bytes = tight()
     end_idle()

@@ -209,6 +209,7 @@ def test_schedules_are_valid_at_several_budgets(graph: TrainingGraph, percent: i
         assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 1 << 20), st.integers(2, 5), st.integers(20, 100))
 def test_schedules_are_valid_on_random_blocks(seed: int, repetitions: int, percent: int) -> None:

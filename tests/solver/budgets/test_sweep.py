@@ -63,7 +63,9 @@ def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
     check_front(graph_of(), front())
 
 
-@pytest.mark.parametrize("solver", ["auto", "chen_sqrt", "store_all"])
+@pytest.mark.parametrize(
+    "solver", [pytest.param("auto", marks=pytest.mark.slow), "chen_sqrt", "store_all"]
+)
 def test_every_solver_has_a_monotone_front(solver: str) -> None:
     graph = resnet_like(2)
     check_front(graph, sweep(graph, 4, solver, time_limit_s=AMPLE_S))

@@ -228,6 +228,7 @@ def judged_time(result: Result, graph: TrainingGraph, budget_bytes: int) -> floa
     return found.time_us
 
 
+@pytest.mark.slow
 def test_rotor_is_hardly_ever_worse_than_segments() -> None:
     """Its times and bytes are a model, so one chain in a hundred may go the other way."""
     lost, feasible = 0, 0

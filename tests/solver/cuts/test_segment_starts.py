@@ -45,6 +45,7 @@ def test_nothing_is_offered_where_no_time_is_left() -> None:
     assert search.best is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "percent", "is_tried"),
     [(functools.partial(gpt_like, 4), 70, False), (functools.partial(resnet_like, 12), 45, True)],

@@ -191,6 +191,7 @@ def test_computations_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.message.startswith("optimal among schedules with at most 3 computations")
 
 
+@pytest.mark.slow
 def test_the_same_schedule_twice() -> None:
     graph = gpt_like(1)
     budget_bytes = peak_bytes_of(graph) * 60 // 100

@@ -66,6 +66,7 @@ def test_a_search_that_is_good_enough_does_nothing() -> None:
     assert simulate(graph, best).time_us <= first_us
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["lru", "cut"])
 def test_a_small_graph_is_exhausted_and_as_a_rule_at_the_optimum(first: str) -> None:
     """All candidate stages are searched in the end; seldom is the optimum not among them."""

@@ -189,6 +189,7 @@ def test_the_bound_of_a_free_order_with_pins_is_below_every_schedule(seed: int) 
             assert free.lower_bound_us <= fixed.time_us * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", ["keep", "recompute"])
 @pytest.mark.parametrize("graph", [chain(10), gpt_like(1)], ids=lambda g: g.name)
 def test_the_budget_that_an_infeasible_result_names_is_feasible(
