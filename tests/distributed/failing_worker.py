@@ -30,6 +30,8 @@ from remat.graph_capture.tracing.resident import storage_bytes
 from tests.distributed.launch import leave
 
 Found = dict[str, Any]
+STEPS = 100
+"""Of which one is looked for whose frees were all seen; on a busy machine few are."""
 TIMEOUT_S = 600
 """So long that a busy machine does not come near half of it."""
 
@@ -159,7 +161,7 @@ def collectives(together: Callable[[Tensor], Tensor], budget: str) -> Found:
             file.unlink()
     again = trained(model, planned(model, args, budget=budget), args)
     resident_bytes = storage_bytes([*model.parameters(), *args])
-    peak_bytes = measure_rank_peak(lambda: fast(*args).backward(), model.zero_grad, 10)
+    peak_bytes = measure_rank_peak(lambda: fast(*args).backward(), model.zero_grad, STEPS)
     return {
         "same": found["same"] and again["same"],
         "n": found["n"],
