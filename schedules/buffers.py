@@ -27,7 +27,7 @@ from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.update_workspaces import update_workspaces
+from remat.schedules.update_workspaces import workspaces_of_updates
 
 Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Ints
@@ -150,8 +150,7 @@ class _Walk:
         self.update_workspaces: dict[str, int] = {}
 
     def run(self, schedule: Schedule) -> Buffers:
-        runs = (step.op for step in schedule.steps if isinstance(step, Compute))
-        self.update_workspaces = update_workspaces(self.graph, runs)
+        self.update_workspaces = workspaces_of_updates(self.graph, schedule)
         for step in schedule.steps:
             if isinstance(step, Compute):
                 self._compute(self.graph.ops[self.graph.op_index[step.op]])

@@ -13,8 +13,8 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.update_workspaces import update_workspaces
-from remat.schedules.verdicts.globs import is_freed
+from remat.schedules.update_workspaces import workspaces_of_updates
+from remat.schedules.verdicts.globs import asked_again, is_freed
 
 
 class Simulation(msgspec.Struct, frozen=True):
@@ -62,8 +62,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     """
     graph = as_planned(graph, schedule)
     schedule.check_made_for(graph)
-    asked = str(schedule.options.get("recompute", "")).split(", ")
-    return _Replay(graph, asked).run(schedule.steps)
+    return _Replay(graph, schedule).run(schedule.steps)
 
 
 def require_valid(graph: TrainingGraph, schedule: Schedule) -> Simulation:
@@ -90,8 +89,9 @@ def overhead_of(time_us: float, base_us: float) -> float:
 
 
 class _Replay:
-    def __init__(self, graph: TrainingGraph, asked: list[str]) -> None:
-        self.graph, self.asked = graph, asked
+    def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
+        self.graph, self.asked = graph, asked_again(schedule)
+        self.update_workspaces = workspaces_of_updates(graph, schedule)
         self.size = {v.name: v.size_bytes for v in graph.values if v.producer}
         self.resident = {v.name for v in graph.values if not v.producer}
         self.live: dict[str, None] = {}
@@ -106,12 +106,9 @@ class _Replay:
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
         self.updated: dict[str, str] = {}
-        self.update_workspaces: dict[str, int] = {}
         self.opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
 
     def run(self, steps: tuple[Step, ...]) -> Simulation:
-        runs = (step.op for step in steps if isinstance(step, Compute))
-        self.update_workspaces = update_workspaces(self.graph, runs)
         curve: list[int] = []
         peak_bytes, peak_step, at_peak, workspace = self.bytes, 0, tuple[str, ...](), 0
         for i, step in enumerate(steps):

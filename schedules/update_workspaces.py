@@ -11,6 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from remat.graph_capture.graph import UPDATE, TrainingGraph
+from remat.schedules.schedule import Compute, Schedule
+
+
+def workspaces_of_updates(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
+    """`update_workspaces` in the order in which `schedule` runs the ops of `graph`."""
+    return update_workspaces(
+        graph, (step.op for step in schedule.steps if isinstance(step, Compute))
+    )
 
 
 def update_workspaces(graph: TrainingGraph, sequence: Iterable[str]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Fetch, Schedule
-from remat.schedules.update_workspaces import update_workspaces
+from remat.schedules.update_workspaces import workspaces_of_updates
 from remat.schedules.views.timeline import timeline
 
 BASE = 0x7F00_0000_0000
@@ -89,8 +89,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     """
     graph = as_planned(graph, schedule)
     line = timeline(graph, schedule)
-    runs = (step.op for step in schedule.steps if isinstance(step, Compute))
-    updates = update_workspaces(graph, runs)
+    updates = workspaces_of_updates(graph, schedule)
     recording = _Recording()
     for category, size in _resident(graph):
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from remat.graph_capture.graph import CUSTOM, Op
+from remat.schedules.schedule import Schedule
 
 EXAMPLES = 5
 """Names that an error shows."""
@@ -20,6 +21,12 @@ def paths_above(module: str) -> list[str]:
 def names_module(glob: str, module: str) -> bool:
     """Whether `glob` matches the path or one above, as ``blocks.0`` does for ``blocks.0.attn``."""
     return any(fnmatchcase(path, glob) for path in paths_above(module))
+
+
+def asked_again(schedule: Schedule) -> tuple[str, ...]:
+    """The globs of `recompute` that a schedule was made with: an option, as one text."""
+    text = str(schedule.options.get("recompute", ""))
+    return tuple(text.split(", ")) if text else ()
 
 
 def is_freed(op: Op, globs: Iterable[str]) -> bool:

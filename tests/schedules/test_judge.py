@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import CUSTOM, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
 from tests.schedules.random_walks import random_steps
@@ -56,3 +57,22 @@ def test_simulate_agrees_with_lifetimes(graph: TrainingGraph, seed: int) -> None
     assert found.peak_bytes == model_peak_bytes(graph, steps)
     cost = {op.name: op.cost_us for op in graph.ops}
     assert found.time_us == sum(cost[s.op] for s in steps if isinstance(s, Compute))
+
+
+@pytest.mark.parametrize("module", ["", "norm"])
+def test_a_custom_op_runs_twice_only_if_recompute_names_its_module(module: str) -> None:
+    ops = (
+        Op("a", "own.op", "forward", (), ("a",), 1.0, pinned=f"{CUSTOM} may draw", module=module),
+        Op("b", "aten.sum", "backward", ("a",), ("b",), 1.0),
+    )
+    values = tuple(Value(op.name, 64, op.name) for op in ops)
+    graph = TrainingGraph("own", ops, values, outputs=("b",))
+    steps = (Compute("a"), Free("a"), Compute("a"), Compute("b"))
+    with pytest.raises(ScheduleError, match="op a must not run twice"):
+        simulate(graph, Schedule.for_graph(graph, steps))
+    asked = Schedule.for_graph(graph, steps, options={"recompute": "norm"})
+    if module:
+        assert simulate(graph, asked).time_us == 3.0
+    else:
+        with pytest.raises(ScheduleError, match="op a must not run twice"):
+            simulate(graph, asked)
