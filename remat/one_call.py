@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.ranks.together import Together
@@ -59,6 +59,11 @@ def solve(
     BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
         that matches nothing, an op pinned both ways.
     """
+    if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SolverError(
+            f"a plan is made for a graph, and this is {type(graph).__name__}: pass what "
+            "remat.capture returned, and of a range graph.top or graph.at(...)"
+        )
     return parse_budget(budget).solve(
         graph, solver, time_limit_s=time_limit_s,
         keep=as_globs(keep), recompute=as_globs(recompute), **options,

@@ -191,6 +191,10 @@ def _trace_for(
 
 
 def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:
+    if not isinstance(over, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RewriteError(
+            f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
+        )
     recipe = recipe_for(model, over.traced_hash)
     if recipe is None:
         raise RewriteError(

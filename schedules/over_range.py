@@ -16,6 +16,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Symbol, corner, number_of_points, points
+from remat.schedules.as_planned import check_are_graph_and_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 
@@ -55,6 +56,7 @@ def carried(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     ------
     ScheduleError : it was made for other ops or values.
     """
+    check_are_graph_and_schedule(graph, schedule)
     if schedule.graph_hash == graph.hash:
         return schedule
     mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
@@ -90,6 +92,11 @@ def peak_over(
     ScheduleError : it was made for other ops; or sizes that are not the largest may need more, and
         there are too many to judge each.
     """
+    if not isinstance(graph, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"a peak over a range is one of a graph over a range, and this is "
+            f"{type(graph).__name__}: pass what remat.capture(..., dynamic=...) returned"
+        )
     symbols = symbols or graph.symbols
     number = number_of_points(symbols)
     if graph.rising:

@@ -69,7 +69,7 @@ def as_symbol(given: Any, where: str, size: int) -> Symbol:
     ------
     CaptureError : it is no such entry, or its range is empty or holds 0 or 1.
     """
-    entry: list[Any] = [given] if isinstance(given, str) else [*given]
+    entry: list[Any] = [*given] if isinstance(given, (tuple, list)) else [given]
     if len(entry) not in (1, 3, 4) or not isinstance(entry[0], str) or not entry[0].isidentifier():
         raise CaptureError(
             f"dynamic of {where} is {given!r}: give a name, or (name, least size, largest size) or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -275,7 +275,7 @@ def places_in(
     ]
     symbols: list[Symbol] = []
     places: list[Place] = []
-    for argument, dims in dynamic.items():
+    for argument, dims in _as_mapping(dynamic, "dynamic").items():
         name = _path_of(argument, positions)
         i = next((leaf_of[one] for one in name if one in leaf_of), None)
         facts = None if i is None else signature.tensors[i]
@@ -284,14 +284,23 @@ def places_in(
                 f"dynamic names {argument!r}, which is no tensor of the batch: "
                 f"name one of {', '.join([*positions, 'target'])}, or {', '.join(leaf_of)}"
             )
-        for dim, entry in dims.items():
-            if not 0 <= dim < len(facts[0]):
+        for dim, entry in _as_mapping(dims, f"dynamic of {argument!r}").items():
+            if type(dim) is not int or not 0 <= dim < len(facts[0]):
                 raise CaptureError(
-                    f"dynamic names dimension {dim} of {argument!r}, which has {len(facts[0])}"
+                    f"dynamic names dimension {dim!r} of {argument!r}, which has {len(facts[0])}"
                 )
             symbols.append(as_symbol(entry, f"{argument} dimension {dim}", facts[0][dim]))
             places.append(Place(i, dim, symbols[-1].name))
     return require_one_range(symbols), tuple(places)
+
+
+def _as_mapping(given: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(given, Mapping):
+        raise CaptureError(
+            f"{what} is {given!r}: give sizes by argument and dimension, such as "
+            '{"tokens": {1: ("seq", 16, 2048)}}'
+        )
+    return cast("Mapping[Any, Any]", given)
 
 
 def _path_of(argument: str | int, positions: Sequence[str]) -> tuple[str, ...]:

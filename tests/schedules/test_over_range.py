@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 import remat
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.shapes.ranged_graph import Extent, RangedGraph
 from remat.graph_capture.shapes.ranges import Symbol, points
@@ -85,3 +85,14 @@ def test_steps_carry_over_to_sizes_of_the_same_step_alone() -> None:
     other = msgspec.structs.replace(graph.base, ops=(changed, *rest))
     with pytest.raises(ScheduleError, match="made for other ops"):
         carried(schedule, other)
+
+
+def test_what_is_no_range_or_no_schedule_is_told() -> None:
+    graph = ranged("64*n")
+    at = graph.at(n=4)
+    with pytest.raises(ScheduleError, match="one of a graph over a range, and this is Training"):
+        peak_over(at, keeping(at))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ScheduleError, match="no schedule, but NoneType"):
+        peak_over(graph, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SolverError, match=r"of a range graph.top or graph.at"):
+        remat.solve(graph, "60%")  # pyright: ignore[reportArgumentType]
