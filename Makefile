@@ -49,7 +49,7 @@ types: .venv/.dev
 notebooks: .venv/.docs
 	rm -rf build/notebooks
 	$(BIN)/jupytext --quiet --to ../build/notebooks//ipynb notebooks/*.py
-	KINETO_LOG_LEVEL=99 $(BIN)/python -m pytest --nbmake --overwrite --durations=5 build/notebooks
+	$(BIN)/python -m pytest --nbmake --overwrite --durations=5 build/notebooks
 	@touch build/notebooks/.ran
 
 build/notebooks/.ran: notebooks/*.py

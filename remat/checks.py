@@ -14,6 +14,7 @@ from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.solver.interrupts import is_interrupted, note_interrupt
+from remat.solver.result import INTERRUPTED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 T = TypeVar("T")
-STOPPED = "interrupted"
 NO_ROOM = "memory ran out"
 """Why a check was not run that had to be given up."""
 CHECKED = ("outputs", "gradients", "buffers", "rng")
@@ -78,7 +78,7 @@ def unless_short(run: Callable[[], T], told: Callable[[str], None]) -> T | None:
         note_interrupt()
         if not is_interrupted():  # outside of a job, whoever called is to know
             raise
-        told(STOPPED)
+        told(INTERRUPTED)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise

@@ -6,8 +6,6 @@ A solver is one file with a frozen dataclass whose fields are its options, and o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.contract import Solver
 from remat.solver.interrupts import one_job
@@ -79,40 +77,25 @@ def solve(
         )  # fmt: skip
 
     with one_job():
-        return _solved(
-            graph, budget_bytes, solver, time_limit_s, progress, keep, recompute, options, ask
-        )
+        if graph.regions:
+            from remat.solver.levers.in_pieces import solve_in_pieces
 
+            def of_this_budget(one: TrainingGraph, limit_s: float) -> Result:
+                return ask(one, budget_bytes, limit_s)
 
-def _solved(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    solver: str,
-    time_limit_s: float,
-    progress: Listener | None,
-    keep: Globs,
-    recompute: Globs,
-    options: dict[str, object],
-    ask: Callable[..., Result],
-) -> Result:
-    if graph.regions:
-        from remat.solver.levers.in_pieces import solve_in_pieces
+            return solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s)
+        if has_updates(graph):
+            return solve_with_updates(graph, budget_bytes, ask, time_limit_s)
+        if keep or recompute:
+            from remat.solver.pins.pinned import solve_pinned
 
-        return solve_in_pieces(
-            graph, budget_bytes, lambda one, limit_s: ask(one, budget_bytes, limit_s), time_limit_s
-        )
-    if has_updates(graph):
-        return solve_with_updates(graph, budget_bytes, ask, time_limit_s)
-    if keep or recompute:
-        from remat.solver.pins.pinned import solve_pinned
-
-        found = solve_pinned(
-            graph, budget_bytes, solver, keep, recompute,
-            time_limit_s=time_limit_s, progress=progress, **options,
-        )  # fmt: skip
-    else:
-        made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
-        found = made.solve(graph, budget_bytes)
-        if solver == "auto":
-            found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
-    return naming_the_limit(found, time_limit_s)
+            found = solve_pinned(
+                graph, budget_bytes, solver, keep, recompute,
+                time_limit_s=time_limit_s, progress=progress, **options,
+            )  # fmt: skip
+        else:
+            made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
+            found = made.solve(graph, budget_bytes)
+            if solver == "auto":
+                found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
+        return naming_the_limit(found, time_limit_s)

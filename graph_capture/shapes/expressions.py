@@ -102,17 +102,17 @@ def _grows(node: ast.expr, least: Mapping[str, int]) -> bool:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _grows(left, least) and _grows(right, least)
         case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _grows(left, least) and not _names_in(right)
+            return _grows(left, least) and not names_in(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _grows_from_zero(left, least) and _grows_from_zero(right, least)
-        case ast.BinOp(left=left, op=ast.FloorDiv(), right=right) if not _names_in(right):
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=right) if not names_in(right):
             return _value(right, {}, "") > 0 and _grows(left, least)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right) if not _names_in(right):
+        case ast.BinOp(left=left, op=ast.Pow(), right=right) if not names_in(right):
             return _value(right, {}, "") >= 0 and _grows_from_zero(left, least)
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS:
             return all(_grows(arg, least) for arg in args)
         case _:
-            return not _names_in(node)
+            return not names_in(node)
 
 
 def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
@@ -120,5 +120,7 @@ def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
     return _grows(node, least) and _value(node, least, "") >= 0
 
 
-def _names_in(node: ast.expr) -> bool:
-    return any(isinstance(one, ast.Name) and one.id not in _CALLS for one in ast.walk(node))
+def names_in(node: ast.expr) -> set[str]:
+    """The sizes that an expression names."""
+    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return names - _CALLS.keys()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.shapes.expressions import evaluated
+from remat.graph_capture.shapes.expressions import evaluated, names_in, parsed
 from remat.graph_capture.shapes.ranges import Symbol, corner, number_of_points, points
 
 MOST_POINTS = 20_000
@@ -46,22 +46,13 @@ class RangeError(CaptureError):
 def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: str) -> None:
     """Raise `RangeError` for the first guard that does not hold at all sizes of the ranges."""
     for guard in guards:
-        used = [symbol for symbol in symbols if _names(guard.text, symbol.name)]
+        used = [symbol for symbol in symbols if symbol.name in names_in(parsed(guard.text))]
         if number_of_points(used) > MOST_POINTS:
             raise _range_error(guard, used[0], (), model, "cannot be tried at each size")
         if all(guard.holds(sizes) for sizes in points(used)):
             continue
         parts = _parts_of_range(guard, used[0], corner(used[1:], "middle"))
         raise _range_error(guard, used[0], parts, model, "does not hold at each size")
-
-
-def _names(text: str, name: str) -> bool:
-    import ast
-
-    from remat.graph_capture.shapes.expressions import parsed
-
-    nodes = ast.walk(parsed(text))
-    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
 def _parts_of_range(

@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed, 130 ended 
 
 from __future__ import annotations
 
-import os
 import signal
 
 import typer
@@ -43,8 +42,6 @@ for name, command in (PLANNING | READING | SHOWING | USING).items():
 def main() -> None:
     """Entry point of the `remat` command."""
     open_closed_streams()
-    # torch's profiler, which measures the peaks, otherwise logs each start and stop.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # A session does so too; this is for the help, which has none.
     use_simple_letters()
     try:

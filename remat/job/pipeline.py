@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified
-from remat.checks import STOPPED, failures, unless_short, why_unchecked
+from remat.checks import failures, unless_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
@@ -25,7 +25,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
-from remat.solver.result import Result
+from remat.solver.result import INTERRUPTED, Result
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
@@ -199,7 +199,7 @@ def run(
     if result.schedule is None or not request.is_run_here:
         return report
     if is_interrupted():
-        return replace(report, unchecked=STOPPED)
+        return replace(report, unchecked=INTERRUPTED)
     if not check and (reason := why_unchecked(graph)):
         return replace(report, unchecked=f"{reason}; --check runs it anyway")
     said = list[str]()

@@ -74,10 +74,13 @@ def _arguments_in(graph: fx.Graph) -> dict[str, Any]:
     """The numbers that ops take and that follow from sizes, each once, by their text."""
     found: dict[str, Any] = {}
     for node in graph.nodes:
-        for leaf in pytree.tree_leaves((tuple(node.args), dict(node.kwargs))):
-            if isinstance(leaf, (SizeArgument, FloatOfSizes)):
-                found.setdefault(_name_of(leaf), leaf)
+        found |= {_name_of(leaf): leaf for leaf in _numbers_of(node)}
     return found
+
+
+def _numbers_of(node: fx.Node) -> list[SizeArgument | FloatOfSizes]:
+    leaves = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, (SizeArgument, FloatOfSizes))]
 
 
 def _name_of(leaf: SizeArgument | FloatOfSizes) -> str:
@@ -111,8 +114,7 @@ def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> Non
         return made[_name_of(leaf)] if isinstance(leaf, (SizeArgument, FloatOfSizes)) else leaf
 
     for node in list(graph.nodes):
-        leaves = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
-        if any(isinstance(leaf, (SizeArgument, FloatOfSizes)) for leaf in leaves):
+        if _numbers_of(node):
             node.args, node.kwargs = pytree.tree_map(read, (tuple(node.args), dict(node.kwargs)))
 
 

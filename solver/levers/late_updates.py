@@ -86,7 +86,7 @@ def solve_with_updates(
     if late is None:
         return result
     if result.schedule is None:
-        late = _lower(graph, late, result, ask, clock)
+        late = _lower(graph, free, late, result, ask, clock)
         if simulate(graph, late).peak_bytes > budget_bytes:
             return _infeasible(graph, late, result, budget_bytes)
     found = judged(
@@ -96,18 +96,16 @@ def solve_with_updates(
     return msgspec.structs.replace(found, floor=result.floor)
 
 
-def _lower(graph: TrainingGraph, late: Schedule, lost: Result, ask: Ask, clock: Clock) -> Schedule:
+def _lower(
+    graph: TrainingGraph, free: TrainingGraph, late: Schedule, lost: Result, ask: Ask, clock: Clock
+) -> Schedule:
     """`late`, or a schedule of a lower peak, from asking for a little more than the least.
 
     Parameters
     ----------
-    lost : the outcome without the rule, which names the least.
+    free : `graph` without the rule. lost : its outcome, which names the least.
     """
-    least_bytes, free, budget_bytes = (
-        lost.least_feasible_bytes,
-        without_rule(graph),
-        late.budget_bytes,
-    )
+    least_bytes, budget_bytes = lost.least_feasible_bytes, late.budget_bytes
     best_bytes = simulate(graph, late).peak_bytes
     for i, more in enumerate(MORE):
         asked_bytes = int((1 + more) * least_bytes)

@@ -89,14 +89,10 @@ PAIRS = rows(
 
 
 QUICK_HANDING_OVER = ("tied_weights", "input_requires_grad")
-HANDING_OVER = [
-    pytest.param(
-        name, behaviour,
-        marks=[] if name in QUICK_HANDING_OVER and "pickled" not in behaviour else pytest.mark.slow,
-    )
-    for behaviour in BEHAVIOURS
-    for name in MODELS
-]  # fmt: skip
+HANDING_OVER = rows(
+    ((name, behaviour) for behaviour in BEHAVIOURS for name in MODELS),
+    lambda row: row[0] in QUICK_HANDING_OVER and "pickled" not in row[1],
+)
 
 
 @pytest.mark.parametrize(("name", "behaviour"), PAIRS)

@@ -102,7 +102,7 @@ SLOW = (
     "a full tensor", "divides", "a power", "a bound", "the larger one", "epsilon",
 )  # fmt: skip
 """Ways for which another one stands in a quick run."""
-WAYS = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in READ]
+WAYS = rows(READ, lambda name: name not in SLOW)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -14,6 +14,7 @@ from remat.graph_capture import price, trace
 from remat.graph_capture.tracing.kernels import kernels_of_eager
 from remat.rewriter import check, rewrite
 from remat.solver import solve
+from tests.rows import rows
 
 Made = tuple[nn.Module, Tensor]
 
@@ -91,7 +92,7 @@ CASES: dict[str, Callable[[], Made]] = {
 
 
 SLOW = ("gru", "rnn, relu", "rnn, tanh")
-NAMED = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
+NAMED = rows(CASES, lambda name: name not in SLOW)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from remat.rewriter import check, rewrite
 from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
 from tests.models import MODELS, Case, make
+from tests.rows import rows
 from tests.steps import schedule_of
 
 # Gradients of outputs that are views are formed outside the captured step.
@@ -33,12 +35,10 @@ def captured(name: str) -> tuple[Case, Trace, TrainingGraph]:
 
 QUICK = ("plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "in_place_views")
 """Models that are planned by a search by default too; all are by schedules without one."""
-PLANS = [
-    pytest.param(name, kind, marks=[pytest.mark.slow] if is_slow else [])
-    for name in MODELS
-    for kind in ("store_all", "chen_sqrt", "cut")
-    for is_slow in (kind != "chen_sqrt" and name not in QUICK,)
-]
+PLANS = rows(
+    itertools.product(MODELS, ("store_all", "chen_sqrt", "cut")),
+    lambda plan: plan[1] == "chen_sqrt" or plan[0] in QUICK,
+)
 
 
 @pytest.mark.parametrize(("name", "kind"), PLANS)

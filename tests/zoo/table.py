@@ -79,7 +79,6 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=DOCS)
     parser.add_argument("--only", nargs="*", help="parts of names, to look at a few")
     asked = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.simplefilter("ignore")
     lines = [made_with(), "", *head(list(TITLES))]
     with tempfile.TemporaryDirectory() as folder:
