@@ -13,6 +13,7 @@ import math
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.joint.in_place import WRITES_FIRST
 
 _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 
@@ -21,20 +22,32 @@ def as_eager(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has.
 
     On a CPU, eager dropout keeps a mask of the input's dtype, and a trace one of a byte an
-    element. No other difference is known.
+    element. Autograd adds a gradient to a view in a new tensor. No other difference is known.
     """
-    if graph.device != "cpu":
+    values = _with_wide_masks(graph)
+    ops = tuple(_summing_apart(graph, op) for op in graph.ops)
+    if values == graph.values and ops == graph.ops:  # the same, with what solvers found about it
         return graph
+    return msgspec.structs.replace(graph, values=values, ops=ops)
+
+
+def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
+    if graph.device != "cpu":
+        return graph.values
     dropouts = [op for op in graph.ops if op.target in _DROPOUTS]
     wider = {op.outputs[1]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > 1}
-    if not wider:  # the same object, with what solvers have found out about it
-        return graph
+    return tuple(
+        msgspec.structs.replace(v, size_bytes=wider[v.name]) if v.name in wider else v
+        for v in graph.values
+    )
 
-    def widened(value: Value) -> Value:
-        size = wider.get(value.name, value.size_bytes)
-        return msgspec.structs.replace(value, size_bytes=size)
 
-    return msgspec.structs.replace(graph, values=tuple(widened(v) for v in graph.values))
+def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
+    """An op that writes a sum where eager makes a new tensor takes as much room as that one."""
+    if op.pinned != WRITES_FIRST:
+        return op
+    size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
+    return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
 
 
 def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:

@@ -133,7 +133,8 @@ class Deliveries:
         index = {op.name: i for i, op in enumerate(ops)}
         final: dict[int, list[int]] = {}
         for place, name in made.items():
-            at = index.get(values.by_name[name].producer, 0)
+            written = values.written["backward"].get(name, name)
+            at = index.get(values.by_name[written].producer, 0)
             if self.updated:
                 at = max(at, last_read.get(values.of(self.parameters[place]), 0))
             final.setdefault(at, []).append(place)
@@ -148,7 +149,8 @@ class Deliveries:
         shared: Sequence[str],
     ) -> Op:
         """An op behind another; ops behind it read the gradients `shared`, too."""
-        target, pinned, read = DELIVER, "it adds to what .grad holds", tuple(held)
+        target, pinned = DELIVER, "it adds to what .grad holds"
+        read = (*held, *values.writes_before(held, "backward"))
         workspace_bytes = 0
         if self.updated:
             target, pinned = UPDATE, "it updates parameters"

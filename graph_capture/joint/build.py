@@ -33,7 +33,7 @@ from remat.graph_capture.joint.batch_norm import (
 from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
 from remat.graph_capture.joint.eager_memory import held_until
-from remat.graph_capture.joint.in_place import BEGUN, WRITES, InPlace, writes_in_place
+from remat.graph_capture.joint.in_place import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
     drawn_on,
@@ -160,6 +160,7 @@ class _Builder:
         for name in kept:
             self.values.changed(name, kind="output")
         gradients = self.values.made_by_ops(returned)
+        gradients += self.values.writes_before(gradients, "backward")
         # Autograd's engine holds the tangents to the end.
         ends = (*kept, *gradients, *tangents)
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))
@@ -192,13 +193,14 @@ class _Builder:
             return
         module, source = self.places.of(node)
         read = self.values.read_by(node)
-        inputs = (*read, *self.values.writes_before(read))
-        token = self.values.add_write((node, *self.in_place.scattered[node]))
+        phase, ops = self._phase_of(node)
+        inputs = (*read, *self.values.writes_before(read, phase))
+        token = self.values.add_write((node, *self.in_place.scattered[node]), phase)
         self.node_of_op[node.name] = node
-        self.forward.append(
+        ops.append(
             Op(
-                node.name, target_name(node), "forward", inputs, (token,),
-                pinned=WRITES, module=module, source=source,
+                node.name, target_name(node), phase, inputs, (token,),
+                pinned=self.in_place.why_pinned(node), module=module, source=source,
             )
         )  # fmt: skip
 
@@ -223,12 +225,10 @@ class _Builder:
 
     def _add_op(self, node: fx.Node) -> None:
         module, source = self.places.of(node)
-        phase: Phase = "forward" if node in self.in_forward else "backward"
-        ops = self.forward if phase == "forward" else self.backward
+        phase, ops = self._phase_of(node)
         outputs = self.values.add_outputs(node, phase)
         inputs = self.values.read_by(node)
-        if phase == "forward":
-            inputs = (*inputs, *self.values.writes_before(inputs))
+        inputs = (*inputs, *self.values.writes_before(inputs, phase))
         workspace_bytes = 0
         pinned = why_pinned(node, phase, inputs, self.overwritten, (module, source))
         if phase == "forward" and draws_randomness(node):
@@ -241,8 +241,9 @@ class _Builder:
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
             pinned = ""
         if node in self.in_place.begins:
-            pinned = pinned or BEGUN
             self.values.base_of[outputs[0]] = self.in_place.begins[node]
+        if any(made in self.in_place.begins for made in (node, *filter(is_getitem, node.users))):
+            pinned = pinned or BEGUN
         self.node_of_op[node.name] = node
         ops.append(
             Op(
@@ -252,6 +253,11 @@ class _Builder:
         )  # fmt: skip
         if statistics is not None:
             ops.append(statistics)
+
+    def _phase_of(self, node: fx.Node) -> tuple[Phase, list[Op]]:
+        """The phase of the op of `node`, and the ops of that phase so far."""
+        is_forward = node in self.in_forward
+        return ("forward", self.forward) if is_forward else ("backward", self.backward)
 
     def _add_rng_state(self, node: fx.Node, module: str, source: str) -> str:
         name = f"rng_state_{node.name}"

@@ -1,4 +1,7 @@
-"""Sums that eager adds up in place, without recording it: gradients that a forward makes by chunks.
+"""Sums that eager adds up in place, without recording it.
+
+They are gradients that a forward makes by chunks, and the gradients of what is used several times,
+whose terms autograd's engine adds up in the first of them.
 
 A trace makes a new tensor of each addition, so that the sum is there twice while one runs. Of a
 gradient as large as the head of a language model that is more than eager has. Such a sum is one
@@ -26,6 +29,7 @@ aten = torch.ops.aten
 
 BEGUN = "what follows writes to its result in place"
 WRITES = "it writes in place"
+WRITES_FIRST = "it writes in place, where eager makes a new tensor"
 _BEGIN_EMPTY = frozenset(
     f"{prefix}{name}{suffix}"
     for name in ("zeros", "ones", "empty", "full")
@@ -62,6 +66,14 @@ class InPlace:
         default_factory=dict[fx.Node, tuple[fx.Node, ...]]
     )
 
+    def why_pinned(self, write: fx.Node) -> str:
+        """That it writes in place, and whether eager does so.
+
+        To a view autograd's engine does not add, as the tensor that it shows is held beside it.
+        """
+        is_first = _is_sum_of_autograd(write) and is_view(write.all_input_nodes[0])
+        return WRITES_FIRST if is_first else WRITES
+
     def last(self, first: fx.Node) -> fx.Node:
         """The tensor after the last write to `first`."""
         after = {before: node for node, before in self.before.items()}
@@ -82,13 +94,15 @@ class _Write:
 
 
 def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -> InPlace:
-    """Find the sums among `nodes` that forward adds up in place."""
+    """Find the sums among `nodes` that forward or autograd adds up in place."""
     found = InPlace()
     known: set[fx.Node] = set()
+    by_autograd = {n for n in nodes if n not in in_forward and _is_sum_of_autograd(n)}
     for node in nodes:
-        if node in in_forward and node not in known and _is_whole(node):
-            first = _as_written(node)
-            for before, write in _writes_to(first, in_forward):
+        if node not in known and _is_whole(node):
+            first = node if is_getitem(node) else _as_written(node)
+            writers = in_forward if node in in_forward else by_autograd
+            for before, write in _writes_to(first, writers):
                 if not (_is_made_for_it(node) or _adds_to_term(node, write.node)):
                     break
                 found.begins[node] = first
@@ -100,12 +114,12 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether `node` makes one tensor, with a storage of its own that it fills."""
+    """Whether `node` makes or picks a tensor with a storage of its own, which it fills."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return False
     is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
-    return is_full and not is_view(node) and not is_getitem(node)
+    return is_full and not is_view(node) and not _is_of_split(node)
 
 
 def _is_made_for_it(node: fx.Node) -> bool:
@@ -134,9 +148,9 @@ def _as_written(node: fx.Node) -> fx.Node:
     return first
 
 
-def _writes_to(first: fx.Node, in_forward: Collection[fx.Node]) -> Iterator[tuple[fx.Node, _Write]]:
-    """The writes to `first` one after the other, each with the tensor before it."""
-    while (write := _only_write(first)) is not None and write.node in in_forward:
+def _writes_to(first: fx.Node, writers: Collection[fx.Node]) -> Iterator[tuple[fx.Node, _Write]]:
+    """The writes to `first` by `writers`, one after the other, each with the tensor before it."""
+    while (write := _only_write(first)) is not None and write.node in writers:
         yield first, write
         first = write.result
 
@@ -190,15 +204,32 @@ def _annotations(node: fx.Node) -> Any:
 
 def _in_place(node: fx.Node) -> Any:
     """The op that does in place what `node` does, if eager has run that one."""
+    if _is_sum_of_autograd(node):
+        return aten.add_.Tensor
     packet = getattr(aten, f"{_name(node)}_", None)
     op = getattr(packet, getattr(node.target, "_overloadname", ""), None)
     return op if op is not None and str(op) == _annotations(node).get(WRITTEN_KEY) else None
+
+
+def _is_sum_of_autograd(node: fx.Node) -> bool:
+    """Whether autograd's engine adds a term there, which it does in place if it records nothing.
+
+    The first term must be held by nothing else (`can_accumulate_inplace` of torch's
+    csrc/autograd/input_buffer.cpp); here all that reads it is the sum.
+    """
+    is_sum = node.meta.get("is_gradient_acc", False) and WRITTEN_KEY in _annotations(node)
+    return is_sum and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
 
 
 def _is_split(node: fx.Node) -> bool:
     """Whether the op returns a list of views."""
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
+
+
+def _is_of_split(node: fx.Node) -> bool:
+    """Whether `node` picks one of a list of views."""
+    return is_getitem(node) and _is_split(node.all_input_nodes[0])
 
 
 def _whole_of(view: fx.Node) -> Any:

@@ -23,6 +23,10 @@ from remat.graph_capture.joint.nodes import (
 )
 
 
+def _none_written() -> dict[Phase, dict[str, str]]:
+    return {"forward": {}, "backward": {}}
+
+
 @dataclass
 class Values:
     """Values found so far, and the nodes that stand for them.
@@ -34,8 +38,9 @@ class Values:
     of_node : name of the value that a tensor node belongs to.
     base_of : the node that first returns a value.
     constants_bytes : size of each storage that the graph holds itself.
-    written : for each value that is written to in place: what stands for the last write so far.
-        It takes no bytes. What reads the value in forward reads it too, so as to come after.
+    written : by phase, for each value that is written to in place: what stands for the last write
+        so far. It takes no bytes. What reads the value in that phase reads it too, so as to come
+        after.
     """
 
     gm: fx.GraphModule
@@ -44,7 +49,7 @@ class Values:
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])
-    written: dict[str, str] = field(default_factory=dict[str, str])
+    written: dict[Phase, dict[str, str]] = field(default_factory=_none_written)
 
     def of(self, node: fx.Node) -> str:
         """The value of a node; empty for one that returns several or none."""
@@ -150,11 +155,15 @@ class Values:
                         names.setdefault(self.of_storage[storage_key(tensor)])
         return tuple(names)
 
-    def writes_before(self, names: Iterable[str]) -> tuple[str, ...]:
-        """What stands for the last writes so far to those of these values that are written to."""
-        return tuple(self.written[name] for name in names if name in self.written)
+    def writes_before(self, names: Iterable[str], phase: Phase) -> tuple[str, ...]:
+        """What stands for the last writes so far to those that are written to in that phase.
 
-    def add_write(self, nodes: Sequence[fx.Node]) -> str:
+        Those of forward are over when backward begins.
+        """
+        written = self.written[phase]
+        return tuple(written[name] for name in names if name in written)
+
+    def add_write(self, nodes: Sequence[fx.Node], phase: Phase) -> str:
         """Add a write in place: the first node writes to its first argument, as do the others.
 
         What stands for it has the first node's name.
@@ -163,7 +172,7 @@ class Values:
         assert isinstance(node.args[0], fx.Node)
         written = self.of(node.args[0])
         self.by_name[node.name] = Value(node.name, 0, node.name)
-        self.written[written] = node.name
+        self.written[phase][written] = node.name
         for one in nodes:
             self.of_node[one] = written
             self.of_storage[storage_key(one.meta["val"])] = written

@@ -102,7 +102,7 @@ def test_no_gradient_waits_beyond_the_op_that_makes_it(name: str) -> None:
 
 ABOVE_EAGER = {
     "user_checkpoint": "eager runs it with the user's checkpoint",
-    "lstm_cells": "eager sums the terms of a weight's gradient in place",
+    "lstm_cells": "eager adds up the gates of a cell in place",
     "batch_norm_in_place_relu": "new running statistics are values, 256 bytes",
 }
 
