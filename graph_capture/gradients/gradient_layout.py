@@ -1,9 +1,10 @@
-"""Gradients that are laid out unlike their parameters are copied inside the step.
+"""Gradients that autograd would copy are copied inside the step.
 
-Autograd keeps a gradient only if it is laid out as the parameter is, and copies it otherwise
-(`AccumulateGrad`, the "gradient layout contract"). Eager copies each as soon as backward has made
-it. A compiled step hands over all gradients at its end, so that copies would come on top of the
-peak. Here the copy is an op of the step, right after the gradient.
+Autograd keeps a gradient only if nothing else holds it, as where two parameters are added up and so
+have the same, and if it is laid out as the parameter is (`AccumulateGrad`, the "gradient layout
+contract"). It copies it otherwise. Eager copies each as soon as backward has made it. A compiled
+step hands over all gradients at its end, so that copies would come on top of the peak. Here the
+copy is an op of the step, right after the gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from remat.graph_capture.joint.nodes import is_tangent, storage_key
+from remat.graph_capture.joint.phases import MADE_IN_FORWARD
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("laid_out(Tensor x, int[] strides) -> Tensor")
@@ -43,17 +47,24 @@ def lay_out_gradients(
         for node in gm.graph.find_nodes(op="placeholder")
         if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
     }
-    copies: dict[fx.Node, fx.Node] = {}
+    taken = {
+        storage_key(node.meta["val"])
+        for node in gm.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), Tensor) and not is_tangent(node)
+    }
+    copied = False
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
         is_own = i - num_forward_outputs not in handed_over and isinstance(node, fx.Node)
-        if not is_own or like is None or _autograd_keeps(node.meta["val"], like):
+        if not is_own or like is None:
             continue
-        if node not in copies:
-            copies[node] = _laid_out_copy(gm, node, like)
-        results[i] = copies[node]
-    if copies:
+        key = storage_key(node.meta["val"])
+        if key in taken or not _autograd_keeps(node.meta["val"], like):
+            results[i] = _laid_out_copy(gm, node, like)
+            copied = True
+        taken.add(key)
+    if copied:
         end.args = (tuple(results),)
         gm.recompile()
 
@@ -78,4 +89,5 @@ def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, like: Tensor) -> fx.Node:
     with gm.graph.inserting_after(node):
         copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))
     copy.meta = {**node.meta, "val": value.new_empty_strided(value.shape, strides)}
+    copy.meta.pop(MADE_IN_FORWARD, None)  # autograd copies it in backward, whoever made it
     return copy

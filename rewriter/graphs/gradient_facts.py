@@ -66,6 +66,6 @@ def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, froze
 
 
 def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]]) -> bool:
-    while node.name not in joint.node_of_op and isinstance(node.args[0], fx.Node):
+    while node.name not in joint.node_of_op and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.target is _SUM and all(a in reached for a in node.all_input_nodes)
