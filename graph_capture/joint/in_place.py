@@ -118,6 +118,8 @@ def _is_whole(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return False
+    if value.layout != torch.strided:
+        return False
     is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
     return is_full and not is_view(node) and not _is_of_split(node)
 

@@ -33,6 +33,10 @@ _SAID = {
         "nothing sees it, and torch traces neither. Run them one after the other, and keep tensors "
         "on attributes of modules"
     ),
+    "Encountered a set_ on a graph input": (
+        "forward gives a parameter, a buffer or an argument other data by set_(), and in a step of "
+        "a plan it would keep what it has. Write into the tensor instead: tensor.data.copy_(other)"
+    ),
     "shape_env must not be None": (
         "forward makes a nested tensor, whose sizes are data, and a plan holds for one size. Pad "
         "to one length, and mask"

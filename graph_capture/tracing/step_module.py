@@ -18,11 +18,11 @@ from remat.graph_capture.joint.returned_views import views_told_apart
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
-from remat.graph_capture.tracing.checkpointed import no_packing
-from remat.graph_capture.tracing.forward_writes import ForwardWrites
-from remat.graph_capture.tracing.other_streams import no_seed, require_unmoved, streams
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.results import Repeats, distinct_results
+from remat.graph_capture.tracing.side_effects.checkpointed import no_packing
+from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
+from remat.graph_capture.tracing.side_effects.other_streams import no_seed, require_unmoved, streams
 from remat.graph_capture.tracing.signature import argument_name, unknown_leaf_message
 
 LossFunction = Callable[..., Any]
@@ -87,7 +87,8 @@ class StepModule(nn.Module):
             raise CaptureError(
                 f"forward of {type(self.model).__name__} puts another tensor in the place of "
                 f"{', '.join(replaced)}, which no graph can carry out. Write into it instead: "
-                "self.name.copy_(...) under torch.no_grad()"
+                "self.name.copy_(...) under torch.no_grad(). Or, if only the first call does it, "
+                "call the model once on a batch, then plan"
             )
         result = apply_loss(self.loss_fn, output, target)
         if self.known.failure is not None and not torch.compiler.is_compiling():

@@ -63,23 +63,11 @@ from remat.graph_capture.shapes.signature import (
     refuse_beside_ranges,
 )
 from remat.graph_capture.splitting.replaced import split_heads
-from remat.graph_capture.tracing.carried import (
-    Carried,
-    Settled,
-    places_of,
-    storages_in,
-)
-from remat.graph_capture.tracing.checkpointed import (
-    checkpointed_modules,
-    refuse_checkpointed_writes,
-)
-from remat.graph_capture.tracing.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.kernels import (
     FusedAttention,
     IdleDropout,
     kernels_of_eager,
 )
-from remat.graph_capture.tracing.next_call import Unread, doubtful, is_same_graph
 from remat.graph_capture.tracing.recipe import (
     Recipe,
     Split,
@@ -89,6 +77,19 @@ from remat.graph_capture.tracing.recipe import (
 )
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.results import Repeats
+from remat.graph_capture.tracing.side_effects.carried import (
+    Carried,
+    Settled,
+    places_of,
+    storages_in,
+)
+from remat.graph_capture.tracing.side_effects.checkpointed import (
+    checkpointed_modules,
+    refuse_checkpointed_writes,
+)
+from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
+from remat.graph_capture.tracing.side_effects.new_data import NoNewData
+from remat.graph_capture.tracing.side_effects.next_call import Unread, doubtful, is_same_graph
 from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import LossFunction, StepModule, with_loss
 from remat.graph_capture.tracing.ties import tied_as_one
@@ -354,6 +355,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
         stack.enter_context(kernels_of_eager())
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
+        stack.enter_context(NoNewData(recipe.name))
         stack.enter_context(provenance.watching_modules())
         checkpointed = stack.enter_context(checkpointed_modules(provenance.path))
         stack.enter_context(torch.enable_grad())

@@ -23,7 +23,7 @@ from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.joint.collectives import collectives_in
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
-from remat.graph_capture.tracing.carried import state_guarded
+from remat.graph_capture.tracing.side_effects.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.tracing.checkpointed import is_inside_checkpoint
+from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_checkpoint
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.graphs.gradient_facts import GradientFacts
 

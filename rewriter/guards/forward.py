@@ -28,8 +28,8 @@ from remat.graph_capture.refuse import (
     is_distributed,
     unheard_hook,
 )
-from remat.graph_capture.tracing.carried import Settled, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
+from remat.graph_capture.tracing.side_effects.carried import Settled, out_of_step, short
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.leaves import FlatBatches

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.tracing.carried import Carried, state_guarded
 from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.side_effects.carried import Carried, state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.gradients.handing_over import Running

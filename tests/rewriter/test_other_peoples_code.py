@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import random
@@ -509,3 +510,61 @@ def test_code_that_catches_what_only_a_trace_raises_is_refused() -> None:
         pytest.raises(RewriteError),
     ):
         planned(Careful(), batch())
+
+
+def averaged_by_data(model: nn.Module) -> None:
+    for own, other in zip(model.teacher.parameters(), model.linear.parameters(), strict=True):
+        own.data = own.data * 0.9 + other.data * 0.1
+
+
+def averaged_by_vectors(model: nn.Module) -> None:
+    own = nn.utils.parameters_to_vector(model.teacher.parameters())
+    nn.utils.vector_to_parameters(own.detach() * 0.9, model.teacher.parameters())
+
+
+def averaged_by_set(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.teacher.weight.set_(model.teacher.weight * 0.9)
+
+
+def averaged_by_copy(model: nn.Module) -> None:
+    for own, other in zip(model.teacher.parameters(), model.linear.parameters(), strict=True):
+        own.data.copy_(own.data * 0.9 + other.data * 0.1)
+
+
+class Averaged(Base):
+    """A teacher whose weights are averages of the student's, as in MoCo and BYOL."""
+
+    def __init__(self, average: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.linear).requires_grad_(False)
+        self.average = average
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average(self)
+        return (self.linear(x) - self.teacher(x)).square().mean()
+
+
+@pytest.mark.parametrize("average", [averaged_by_data, averaged_by_vectors, averaged_by_set])
+def test_other_data_of_a_parameter_is_refused_with_the_way_out(
+    average: Callable[[nn.Module], None],
+) -> None:
+    model = Averaged(average)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CaptureError, match=r"other data.*tensor\.data\.copy_\(other\)"):
+        planned(model, batch())
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+def test_the_way_out_of_other_data_trains_as_eager() -> None:
+    eager = Averaged(averaged_by_copy)
+    model = copy.deepcopy(eager)
+    module, x = planned(model, batch()), batch()
+    for one in (eager, module):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(x).backward()
+            optimizer.step()
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import draws_randomness
-from remat.graph_capture.tracing.carried import Carried
 from remat.graph_capture.tracing.results import Repeats
+from remat.graph_capture.tracing.side_effects.carried import Carried
 
 
 class Unread:

@@ -21,7 +21,7 @@ from remat.graph_capture.python_state.module_hooks import (
 from remat.graph_capture.python_state.places import MISSING, PLAIN, is_same
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import hook_tables, registered_hook
-from remat.graph_capture.tracing.carried import Carried, Settled, short, storages_in
+from remat.graph_capture.tracing.side_effects.carried import Carried, Settled, short, storages_in
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
 
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
