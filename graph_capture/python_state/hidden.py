@@ -13,7 +13,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import GeneratorType
@@ -26,6 +26,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from remat.graph_capture.python_state.places import MISSING, is_same
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_SETTINGS = frozenset({
+    "get_default_device", "get_deterministic_debug_mode", "get_float32_matmul_precision",
+    "get_num_interop_threads", "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
+})  # fmt: skip
+"""Beside those that every plan compares."""
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
 """The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
 
@@ -70,6 +75,15 @@ def environment(names: tuple[str, ...]) -> Hidden:
     text = "one of the environment variables that the code names"
     ask = functools.partial(_variables, tuple(map(os.environ.encodekey, names)))
     return Hidden(text, os.environ, ask, ask(os.environ))
+
+
+def asked_of_torch(names: Collection[str]) -> list[Hidden]:
+    """Settings of torch that code asks for by these names."""
+    found: list[Hidden] = []
+    for name in sorted(_SETTINGS.intersection(names)):
+        ask = functools.partial(_said_by_torch, name)
+        found.append(Hidden(f"torch.{name}()", torch, ask, ask(torch)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,10 @@ def _set_state(owner: Any, state: Any) -> None:
         owner.set_state(state)
     else:
         owner.bit_generator.state = state
+
+
+def _said_by_torch(name: str, module: Any) -> Any:
+    return getattr(module, name)()
 
 
 def _context(variable: ContextVar[Any]) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from remat.graph_capture.python_state.code_names import Names, names_of
 from remat.graph_capture.python_state.hidden import (
     GENERATORS,
+    asked_of_torch,
     environment,
     hidden,
     stream,
@@ -53,9 +54,13 @@ from remat.graph_capture.python_state.reached import (
     Reached,
     functions_of,
     is_library,
+    modules_of,
     slot_names,
 )
 
+_BY_TEXT = {"globals", "eval"}
+"""Functions that find what a text names among the globals."""
+_OF_MODULES = frozenset(vars(nn.Module()))
 _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
@@ -84,6 +89,9 @@ class Walk:
         self._own: dict[type, set[str]] = {}
         self._heirs: dict[type, list[type]] = {}
         self._called: set[type] = set()
+        self._methods: set[FunctionType] = set()
+        # Classes whose attributes code may ask for by any name; None: those of all.
+        self._asking: set[type | None] = set()
         self._others: set[str] = set(RUN_BY_TORCH)
         self._globals: set[str] = set()
         for path, module in model.named_modules():
@@ -128,11 +136,12 @@ class Walk:
             self._note_hit(value)
             self._visit(value.__wrapped__, text)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
+            for part in (value.func, value.args, value.keywords):
                 self._visit(part, text)
         elif isinstance(value, type):
             self._called.add(value)
             self._visit_class(value)
+            self._visit_class(type(value))
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):
                 self._modules[id(value)] = value, set()
@@ -183,6 +192,10 @@ class Walk:
         names = names_of(function.__code__)
         self._others |= names.others | names.own
         self._globals |= names.global_names
+        if names.asks_others or (names.asks_own and function not in self._methods):
+            self._asking.add(None)
+        for module in modules_of(function, names):
+            self._visit(module, module.__name__)
         self._note_stores(function, names)
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -190,10 +203,13 @@ class Walk:
             if name == "__class__":
                 continue  # what `super()` needs
             self._add_cell(f"variable {name} of {function.__qualname__}", cell)
+        # A notebook that loads edited files anew puts other code into the functions that are there.
+        self._add_slot(f"the code of {function.__qualname__}", function, "__code__")
         for key in ("__defaults__", "__kwdefaults__"):
             if getattr(function, key):
                 self._add_slot(f"a default of {function.__qualname__}", function, key)
-        for name in sorted(names.global_names & function.__globals__.keys()):
+        by_text = names.others if names.global_names & _BY_TEXT else set[str]()
+        for name in sorted((names.global_names | by_text) & function.__globals__.keys()):
             where = function.__globals__.get("__name__", "its file")
             self._add_entry(f"global {name} of {where}", function.__globals__, name)
 
@@ -272,6 +288,9 @@ class Walk:
                     self._heirs.setdefault(base, []).append(kind)
             self._own[kind] |= names.own
             self._others |= names.others
+            self._methods.add(function)
+            if names.asks_own:
+                self._asking.add(kind)
         self._visit(function, function.__qualname__)
 
     def _is_named(self, kind: type) -> Callable[[str], bool]:
@@ -281,10 +300,13 @@ class Walk:
         sets = [self._others, self.found.texts, *own]
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
         hides = is_library(kind.__module__)
+        is_users = not hides or kind.__module__ in OF_DATA
+        any_counts = is_users and not self._asking.isdisjoint((None, *related))
 
         def is_named(name: str) -> bool:
-            is_out = name in STATE or (hides and name[:1] == "_")
-            return not is_out and any(name in one for one in sets)
+            if name in STATE or (hides and name[:1] == "_"):
+                return False
+            return any(name in one for one in sets) or (any_counts and name not in _OF_MODULES)
 
         return is_named
 
@@ -314,9 +336,22 @@ class Walk:
             self.found.reads[id(one.space)] = named
             self.found.kinds[id(one.space)] = type(one.value)
             self.found.watched.append((one.text, one.space, named - one.space.keys()))
+        for kind in self._classes:
+            self._watch_inherited(kind)
+
+    def _watch_inherited(self, kind: type) -> None:
+        """What a class has from its bases may be hidden by what it is given itself."""
+        if is_library(kind.__module__):
+            return
+        space = vars(kind)
+        bases = [self._classes[base] for base in kind.__mro__[1:] if base in self._classes]
+        for key in sorted(set[str]().union(*bases) - space.keys()):
+            text = f"{kind.__name__}.{key}"
+            self.found.places.append(Entry(text, space, key, MISSING, owner=kind))
 
     def _watch_environment(self) -> None:
-        """Variables that code which reads the environment names, in capitals as they are."""
+        """Torch's settings that code asks for, and variables that it may name, in capitals."""
+        self.found.places += asked_of_torch(self._others)
         if self._globals.union(self._others).isdisjoint(("environ", "getenv")):
             return
         texts = self._others | self.found.texts

@@ -8,9 +8,10 @@ import sys
 from collections import ChainMap, UserDict, UserList, UserString
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, MemberDescriptorType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+from remat.graph_capture.python_state.code_names import Names
 from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.places import Place
 
@@ -84,6 +85,18 @@ class Instance:
 def is_library(module: str | None) -> bool:
     """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:
+    """The modules that a function imports as it runs, of those that are there."""
+    package = function.__globals__.get("__package__") or ""
+    for name, level in sorted(names.modules):
+        below = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
+        parts = [*below, *filter(None, name.split("."))]
+        for i in range(len(below) or 1, len(parts) + 1):
+            module = sys.modules.get(".".join(parts[:i]))
+            if module is not None:
+                yield module
 
 
 def slot_names(kind: type) -> Iterator[str]:

@@ -16,6 +16,8 @@ from tests.python_state.kinds import factor_of
 WIDTH = 4
 FACTOR: Any = 1.0
 """A global that `in_a_global` reads."""
+BY_TEXT: Any = 1.0
+"""Another, of `in_globals_by_a_text`."""
 there = types.ModuleType("tests_module_of_settings")
 sys.modules[there.__name__] = there
 there.FACTOR = 1.0  # type: ignore[attr-defined]
@@ -352,6 +354,113 @@ def in_a_loss_that_is_a_module(value: Any) -> Place:
     return Place(nn.Linear(WIDTH, WIDTH), lambda new: setattr(loss_fn, "value", new), loss_fn)
 
 
+def in_a_metaclass(value: Any) -> Place:
+    class Meta(type):
+        shared: Any
+
+    class OfMeta(metaclass=Meta):
+        pass
+
+    class ReadsMeta(Reader):
+        def read(self) -> Any:
+            shared = OfMeta.shared
+            # A function of a metaclass is bound to the class.
+            return shared.__func__ if getattr(shared, "__self__", None) is OfMeta else shared
+
+    Meta.shared = value
+    return Place(ReadsMeta(), lambda new: setattr(Meta, "shared", new))
+
+
+def in_a_class_below(value: Any) -> Place:
+    """Where a method of a class reads what the class has from its base, until it has its own."""
+
+    class Above:
+        shared: Any = value
+
+        @classmethod
+        def read(cls) -> Any:
+            return cls.shared
+
+    class Below(Above):
+        pass
+
+    class ReadsBelow(Reader):
+        def read(self) -> Any:
+            return Below.read()
+
+    def put(new: Any) -> None:
+        if new is value:
+            del Below.shared
+        else:
+            Below.shared = new
+
+    return Place(ReadsBelow(), put)
+
+
+def in_the_keywords_of_a_partial(value: Any) -> Place:
+    held = functools.partial(dict, value=value)
+
+    class OfPartial(Reader):
+        def read(self) -> Any:
+            return held()["value"]
+
+    return Place(OfPartial(), lambda new: held.keywords.__setitem__("value", new))
+
+
+def by_a_name_put_together(value: Any) -> Place:
+    class PutTogether(Reader):
+        def read(self) -> Any:
+            return getattr(self, f"value_{len('a') + 1}")
+
+    model = PutTogether()
+    model.value_2 = value
+    return Place(model, lambda new: setattr(model, "value_2", new))
+
+
+def in_a_config_by_a_name_put_together(value: Any) -> Place:
+    config = types.SimpleNamespace(value_2=value)
+
+    class OfConfig(Reader):
+        def read(self) -> Any:
+            return getattr(config, "_".join(["value", "2"]))
+
+    return Place(OfConfig(), lambda new: setattr(config, "value_2", new))
+
+
+def in_a_module_that_forward_imports(value: Any) -> Place:
+    class Imports(Reader):
+        def read(self) -> Any:
+            import tests_module_of_settings as settings  # pyright: ignore
+
+            return settings.IMPORTED  # pyright: ignore
+
+    there.IMPORTED = value  # type: ignore[attr-defined]
+    return Place(Imports(), lambda new: setattr(there, "IMPORTED", new))
+
+
+def from_a_module_that_forward_imports(value: Any) -> Place:
+    class ImportsFrom(Reader):
+        def read(self) -> Any:
+            from tests_module_of_settings import NAMED  # pyright: ignore
+
+            return NAMED  # pyright: ignore
+
+    there.NAMED = value  # type: ignore[attr-defined]
+    return Place(ImportsFrom(), lambda new: setattr(there, "NAMED", new))
+
+
+def in_globals_by_a_text(value: Any) -> Place:
+    class ByText(Reader):
+        def read(self) -> Any:
+            return globals()["BY_TEXT"]
+
+    def put(new: Any) -> None:
+        globals()["BY_TEXT"] = new
+
+    put(value)
+    return Place(ByText(), put)
+
+
 PLACES: dict[str, tuple[Callable[[Any], Place], str]] = {
     "attribute": (in_an_attribute, "value"),
     "nested config": (in_a_config, "config.inner.value"),
@@ -377,5 +486,13 @@ PLACES: dict[str, tuple[Callable[[Any], Place], str]] = {
     "loss": (in_a_loss, "value"),
     "closure of a loss": (in_the_closure_of_a_loss, "variable held"),
     "loss that is a module": (in_a_loss_that_is_a_module, "value"),
+    "metaclass": (in_a_metaclass, "Meta.shared"),
+    "class below": (in_a_class_below, "Below.shared"),
+    "keywords of a partial": (in_the_keywords_of_a_partial, "item of"),
+    "name put together": (by_a_name_put_together, "value_2"),
+    "config, by a name put together": (in_a_config_by_a_name_put_together, "value_2"),
+    "module imported as it runs": (in_a_module_that_forward_imports, "IMPORTED of"),
+    "name imported as it runs": (from_a_module_that_forward_imports, "NAMED of"),
+    "globals by a text": (in_globals_by_a_text, "global BY_TEXT"),
 }
 """By what it is called: who makes it, with the value that it has at first, and how it is named."""

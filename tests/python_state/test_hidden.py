@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import CaptureError, StateChangedError
+from remat.graph_capture.python_state.watch import PythonState
 from tests.python_state.moments import X, planned
 from tests.python_state.places import Place, Reader
 
@@ -138,3 +140,46 @@ def test_what_code_asks_for_is_guarded(kind: str, monkeypatch: pytest.MonkeyPatc
 
     kept.run(changed)
     monkeypatch.delenv(NAME, raising=False)
+
+
+class AsksTorch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2.0 if torch.get_float32_matmul_precision() == "highest" else 3.0
+        return self.linear(x) * factor
+
+
+def test_a_setting_of_torch_that_forward_asks_for_is_compared() -> None:
+    state = PythonState(AsksTorch())
+    assert state.first_change() is None
+    torch.set_float32_matmul_precision("high")
+    try:
+        change = state.first_change()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert change is not None
+    assert "torch.get_float32_matmul_precision()" in change.text
+    assert state.first_change() is None
+
+
+def test_other_code_in_a_function_is_noticed() -> None:
+    """As where a notebook loads an edited file anew (`%autoreload 2`)."""
+
+    def factor() -> float:
+        return 2.0
+
+    class Calls(AsksTorch):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * factor()
+
+    state = PythonState(Calls())
+    before = factor.__code__
+    factor.__code__ = (lambda: 3.0).__code__
+    change = state.first_change()
+    assert change is not None
+    assert "the code of" in change.text
+    factor.__code__ = before
+    assert state.first_change() is None
