@@ -11,14 +11,13 @@ import functools
 import operator
 import os
 import weakref
-from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from remat.graph_capture.python_state.code_names import Names, names_of
+from remat.graph_capture.python_state.code_names import Names
 from remat.graph_capture.python_state.hidden import (
     GENERATORS,
     asked_of_torch,
@@ -26,6 +25,7 @@ from remat.graph_capture.python_state.hidden import (
     hidden,
     stream,
 )
+from remat.graph_capture.python_state.loaded_names import LoadedNames
 from remat.graph_capture.python_state.module_hooks import (
     ModuleHooks,
     hooked_modules,
@@ -47,8 +47,6 @@ from remat.graph_capture.python_state.reached import (
     LONGEST_NAME,
     NOT_RUN,
     OF_DATA,
-    RUN_BY_TORCH,
-    STATE,
     Instance,
     LruCache,
     Reached,
@@ -60,7 +58,6 @@ from remat.graph_capture.python_state.reached import (
 
 _BY_TEXT = {"globals", "eval"}
 """Functions that find what a text names among the globals."""
-_OF_MODULES = frozenset(vars(nn.Module()))
 _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
@@ -86,14 +83,8 @@ class Walk:
         self._instances: list[Instance] = []
         self._classes: dict[type, set[str]] = {}
         self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
-        self._own: dict[type, set[str]] = {}
-        self._heirs: dict[type, list[type]] = {}
         self._called: set[type] = set()
-        self._methods: set[FunctionType] = set()
-        # Classes whose attributes code may ask for by any name; None: those of all.
-        self._asking: set[type | None] = set()
-        self._others: set[str] = set(RUN_BY_TORCH)
-        self._globals: set[str] = set()
+        self._names = LoadedNames(self.found.texts)
         for path, module in model.named_modules():
             self._visit(module, path)
         self._visit(loss_fn, "loss_fn")
@@ -116,8 +107,7 @@ class Walk:
                 self._read_module(module, done)
 
     def _size(self) -> tuple[int, ...]:
-        names = len(self._others) + len(self.found.texts) + sum(map(len, self._own.values()))
-        return len(self._seen), len(self._entries), names, len(self._instances)
+        return len(self._seen), len(self._entries), len(self._names), len(self._instances)
 
     def _visit(self, value: Any, text: str) -> None:
         """Follow a value, once."""
@@ -189,11 +179,7 @@ class Walk:
         self._instances.append(Instance(function.__qualname__, function, vars(function)))
         if not self._is_followed(function):
             return
-        names = names_of(function.__code__)
-        self._others |= names.others | names.own
-        self._globals |= names.global_names
-        if names.asks_others or (names.asks_own and function not in self._methods):
-            self._asking.add(None)
+        names = self._names.add(function)
         for module in modules_of(function, names):
             self._visit(module, module.__name__)
         self._note_stores(function, names)
@@ -261,7 +247,7 @@ class Walk:
     def _read_class(self, kind: type) -> None:
         """The methods and attributes of a class that some code names."""
         space, done = vars(kind), self._classes[kind]
-        is_named = self._is_named(kind)
+        is_named = self._names.is_loaded_of(kind)
         for key in sorted(space.keys() - done):
             is_special = key.startswith("__") and key.endswith("__")
             if not is_named(key) and not (is_special and self._is_run(kind, key)):
@@ -281,56 +267,26 @@ class Walk:
 
     def _read_method(self, kind: type, function: FunctionType) -> None:
         if self._is_followed(function):
-            names = names_of(function.__code__)
-            if kind not in self._own:
-                self._own[kind] = set()
-                for base in kind.__mro__[1:]:
-                    self._heirs.setdefault(base, []).append(kind)
-            self._own[kind] |= names.own
-            self._others |= names.others
-            self._methods.add(function)
-            if names.asks_own:
-                self._asking.add(kind)
+            self._names.add_method(kind, function)
         self._visit(function, function.__qualname__)
-
-    def _is_named(self, kind: type) -> Callable[[str], bool]:
-        """Whether code loads a name of objects of that class; methods of its bases do too."""
-        related = (*kind.__mro__, *self._heirs.get(kind, ()))
-        own = [self._own[one] for one in related if one in self._own]
-        sets = [self._others, self.found.texts, *own]
-        # What a module of torch has under such names is torch's to change, as an LSTM's weights.
-        hides = is_library(kind.__module__)
-        is_users = not hides or kind.__module__ in OF_DATA
-        any_counts = is_users and not self._asking.isdisjoint((None, *related))
-
-        def is_named(name: str) -> bool:
-            if name in STATE or (hides and name[:1] == "_"):
-                return False
-            return any(name in one for one in sets) or (any_counts and name not in _OF_MODULES)
-
-        return is_named
-
-    def _names_for(self, kind: type) -> set[str]:
-        """All that code itself names of objects of that class."""
-        related = (*kind.__mro__, *self._heirs.get(kind, ()))
-        named = self._others.union(*(self._own.get(one, ()) for one in related)) - STATE
-        return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
     def _read_instance(self, instance: Instance) -> None:
         keys = instance.space.keys() - instance.done
         if not isinstance(instance.value, AROUND_DATA):
-            keys = filter(self._is_named(type(instance.value)), keys)
+            keys = filter(self._names.is_loaded_of(type(instance.value)), keys)
         for key in sorted(keys):
             instance.done.add(key)
             self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
 
     def _read_module(self, module: ModuleType, done: set[str]) -> None:
-        for key in sorted((vars(module).keys() & self._others) - done):
+        for key in sorted((vars(module).keys() & self._names.others) - done):
             done.add(key)
             self._add_entry(f"{key} of {module.__name__}", vars(module), key)
 
     def _watch_absent(self) -> None:
-        by_kind = {kind: self._names_for(kind) for kind in {type(i.value) for i in self._instances}}
+        by_kind = {
+            kind: self._names.named_for(kind) for kind in {type(i.value) for i in self._instances}
+        }
         for one in self._instances:
             named = by_kind[type(one.value)]
             self.found.reads[id(one.space)] = named
@@ -351,10 +307,10 @@ class Walk:
 
     def _watch_environment(self) -> None:
         """Torch's settings that code asks for, and variables that it may name, in capitals."""
-        self.found.places += asked_of_torch(self._others)
-        if self._globals.union(self._others).isdisjoint(("environ", "getenv")):
+        self.found.places += asked_of_torch(self._names.others)
+        if self._names.global_names.union(self._names.others).isdisjoint(("environ", "getenv")):
             return
-        texts = self._others | self.found.texts
+        texts = self._names.others | self.found.texts
         names = tuple(sorted(name for name in texts if name.isupper()))
         self.found.places.append(environment(names))
 
