@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from remat.cli.interrupting import interrupts_noted
 from remat.cli.terminal import (
     STDOUT,
+    each_warning_once,
     in_one_line,
     is_simple,
     json_text,
@@ -144,7 +145,7 @@ class Session:
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
-        with one_job(), interrupts_noted():
+        with one_job(), interrupts_noted(), each_warning_once():
             with self._refusing():
                 yield
                 sys.stdout.flush()
@@ -175,6 +176,9 @@ class Session:
         except OSError as error:
             if self.debug or (error.filename is None and not _is_stdout_lost()):
                 raise
+            if error.filename is None and isinstance(error, BrokenPipeError):
+                # As of `head`, which has read all that it wants: nobody need be told.
+                raise typer.Exit(REFUSED) from None
             place = error.filename or "standard output"
             self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 

@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cli.terminal import LEAST_COLUMNS, MOST_WORD, in_one_line, json_text
+from remat.cli.terminal import (
+    LEAST_COLUMNS,
+    MOST_WORD,
+    each_warning_once,
+    in_one_line,
+    json_text,
+)
 from tests.files.hostile import TERMINAL, plan_with_names
 from tests.rows import rows
 
@@ -144,7 +151,7 @@ def test_standard_output_that_is_full(tmp_path: Path) -> None:
 
 
 CLOSED = {
-    "a pipe that nobody reads": ("|", b"standard output: Broken pipe\n"),
+    "a pipe that nobody reads": ("|", b""),
     "no standard output": (">&-", b"standard output: Bad file descriptor\n"),
     "no standard output or error": (">&- 2>&-", b""),
     "no standard stream": ("<&- >&- 2>&-", b""),
@@ -207,3 +214,18 @@ def test_json_keeps_its_meaning_in_any_encoding() -> None:
     escaped = json_text(data, "ascii")
     assert escaped.isascii()
     assert json.loads(escaped) == json.loads(data)
+
+
+def test_what_was_warned_of_is_not_warned_of_again() -> None:
+    def warn(text: str) -> None:
+        warnings.simplefilter("always")
+        warnings.warn(text, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as told:
+        before = warnings.showwarning
+        with each_warning_once():
+            for text in ("one", "two", "one", "one"):
+                warn(text)
+        assert warnings.showwarning is before
+        warn("one")
+    assert [str(one.message) for one in told] == ["one", "two", "one"]
