@@ -17,7 +17,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from remat.cli.interrupting import interrupts_noted
 from remat.cli.terminal import (
     STDOUT,
-    each_warning_once,
     in_one_line,
     is_simple,
     json_text,
@@ -25,6 +24,7 @@ from remat.cli.terminal import (
     steady_console,
     use_simple_letters,
 )
+from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
@@ -142,10 +142,14 @@ class Session:
         """One red line on standard error."""
         self.err.print(in_one_line(message), style="red", soft_wrap=True)
 
+    def warn(self, message: str) -> None:
+        """One yellow line on standard error."""
+        self.err.print(f"warning: {in_one_line(message)}", style="yellow", soft_wrap=True)
+
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
-        with one_job(), interrupts_noted(), each_warning_once():
+        with one_job(), interrupts_noted(), each_warning_once(self.warn):
             with self._refusing():
                 yield
                 sys.stdout.flush()

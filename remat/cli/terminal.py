@@ -8,15 +8,13 @@ are shown by others that are as wide.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import errno
 import io
 import os
 import re
 import sys
-import warnings
-from collections.abc import Generator, Iterable
-from typing import Any, TextIO
+from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.control import Control
@@ -102,30 +100,6 @@ def steady_console(*, stderr: bool = False) -> Console:
     if console.width < LEAST_COLUMNS:
         console.width = LEAST_COLUMNS if console.width else COLUMNS
     return console
-
-
-@contextlib.contextmanager
-def each_warning_once() -> Generator[None]:
-    """In the block, what was warned of once is not warned of again.
-
-    A model's forward runs several times in a verb. Python would show each of its warnings once, but
-    torch resets what was shown.
-    """
-    shown, show = set[tuple[str, str, int]](), warnings.showwarning
-
-    def show_once(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int,
-        file: TextIO | None = None, line: str | None = None,
-    ) -> None:  # fmt: skip
-        if (key := (str(message), filename, lineno)) not in shown:
-            shown.add(key)
-            show(message, category, filename, lineno, file, line)
-
-    warnings.showwarning = show_once
-    try:
-        yield
-    finally:
-        warnings.showwarning = show
 
 
 def lead_nowhere(number: int) -> None:

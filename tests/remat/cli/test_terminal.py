@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from remat.cli.main import app
 from remat.cli.terminal import (
     LEAST_COLUMNS,
     MOST_WORD,
-    each_warning_once,
     in_one_line,
     json_text,
 )
@@ -214,18 +212,3 @@ def test_json_keeps_its_meaning_in_any_encoding() -> None:
     escaped = json_text(data, "ascii")
     assert escaped.isascii()
     assert json.loads(escaped) == json.loads(data)
-
-
-def test_what_was_warned_of_is_not_warned_of_again() -> None:
-    def warn(text: str) -> None:
-        warnings.simplefilter("always")
-        warnings.warn(text, stacklevel=1)
-
-    with warnings.catch_warnings(record=True) as told:
-        before = warnings.showwarning
-        with each_warning_once():
-            for text in ("one", "two", "one", "one"):
-                warn(text)
-        assert warnings.showwarning is before
-        warn("one")
-    assert [str(one.message) for one in told] == ["one", "two", "one"]
