@@ -146,10 +146,21 @@ class Session:
         """One yellow line on standard error."""
         self.err.print(f"warning: {in_one_line(message)}", style="yellow", soft_wrap=True)
 
+    def abandon(self) -> None:
+        """End the process at once, on Ctrl-C before there is anything to keep."""
+        self.err.show_cursor()
+        self.complain(self._interrupted())
+        os._exit(STOPPED)
+
+    def _interrupted(self) -> str:
+        doing = self.stopwatch.doing
+        return f"{INTERRUPTED} while {doing}" if doing else INTERRUPTED
+
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
-        with one_job(), interrupts_noted(), each_warning_once(self.warn):
+        abandon = None if self.as_json else self.abandon
+        with one_job(), interrupts_noted(abandon), each_warning_once(self.warn):
             with self._refusing():
                 yield
                 sys.stdout.flush()
@@ -162,9 +173,7 @@ class Session:
         try:
             yield
         except KeyboardInterrupt:
-            doing = self.stopwatch.doing
-            said = f"{INTERRUPTED} while {doing}" if doing else INTERRUPTED
-            self.fail(STOPPED, "KeyboardInterrupt", said)
+            self.fail(STOPPED, "KeyboardInterrupt", self._interrupted())
         except SystemExit:
             # Where Ctrl-C ended the search, that nothing fits is not known.
             if not is_interrupted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from remat.job import fit, pipeline
 from remat.questions import explain
 from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.search import Progress
+from tests.paths import ROOT
 from tests.remat.cli.conftest import Remat
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
@@ -133,6 +135,27 @@ def test_ctrl_c_amid_the_import_of_torch_comes_after_it(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             _ends(spec)
     assert heard
+
+
+def test_ctrl_c_amid_the_import_of_torch_ends_a_command_that_has_nothing_yet(
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import os, signal, sys, types\n"
+        "spec = types.SimpleNamespace(_initializing=True)\n"
+        "sys.modules['torch'] = types.SimpleNamespace(__spec__=spec)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        f"open({str(tmp_path / 'went_on')!r}, 'w')\n"
+    )
+    code = "from remat.cli.entry import command; command()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "solve", str(model), "--budget", "60%"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == STOPPED
+    assert done.stderr.splitlines()[-1] == f"interrupted while loading {model}"
+    assert not (tmp_path / "went_on").exists()
 
 
 def _ends(spec: SimpleNamespace) -> None:

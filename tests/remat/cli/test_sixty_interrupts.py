@@ -25,6 +25,10 @@ ENDS_S, INTERRUPTS = 2.0, 60
 SOON_S = 600.0
 """Of what no Ctrl-C ends: a verb that is done sooner, and the plans to begin with."""
 SPELL_S = 0.05
+EARLY = 5
+"""Each fifth is interrupted from its imports on, the others once they are at work."""
+SILENT = ("doctor", "inspect", "export")
+"""Verbs that say nothing of what they do."""
 GPT = f"{EXAMPLES / 'gpt.py'}:factory"
 BEGUN = "begun"
 CODE = f"""
@@ -120,6 +124,9 @@ def test_sixty_random_interrupts(folder: Path, tmp_path: Path) -> None:
         words, place = every[number % len(every)], tmp_path / str(number)
         place.mkdir()
         process = begun(*words, cwd=place)
+        if number % EARLY and words[0] not in SILENT:
+            assert process.stderr is not None
+            process.stderr.readline()  # it is at work
         after_s = SPELL_S + source.choice([0.5, 1.0, 2.0, 4.0, 8.0]) * source.random()
         time.sleep(after_s)
         process.send_signal(signal.SIGINT)
