@@ -176,8 +176,10 @@ class Session:
             self.fail(STOPPED, "KeyboardInterrupt", self._interrupted())
         except SystemExit:
             # Where Ctrl-C ended the search, that nothing fits is not known.
-            if not is_interrupted():
-                raise
+            if is_interrupted():
+                self.complain(INTERRUPTED)
+                raise typer.Exit(STOPPED) from None
+            raise
         except RematError as error:
             if self.debug:
                 raise

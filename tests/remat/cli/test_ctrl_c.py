@@ -65,6 +65,28 @@ def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
     assert json.loads(plan.read_text())["schedule"]
 
 
+def test_ctrl_c_before_there_is_a_schedule_says_nothing_of_the_budget(
+    remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = pipeline.solver_text
+
+    def at_first(budget: str, state: Progress) -> str:
+        assert state.best_overhead is None
+        ctrl_c()
+        return text(budget, state)
+
+    monkeypatch.setattr(pipeline, "solver_text", at_first)
+    plan = tmp_path / "plan.json"
+    words = ("--budget", "60%", "--solver", "cut", "-o", str(plan))
+    found = remat("solve", remat.gpt, *words)
+    assert found.exit_code == STOPPED
+    no_schedule, interrupted = found.stderr.splitlines()[-2:]
+    assert "was found yet: interrupted before there was one" in no_schedule
+    assert "is below" not in no_schedule
+    assert interrupted == "interrupted"
+    assert not plan.exists()
+
+
 def test_ctrl_c_amid_the_check_leaves_the_plan(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
