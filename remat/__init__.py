@@ -1,6 +1,6 @@
 """The fastest PyTorch training step that fits a memory budget, exactly.
 
-Importing this package imports no torch; what needs torch imports it when first used.
+Importing this package imports nothing else of it; each name imports what it needs when first used.
 """
 
 from __future__ import annotations
@@ -8,25 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from remat.checkout import find_beside
+from remat.checkout import BESIDE, find_beside
 
 # The other packages must be found before they are imported.
-# ruff: noqa: E402
 find_beside()
-
-from remat.graph_capture.derived.sharding import Sharding
-from remat.graph_capture.errors import RematError
-from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.layout import Layout
-from remat.schedules.plan import Plan
-from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
     from remat.blocks.planning import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.compile.report import CompiledPlan, compiled_plans
     from remat.graph_capture.capturing import capture
+    from remat.graph_capture.derived.sharding import Sharding
+    from remat.graph_capture.errors import RematError
+    from remat.graph_capture.graph import TrainingGraph
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.prices.profiling import profile
     from remat.graph_capture.shapes.ranged_graph import RangedGraph
@@ -55,8 +49,12 @@ if TYPE_CHECKING:
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
+    from remat.schedules.layout import Layout
     from remat.schedules.over_range import RangePeak, peak_over
+    from remat.schedules.plan import Plan
     from remat.schedules.reserved import Reserved
+    from remat.schedules.schedule import Schedule
+    from remat.schedules.simulate import Simulation, simulate
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
     from remat.solver.budgets.price import GibPrice as Price
@@ -127,6 +125,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Layout": "remat.schedules.layout",
+    "Plan": "remat.schedules.plan",
+    "RematError": "remat.graph_capture.errors",
+    "Schedule": "remat.schedules.schedule",
+    "Sharding": "remat.graph_capture.derived.sharding",
+    "Simulation": "remat.schedules.simulate",
+    "simulate": "remat.schedules.simulate",
+    "TrainingGraph": "remat.graph_capture.graph",
     "Arena": "remat.rewriter.arena.arena",
     "BlocksPlan": "remat.blocks.planning",
     "block_plan": "remat.blocks.rematerialized",
@@ -181,6 +187,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in BESIDE:
+        return importlib.import_module(f"remat.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, inside = _LAZY[name].partition(":")

@@ -1,5 +1,5 @@
 """The command line as `python -m remat`."""
 
-from remat.cli.main import main
+from remat.cli.entry import command
 
-main()
+command()

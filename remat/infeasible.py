@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from remat.formats import bytes_text
-from remat.solver.result import OUT_OF_TIME, Result
+from remat.solver.result import INTERRUPTED, OUT_OF_TIME, Result
 
 
 def infeasible_text(result: Result) -> str:
     """One sentence each: what was asked, what is possible, what holds it, what to try.
 
     And, where the budget is below it, the floor; and what is proved to be needed. A search that
-    the time limit ended is told apart: it names the limit, and asks for a longer one.
+    the time limit or Ctrl-C ended is told apart: it names what did.
     """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
-    if result.message.startswith(OUT_OF_TIME):
+    if result.message.startswith((OUT_OF_TIME, INTERRUPTED)):
         return _late_text(result)
     if not least:
         is_late = result.status == "time limit"

@@ -167,7 +167,8 @@ class Search:
         except KeyboardInterrupt:
             note_interrupt()
             self.cut_short = True
-            self.message = f"{INTERRUPTED}: this is the best schedule found until then"
+            found = ": this is the best schedule found until then"
+            self.message = f"{INTERRUPTED}{' before there was one' if self.best is None else found}"
 
     def say(self, doing: str) -> None:
         """Tell the listener what comes next."""

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from remat.graph_capture.devices.cpu_meter import cpu_title
-from remat.graph_capture.errors import TextError
+from remat.graph_capture.errors import FileError, TextError
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.files.locked import locked
@@ -166,7 +166,13 @@ class PriceCache:
             with locked(self.path):
                 write_contents(self.path, msgspec.json.encode(self._merged()))
         except OSError as error:
-            warnings.warn(f"prices are not kept: {self.path.parent}: {error}", stacklevel=3)
+            folder = "" if isinstance(error, FileError) else f"{self.path.parent}: "
+            said = error if isinstance(error, FileError) else error.strerror
+            warnings.warn(
+                f"prices are not kept: {folder}{said}. Set REMAT_CACHE to a folder that can be "
+                "written, or they are measured again each time",
+                stacklevel=3,
+            )
 
     def _merged(self) -> _File:
         """What is known here, and what other processes have saved since."""

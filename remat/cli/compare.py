@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import note_unproved
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.sweep import asked_budgets
 from remat.cli.verb import verb
@@ -43,7 +42,6 @@ def compare_verb(
     for name in solver:
         solver_class(name)
     opened = open_plan(source, request, session.stopwatch, plan)
-    note_unproved(session, opened)
     with session.stopwatch.stage("compare", "solving at several budgets") as progress:
         found = compare(
             opened.graph, wanted, solver, plan=opened.result, time_limit_s=request.time_limit_s,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import opened_feasible
+from remat.cli.outcome import note_unproved, opened_feasible
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.job import json_report, pipeline
@@ -43,6 +43,7 @@ def explain_verb(
 ) -> None:
     """Say who holds the peak, what memory is worth, what was forced, and if a rule would do."""
     opened = opened_feasible(session, source, request, plan)
+    note_unproved(session, opened)
     found = None if is_interrupted() else _asked_of(session, opened, why, each_limit)
     if found is None:
         _show_plan(session, opened)

@@ -1,4 +1,4 @@
-"""How Ctrl-C reaches a verb: noted at once, and held back while torch is imported."""
+"""How Ctrl-C reaches a verb: noted at once, and not raised while torch is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 from remat.solver.interrupts import note_interrupt
@@ -19,10 +19,12 @@ SPELL_S = 0.02
 
 
 @contextlib.contextmanager
-def interrupts_noted() -> Generator[None]:
+def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[None]:
     """Note Ctrl-C at once: where Python raises it within a callback, the exception is lost.
 
-    Nothing is changed where somebody else listens to the signal.
+    While torch is imported, which takes many seconds the first time, `abandon` is called, if there
+    is one; it may end the process. Ctrl-C is raised once torch is there. Nothing is changed where
+    somebody else listens to the signal.
     """
     own = signal.default_int_handler
     is_main = threading.current_thread() is threading.main_thread()
@@ -33,6 +35,8 @@ def interrupts_noted() -> Generator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         note_interrupt()
         if _is_importing():
+            if abandon is not None:
+                abandon()
             threading.Thread(target=_interrupt_later, daemon=True).start()
         else:
             own(number, frame)

@@ -40,7 +40,7 @@ for name, command in (PLANNING | READING | SHOWING | USING).items():
 
 
 def main() -> None:
-    """Entry point of the `remat` command."""
+    """Run the verb that the command line names."""
     open_closed_streams()
     # A session does so too; this is for the help, which has none.
     use_simple_letters()

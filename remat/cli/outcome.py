@@ -27,12 +27,14 @@ def opened_feasible(session: Session, source: str, request: Request, plan: Path 
     opened = open_plan(source, request, session.stopwatch, plan)
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
-    note_unproved(session, opened)
     return opened
 
 
 def note_unproved(session: Session, opened: Opened) -> None:
-    """Say that the bound which a kept plan states is not taken for proved."""
+    """Say that the bound which a kept plan states is not taken for proved.
+
+    For verbs that print a bound of the plan on the terminal. A page says it itself.
+    """
     if opened.is_kept and opened.solved.message:
         session.err.print(in_one_line(opened.solved.message), soft_wrap=True)
 

@@ -73,11 +73,12 @@ def report_verb(
     solved = opened.solved
     step = _measured(session, source, solved, request) if measure else None
     with session.stopwatch.stage("report", "writing the report"):
-        facts = page_facts(opened.graph, solved, known, step)
+        facts = page_facts(opened.graph, solved, known, step, front.name if front else "")
         page = page_data(facts)
         _write(session, output, render(facts, page).encode(), "report")
     if session.as_json:
-        session.emit({"report": str(output), "summary": msgspec.to_builtins(page.summary)})
+        summary = msgspec.to_builtins(page.summary)
+        session.emit({"report": str(output), "summary": summary, "note": facts.note})
 
 
 @verb()

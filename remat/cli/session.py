@@ -24,6 +24,7 @@ from remat.cli.terminal import (
     steady_console,
     use_simple_letters,
 )
+from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
@@ -141,10 +142,25 @@ class Session:
         """One red line on standard error."""
         self.err.print(in_one_line(message), style="red", soft_wrap=True)
 
+    def warn(self, message: str) -> None:
+        """One yellow line on standard error."""
+        self.err.print(f"warning: {in_one_line(message)}", style="yellow", soft_wrap=True)
+
+    def abandon(self) -> None:
+        """End the process at once, on Ctrl-C before there is anything to keep."""
+        self.err.show_cursor()
+        self.complain(self._interrupted())
+        os._exit(STOPPED)
+
+    def _interrupted(self) -> str:
+        doing = self.stopwatch.doing
+        return f"{INTERRUPTED} while {doing}" if doing else INTERRUPTED
+
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
-        with one_job(), interrupts_noted():
+        abandon = None if self.as_json else self.abandon
+        with one_job(), interrupts_noted(abandon), each_warning_once(self.warn):
             with self._refusing():
                 yield
                 sys.stdout.flush()
@@ -157,13 +173,13 @@ class Session:
         try:
             yield
         except KeyboardInterrupt:
-            doing = self.stopwatch.doing
-            said = f"{INTERRUPTED} while {doing}" if doing else INTERRUPTED
-            self.fail(STOPPED, "KeyboardInterrupt", said)
+            self.fail(STOPPED, "KeyboardInterrupt", self._interrupted())
         except SystemExit:
             # Where Ctrl-C ended the search, that nothing fits is not known.
-            if not is_interrupted():
-                raise
+            if is_interrupted():
+                self.complain(INTERRUPTED)
+                raise typer.Exit(STOPPED) from None
+            raise
         except RematError as error:
             if self.debug:
                 raise
@@ -175,6 +191,9 @@ class Session:
         except OSError as error:
             if self.debug or (error.filename is None and not _is_stdout_lost()):
                 raise
+            if error.filename is None and isinstance(error, BrokenPipeError):
+                # As of `head`, which has read all that it wants: nobody need be told.
+                raise typer.Exit(REFUSED) from None
             place = error.filename or "standard output"
             self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 

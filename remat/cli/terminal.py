@@ -25,7 +25,7 @@ SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": 
 UNKNOWN = "?"
 LACKING = "remat.lacking"
 STDIN, STDOUT, STDERR = 0, 1, 2
-COLUMNS, LEAST_COLUMNS = 80, 20
+COLUMNS, LEAST_COLUMNS = 80, 40
 MOST_WORD = 400
 """Letters of a word in a message: a path may have them, a number of a broken file has more."""
 

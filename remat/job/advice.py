@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from remat.formats import bytes_text
-from remat.job.pipeline import Report, Row
+from remat.formats import bytes_text, percent_text
+from remat.job.pipeline import Report
+from remat.job.rows import Row
 
 FAR = 1.25
 """A measured step that is longer or shorter than the predicted one by this is told."""
+OFF = 0.1
+"""A measured overhead of the plan that is this far from the predicted one is told."""
 
 
 def advice_on_run(report: Report) -> tuple[str, ...]:
     """Sentences for the screen and for ``--json``."""
-    return (*_no_plan(report.rows[0], report.result.budget_bytes), *_far_apart(report.rows))
+    needed = _no_plan(report.rows[0], report.result.budget_bytes)
+    return (*needed, *(_far_apart(report.rows) or _off(report.rows[-1])))
 
 
 def _no_plan(unmodified: Row, budget_bytes: int) -> tuple[str, ...]:
@@ -33,4 +37,16 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
     return (
         f"steps took {worst:.2f} times as long as predicted: the machine was busy, now or when ops "
         "were measured. On a quiet one, --measure-again measures them anew",
+    )
+
+
+def _off(plan: Row) -> tuple[str, ...]:
+    """Of the plan's overhead, where steps as such took about as long as predicted."""
+    measured = plan.measured_overhead
+    if measured is None or abs(measured - plan.overhead) < OFF:
+        return ()
+    return (
+        f"the clock said {percent_text(measured)} overhead where prices say "
+        f"{percent_text(plan.overhead)}: other programs that run meanwhile do that. Run it "
+        "again on a quiet machine before you rely on either",
     )

@@ -10,7 +10,8 @@ from remat.checks import CHECKED, advice_of
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job.advice import advice_on_run
-from remat.job.pipeline import Report, Row, RunsAgain
+from remat.job.pipeline import Report, RunsAgain
+from remat.job.rows import Row
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside
 from remat.schedules.simulate import overhead_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,13 @@ from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
 from remat.job.request import Request
+from remat.job.rows import Row, predicted_row, rows_as_run
 from remat.job.stopwatch import Stopwatch
 from remat.levers.update_at_once import planned_hand_over
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
-from remat.questions.reserved import reserved_beside, shortage_text
+from remat.questions.reserved import shortage_text
 from remat.schedules.as_planned import whole
-from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.interrupts import is_interrupted
@@ -32,25 +32,6 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
-
-
-@dataclass(frozen=True)
-class Row:
-    """One schedule, predicted and, where it was run, measured.
-
-    `reserved` is what the allocator of a CUDA device is predicted to take, None on a CPU;
-    `reserved_bytes` is what it was seen to hold.
-    """
-
-    name: str
-    peak_bytes: int
-    time_us: float
-    overhead: float
-    reserved: Reserved | None = None
-    measured_peak_bytes: int | None = None
-    measured_step_us: float | None = None
-    measured_overhead: float | None = None
-    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +194,7 @@ def run(
         return replace(report, unchecked="".join(said))
     with stopwatch.stage("compare", "measuring square-root checkpointing"):
         compared = checked_to(chen.schedule) if chen.schedule else None
-    rows = _rows_as_run(report.rows, checked, compared)
+    rows = rows_as_run(report.rows, checked, compared)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
@@ -225,37 +206,15 @@ def _before_the_check(
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
     chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
-    rows = _row(graph, "unmodified", unmodified(graph)), _row(graph, "chen_sqrt", chen)
+    known = ("unmodified", unmodified(graph)), ("chen_sqrt", chen)
+    rows = tuple(predicted_row(graph, name, result) for name, result in known)
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
         return report, traced, chen
     report = replace(
-        report, rows=(*rows, _row(graph, "this plan", result)), recipe=traced.recipe,
+        report, rows=(*rows, predicted_row(graph, "this plan", result)), recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
     return report, traced, chen
-
-
-def _row(graph: TrainingGraph, name: str, result: Result) -> Row:
-    reserved = reserved_beside(graph, result)
-    return Row(name, result.peak_bytes, result.time_us, result.overhead, reserved)
-
-
-def _rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
-    """The rows of the unmodified step, of `chen_sqrt` and of the plan with what was measured."""
-    base, chen, plan = rows
-    base = replace(
-        base, measured_peak_bytes=check.baseline_peak_bytes,
-        measured_step_us=check.baseline_step_us, measured_overhead=0.0,
-        reserved_bytes=check.baseline_reserved_bytes,
-    )  # fmt: skip
-    return base, chen if of_chen is None else _as_run(chen, of_chen), _as_run(plan, check)
-
-
-def _as_run(row: Row, check: Check) -> Row:
-    return replace(
-        row, measured_peak_bytes=check.plan_peak_bytes, measured_step_us=check.plan_step_us,
-        measured_overhead=check.overhead, reserved_bytes=check.plan_reserved_bytes,
-    )  # fmt: skip

@@ -15,7 +15,8 @@ from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, ti
 from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.advice import advice_on_run
-from remat.job.pipeline import Report, Row, RunsAgain
+from remat.job.pipeline import Report, RunsAgain
+from remat.job.rows import Row
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside, reserved_text
 from remat.questions.tables import plain_table, prices_text

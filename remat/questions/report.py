@@ -76,8 +76,9 @@ def page_facts(
     result: Result,
     fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None,
+    stated_by: str = "",
 ) -> Facts:
-    """What the page says of a result."""
+    """What the page says of a result; `stated_by` names the file that `fronts` are from, if any."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
@@ -98,6 +99,8 @@ def page_facts(
         fronts=tuple((name, points_of(graph, front)) for name, front in curves.items()),
         measured=measured,
         prices=prices_text(graph),
+        note=result.message,
+        stated_by=stated_by,
     )
 
 

@@ -11,7 +11,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
-from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread
+from remat.solver.budgets.spread import PINS, spread
+from remat.solver.budgets.sweep import BUDGETS, BudgetsDone, check_jobs
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.clock import Clock
 from remat.solver.interrupts import one_job

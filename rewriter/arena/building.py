@@ -5,12 +5,14 @@ A wheel cannot bring it: it derives from a class of torch, and so is of one rele
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -22,6 +24,11 @@ _HERE = Path(__file__).parent
 _SOURCES = _HERE / "cpu.cpp", _HERE / "arena.h"
 _TORCH = Path(torch.__file__).parent
 _WITHOUT = "or train without an arena: a plan keeps its budget without one too"
+
+BUILD = "arena-build-"
+"""How folders begin in which a library is being made."""
+STALE_S = 3600.0
+"""No compiler takes so long. A folder that is older is of a process that was killed."""
 
 
 def built_library() -> Path:
@@ -36,7 +43,8 @@ def built_library() -> Path:
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            _clear(path.parent)
+            with tempfile.TemporaryDirectory(prefix=BUILD, dir=path.parent) as folder:
                 made = Path(folder) / path.name
                 _compile([*_compiler(), *flags, "-o", str(made)])
                 # At once: other processes may build the same, or load it already.
@@ -47,6 +55,14 @@ def built_library() -> Path:
                 f"a folder that can be written, {_WITHOUT}"
             ) from error
     return path
+
+
+def _clear(folder: Path) -> None:
+    """Remove what processes that were killed have left of their builds."""
+    for left in folder.glob(f"{BUILD}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left)
 
 
 def _flags() -> list[str]:
@@ -88,7 +104,8 @@ def _compile(command: list[str]) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         lines = run.stderr.splitlines()
-        told = next((line for line in lines if "error" in line), lines[-1] if lines else "")
+        ended = f"it ended with status {run.returncode}"
+        told = next((line for line in lines if "error" in line), lines[-1] if lines else ended)
         raise ArenaError(
             f"{command[0]} cannot compile the arena's library: {told.strip()}. Name another "
             f"compiler by the variable CXX, with C++20, {_WITHOUT}"

@@ -16,7 +16,7 @@ from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.outcomes import Outcome
-from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
+from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
 
 STREAM = "random stream"
 Measure = TypeVar("Measure")

@@ -26,7 +26,8 @@ from remat.rewriter.graphs.fewer_views import leave_out_views
 from remat.rewriter.graphs.floats import FloatSource, read_floats
 from remat.rewriter.graphs.gradient_strides import take_as_they_come
 from remat.rewriter.graphs.handed_over import hand_over
-from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state, save_rng_state
+from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state
+from remat.rewriter.graphs.rng_states import save_rng_state
 from remat.rewriter.graphs.sizes import read_sizes
 from remat.schedules.schedule import Schedule
 

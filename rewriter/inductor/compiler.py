@@ -24,7 +24,7 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of
 from remat.rewriter.graphs.boxed import Boxed
 from remat.rewriter.graphs.emit import emit
-from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
+from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.decomposed import decomposed, inputs_of
 from remat.rewriter.inductor.functional_draws import make_functional, underlying

@@ -104,7 +104,7 @@ class RibbonRows(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """All that the page's script draws."""
+    """All that the page's script draws; `bound_name` says whose bounds the fronts have."""
 
     model: str
     axis: str
@@ -122,3 +122,4 @@ class Page(msgspec.Struct, frozen=True):
     rules: list[Alternative]
     fronts: dict[str, list[Alternative]]
     colours: dict[str, str]
+    bound_name: str = "bound"

@@ -55,6 +55,7 @@ def page_data(facts: Facts) -> Page:
         rules=list(facts.rules),
         fronts={name: list(points) for name, points in facts.fronts},
         colours=ROLES | {f"front {name}": colour for name, colour in colours.items()},
+        bound_name=facts.bound_name,
     )
 
 

@@ -58,6 +58,8 @@ class Facts:
     status, solver : how it was solved.
     rules : schedules of simple rules. fronts : by solver, the best at several budgets.
     measured : if the step was run. prices : where the prices come from, in words.
+    note : what to say of the plan beyond its figures, such as that its bound is not proved here.
+    stated_by : the file that states the bounds of `fronts`; empty where they were proved just now.
     """
 
     graph: TrainingGraph
@@ -72,3 +74,10 @@ class Facts:
     fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()
     measured: MeasuredStep | None = None
     prices: str = ""
+    note: str = ""
+    stated_by: str = ""
+
+    @property
+    def bound_name(self) -> str:
+        """What bounds of fronts are called: a file that anyone can edit proves nothing."""
+        return f"bound stated by {self.stated_by}, not proved" if self.stated_by else "bound"

@@ -137,7 +137,7 @@ def alternatives(facts: Facts, summary: Summary) -> Table:
     base_us = facts.graph.base_us
     points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
     rows = [_point_row(point, summary.budget_bytes, base_us) for point in _ranked(points)]
-    headers = ("schedule", "budget", "peak", "time", "overhead", "bound", "fits yours")
+    headers = ("schedule", "budget", "peak", "time", "overhead", facts.bound_name, "fits yours")
     caption = "Other schedules of this step, by peak"
     return Table("others", caption, headers, tuple(rows[:MOST_ROWS]), (1, 2, 3, 4, 5))
 

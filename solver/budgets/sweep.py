@@ -20,20 +20,18 @@ import msgspec
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
+from remat.solver.budgets.spread import PINS, keeping_all_bytes, spread
 from remat.solver.clock import Clock
 from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
+from remat.solver.result import INTERRUPTED, Result, judged
 from remat.solver.stopping import NAMING, ONE_BUDGET
-from remat.solver.store_all import StoreAll
 from remat.solver.table import make_solver
 
 BUDGETS = 12
 """Budgets of a sweep that names none."""
-PINS = ("keep", "recompute")
 
 BudgetsDone = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
@@ -82,14 +80,17 @@ def sweep(
     clock = Clock(time_limit_s)
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
-    unmodified_bytes = unmodified_bytes or _keeping_all_bytes(graph)
-    if isinstance(budgets, int):
-        limit_s = NAMING.of(time_limit_s)
-        budgets, least = spread(graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options)
-        at_hand = (*at_hand, *least)
-    asked = _checked(budgets)
+    unmodified_bytes = unmodified_bytes or keeping_all_bytes(graph)
     with one_job():
-        if jobs == 1:
+        if isinstance(budgets, int):
+            limit_s = NAMING.of(time_limit_s)
+            budgets, least = spread(
+                graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options
+            )
+            at_hand = (*at_hand, *least)
+        asked = _checked(budgets)
+        # Workers take seconds to begin, which is too long after Ctrl-C.
+        if jobs == 1 or is_interrupted():
             found = _one_by_one(graph, asked, solver, options, clock, progress)
         else:
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
@@ -118,41 +119,6 @@ def _checked(budgets: Iterable[int]) -> list[int]:
     if not asked or asked[0] < 0:
         raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
     return asked
-
-
-def spread(
-    graph: TrainingGraph,
-    count: int,
-    unmodified_bytes: int = 0,
-    *,
-    time_limit_s: float = 60.0,
-    **options: object,
-) -> tuple[list[int], list[Result]]:
-    """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
-
-    The same for each solver; and the outcome at the least, if it is at hand. `unmodified_bytes`
-    is as in `sweep`, `time_limit_s` for naming the least peak. Of `options` only the pins are
-    heeded.
-
-    Raises
-    ------
-    SolverError : `count` is below 1.
-    """
-    if count < 1:
-        raise SolverError(f"budgets must be 1 or more in number, not {count}")
-    high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
-    pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
-    lost = solve(graph, 0, time_limit_s=time_limit_s, **pins)
-    least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
-    room_bytes = max(high_bytes - least_bytes, 0)
-    parts = range(count) if count > 1 else [1]
-    asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
-    least = at_least_budget(graph, lost)
-    return sorted(asked), [] if least is None else [least]
-
-
-def _keeping_all_bytes(graph: TrainingGraph) -> int:
-    return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
 
 def _one_by_one(

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from remat.cli.main import app
+from remat.graph_capture.errors import FileError
 from remat.graph_capture.files import contents
 
 FULL = os.strerror(errno.ENOSPC)
+OLD = b"what was there"
 
 
 class FullFile:
@@ -63,3 +67,40 @@ CALLS = ("open", "write", "fsync", "link", "replace")
 def names_in(folder: Path) -> list[str]:
     """What a folder holds."""
     return sorted(one.name for one in folder.iterdir())
+
+
+def verb(*words: str) -> Callable[[Path], None]:
+    """A writer that is a verb of the command line; what it refuses is raised again."""
+
+    def run(path: Path) -> None:
+        files = {"GRAPH": "graph.json", "PLAN": "kept.json", "MODEL": "model.py"}
+        named = {word: str(path.with_name(name)) for word, name in files.items()} | {
+            "OUT": str(path)
+        }
+        done = CliRunner().invoke(app, [named.get(word, word) for word in words])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        if done.exit_code:
+            assert done.exit_code == 2
+            assert done.stdout == ""
+            raise FileError(done.stderr.strip().splitlines()[-1])
+
+    return run
+
+
+def require_unharmed(
+    path: Path, write: Callable[[Path], Any], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a call of the system fails, one line says so and all is as it was; then it works."""
+    path.write_bytes(OLD)
+    there = names_in(path.parent)
+    with monkeypatch.context() as patch:
+        failed = fail_once(patch, call)
+        with pytest.raises(FileError) as refused:
+            write(path)
+    assert failed == [call]
+    assert str(refused.value) == f"{path} cannot be written: {FULL}"
+    assert path.read_bytes() == OLD
+    assert names_in(path.parent) == there
+    write(path)
+    assert path.read_bytes() != OLD
+    assert names_in(path.parent) == there

@@ -14,16 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import remat
-from remat.cli.main import app
-from remat.graph_capture.errors import FileError
 from remat.graph_capture.files import contents
-from tests.files.faults import CALLS, FULL, fail_once, names_in
+from tests.files.faults import CALLS, OLD, names_in, require_unharmed, verb
 from tests.files.kinds import GRAPH, SOLVER, plan
-
-OLD = b"what was there"
 
 
 @functools.cache
@@ -34,22 +29,6 @@ def result() -> remat.Result:
 @functools.cache
 def program() -> torch.export.ExportedProgram:
     return torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
-
-
-def verb(*words: str) -> Callable[[Path], None]:
-    """A writer that is a verb of the command line; what it refuses is raised again."""
-
-    def run(path: Path) -> None:
-        graph, kept = path.with_name("graph.json"), path.with_name("kept.json")
-        named = {"GRAPH": str(graph), "PLAN": str(kept), "OUT": str(path)}
-        done = CliRunner().invoke(app, [named.get(word, word) for word in words])
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        if done.exit_code:
-            assert done.exit_code == 2
-            assert done.stdout == ""
-            raise FileError(done.stderr.strip().splitlines()[-1])
-
-    return run
 
 
 SOLVED = ("--budget", "90%", "--solver", SOLVER)
@@ -88,20 +67,7 @@ def test_a_write_that_fails_leaves_all_as_it_was(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = folder / name
-    path.write_bytes(OLD)
-    there = names_in(folder)
-    with monkeypatch.context() as patch:
-        failed = fail_once(patch, call)
-        with pytest.raises(FileError) as refused:
-            write(path)
-    assert failed == [call]
-    assert str(refused.value) == f"{path} cannot be written: {FULL}"
-    assert path.read_bytes() == OLD
-    assert names_in(folder) == there
-    write(path)
-    assert path.read_bytes() != OLD
-    assert names_in(folder) == there
+    require_unharmed(folder / name, write, call, monkeypatch)
 
 
 def test_a_file_system_without_nameless_files_is_written_by_name(

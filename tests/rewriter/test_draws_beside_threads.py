@@ -19,8 +19,8 @@ from remat.rewriter.graphs.rng import (
     draw_noting,
     form_with_generator,
     run_with_rng_state,
-    save_rng_state,
 )
+from remat.rewriter.graphs.rng_states import save_rng_state
 from tests.limits import AMPLE_S
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ const point = (found) => ({
 const spot = (parameters) =>
   `<b>${escaped(parameters.name || parameters.seriesName)}</b><br>` +
   `peak ${bytesText(parameters.value[0])}<br>overhead ${percent(parameters.value[1] / 100)}`;
-const bounds = () => {
+const bounds = (own) => {
   const best = new Map();
   const base = summary.time_us / (1 + summary.overhead);
   for (const points of Object.values(page.fronts)) {
@@ -16,7 +16,7 @@ const bounds = () => {
       best.set(found.budget_bytes, Math.max(best.get(found.budget_bytes) ?? 0, bound));
     }
   }
-  if (summary.budget_bytes && summary.lower_bound_us) {
+  if (own && summary.budget_bytes && summary.lower_bound_us) {
     const bound = 100 * Math.max(summary.lower_bound_us / base - 1, 0);
     best.set(summary.budget_bytes, Math.max(best.get(summary.budget_bytes) ?? 0, bound));
   }
@@ -37,8 +37,10 @@ const frontOption = () => {
       label: { show: !narrow.matches, formatter: "{b}", position: "right",
         color: colour("--soft") },
       labelLayout: { hideOverlap: true } },
-    { name: "bound", type: "line", symbol: "diamond", symbolSize: 8, animation: false,
-      color: page.colours.bound, lineStyle: { type: "dotted" }, data: bounds() },
+    { name: page.bound_name, type: "line", symbol: "diamond", symbolSize: 8, animation: false,
+      color: page.colours.bound, lineStyle: { type: "dotted" }, 
+      // A bound of the plan is proved; it is no part of a line that a file states.
+      data: bounds(page.bound_name === "bound") },
     { name: "this plan", type: "scatter", symbol: "circle", symbolSize: 15, animation: false,
       color: page.colours.plan, data: [[summary.peak_bytes, 100 * summary.overhead]],
       markLine: summary.budget_bytes ? {

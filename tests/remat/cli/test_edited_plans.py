@@ -76,9 +76,11 @@ def test_a_bound_that_a_file_states_is_not_shown_as_proved(
     best = {"lower_bound_us": MADE.prediction.time_us, "gap": 0.0}
     code, out, err = said(words, edited(tmp_path / "plan.json", best, {}))
     assert code == 0, err
-    assert "A file proves nothing" in err
     page = tmp_path / "out.html"
     shown = out + (page.read_text() if page.exists() else "")
+    # Where a bound of the plan is shown, and nowhere else.
+    assert ("A file proves nothing" in err) is (words[0] == "explain")
+    assert ("A file proves nothing" in shown) is (words[0] == "report")
     for claim in (", proved", "gap 0.00 %", "optimal, by"):
         assert claim not in shown
 

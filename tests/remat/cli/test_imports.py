@@ -14,6 +14,15 @@ def test_importing_leaves_torch_out(name: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_importing_takes_no_time_and_its_packages_are_there_when_asked_for() -> None:
+    code = (
+        "import sys, remat; assert 'numpy' not in sys.modules; "
+        "assert [name for name in sys.modules if name.startswith('remat.')] == ['remat.checkout']; "
+        "remat.solver.TABLE, remat.schedules.simulate"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_every_public_name_is_there() -> None:
     for name in remat.__all__:
         assert getattr(remat, name) is not None

@@ -46,7 +46,9 @@ def test_a_plan_alone_is_reported_without_torch(kept: Path, tmp_path: Path) -> N
     # What the file says was proved is not taken for proved.
     assert plan.prediction.lower_bound_us > plan.graph.time_us
     assert summary["lower_bound_us"] == pytest.approx(plan.graph.time_us)
-    assert "A file proves nothing" in done.stderr
+    assert "A file proves nothing" in json.loads(done.stdout)["note"]
+    assert "A file proves nothing" in page.read_text()
+    assert "A file proves nothing" not in done.stderr
     assert bytes_text(found.peak_bytes) in page.read_text()
 
 
@@ -66,6 +68,8 @@ def test_a_front_goes_into_the_report(remat: Remat, kept: Path, tmp_path: Path) 
         text = page.read_text()
         assert "the best found at several budgets" in text
         assert all(f'"{solver}":[' in text for solver in solvers)
+        # Anyone can edit the file.
+        assert "bound stated by front.json, not proved" in text
     broken = remat("report", str(kept), "--front", str(kept), "-o", str(page))
     assert broken.exit_code == 2
     assert "not a front file" in broken.stderr

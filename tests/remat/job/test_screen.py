@@ -12,7 +12,8 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
-from remat.job.pipeline import Report, Row, RunsAgain
+from remat.job.pipeline import Report, RunsAgain
+from remat.job.rows import Row
 from remat.job.screen import show_run
 from remat.schedules.reserved import Reserved, Taken
 from remat.schedules.simulate import simulate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -137,14 +138,15 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "env g++")
     monkeypatch.setenv("REMAT_CACHE", str(path.parent / "other"))
     assert building.built_library().name == path.name
-    assert list(path.parent.glob("tmp*")) == []
+    assert list(path.parent.glob(f"{building.BUILD}*")) == []
 
 
 @pytest.mark.parametrize(
     ("compiler", "told"),
     [
         ("no-such-compiler", r"needs a C\+\+ compiler"),
-        ("false", "cannot compile the arena's library"),
+        ("false", "cannot compile the arena's library: it ended with status 1"),
+        ("sh -c 'kill -9 $$'", "cannot compile the arena's library: it ended with status -9"),
     ],
 )
 def test_without_a_compiler_that_works(
@@ -155,6 +157,22 @@ def test_without_a_compiler_that_works(
     with pytest.raises(ArenaError, match=f"{told}.*train without an arena"):
         building.built_library()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_build_has_left_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    old, of_others = (tmp_path / f"{building.BUILD}{name}" for name in ("old", "new"))
+    for folder in (old, of_others):
+        folder.mkdir()
+        (folder / "half.so").write_bytes(b"half")
+    long_ago_s = time.time() - building.STALE_S - 1
+    os.utime(old, (long_ago_s, long_ago_s))
+    with pytest.raises(ArenaError):
+        building.built_library()
+    assert list(tmp_path.iterdir()) == [of_others]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,11 @@ from remat.solver import Result, solve
 from remat.solver.budgets import sweep as sweeping
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GIB
-from remat.solver.budgets.sweep import merged, spread, sweep
+from remat.solver.budgets.spread import spread
+from remat.solver.budgets.sweep import merged, sweep
 from remat.solver.budgets.worth import least_peak, price_of_gib
 from remat.solver.cuts.cut import Cut
+from remat.solver.interrupts import note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, LateClock
@@ -246,6 +248,15 @@ def test_a_worker_that_is_killed_costs_no_budget(
     assert [p.result.time_us for p in found.points] == [
         p.result.time_us for p in sweep(graph, budgets, "cut", time_limit_s=AMPLE_S).points
     ]
+
+
+def test_no_worker_begins_once_ctrl_c_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "_side_by_side", lambda *_: pytest.fail("workers began"))
+    with one_job():
+        note_interrupt()
+        front = sweep(chain(8), 3, "cut", jobs=2, time_limit_s=AMPLE_S)
+    assert len(front) == 3
+    assert front.points[0].result.message.startswith("interrupted")
 
 
 @dataclass(frozen=True)

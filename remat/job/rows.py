@@ -1,0 +1,68 @@
+"""The rows of `remat run`: schedules of one step, as predicted and as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.questions.reserved import reserved_beside
+from remat.schedules.reserved import Reserved
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule, predicted and, where it was run, measured.
+
+    `reserved` is what the allocator of a CUDA device is predicted to take, None on a CPU;
+    `reserved_bytes` is what it was seen to hold. A measured step is its measured overhead on top of
+    the unmodified step as it was measured.
+    """
+
+    name: str
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    reserved: Reserved | None = None
+    measured_peak_bytes: int | None = None
+    measured_step_us: float | None = None
+    measured_overhead: float | None = None
+    reserved_bytes: int | None = None
+
+
+def predicted_row(graph: TrainingGraph, name: str, result: Result) -> Row:
+    """A row with what `simulate` says of a schedule."""
+    reserved = reserved_beside(graph, result)
+    return Row(name, result.peak_bytes, result.time_us, result.overhead, reserved)
+
+
+def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
+    """The rows of the unmodified step, of `chen_sqrt` and of the plan with what was measured."""
+    base, chen, plan = rows
+    base = replace(
+        base, measured_peak_bytes=check.baseline_peak_bytes,
+        measured_step_us=check.baseline_step_us, measured_overhead=0.0,
+        reserved_bytes=check.baseline_reserved_bytes,
+    )  # fmt: skip
+    base_us = check.baseline_step_us
+    ran = chen if of_chen is None else _as_run(chen, of_chen, base_us)
+    return base, ran, _as_run(plan, check, base_us)
+
+
+def _as_run(row: Row, check: Check, base_us: float) -> Row:
+    """A row with what its own check measured.
+
+    Each plan is timed in turn with the unmodified step, which may take longer in one check than in
+    another. So its step is told as that overhead on top of the unmodified step of the first row:
+    the two columns then say the same.
+    """
+    return replace(
+        row, measured_peak_bytes=check.plan_peak_bytes,
+        measured_step_us=base_us * (1 + check.overhead),
+        measured_overhead=check.overhead, reserved_bytes=check.plan_reserved_bytes,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Every write of the verbs that take a model fails once: the old file stays, and one line says so.
+
+The others, which take a graph or a plan, are in `test_faults.py`. And every process of HiGHS dies
+once beneath a verb: what it was asked is lost, and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from remat.cli.main import PLANNING, READING, SHOWING, USING, app
+from remat.cli.verb import FIELDS
+from remat.solver.backends import apart
+from tests.files.faults import CALLS, require_unharmed, verb
+from tests.limits import AMPLE_S
+from tests.rows import rows
+from tests.solver.random_graphs import gpt_like
+
+MODEL = """
+import torch
+
+def factory(batch: int = 4):
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)]
+    return torch.nn.Sequential(*layers), (torch.ones(batch, 8),)
+"""
+SOLVED = ("--budget", "100%", "--solver", "store_all")
+WRITERS = {
+    "run": ("run", "MODEL", *SOLVED, "-o", "OUT"),
+    "run and place": ("run", "MODEL", *SOLVED, "--layout", "OUT"),
+    "solve": ("solve", "MODEL", *SOLVED, "-o", "OUT"),
+    "solve, an archive": ("solve", "MODEL", *SOLVED, "-o", "OUT"),
+    "capture": ("capture", "MODEL", "-o", "OUT"),
+    "sweep": ("sweep", "MODEL", "--budgets", "100%", "--solver", "store_all", "-o", "OUT"),
+    "fit": ("fit", "MODEL", "--budget", "1MiB", "--most", "8", "--no-check", "-o", "OUT"),
+    "profile": ("profile", "MODEL", "-o", "OUT"),
+    "rewrite": ("rewrite", "MODEL", "PLAN", "-o", "OUT"),
+    "report": ("report", "MODEL", "--plan", "PLAN", "-o", "OUT"),
+    "export": ("export", "MODEL", "--as", "trace", "--plan", "PLAN", "-o", "OUT"),
+}
+WITH_HIGHS = ("--solver", "cut", "--time-limit", str(AMPLE_S))
+SEARCHING = {
+    "solve": ("solve", "GRAPH", "--budget", "70%", *WITH_HIGHS),
+    "sweep": ("sweep", "GRAPH", "--budgets", "70%", *WITH_HIGHS),
+    "compare": ("compare", "GRAPH", "--budgets", "70%", *WITH_HIGHS),
+    "explain": ("explain", "GRAPH", "--budget", "70%", "--each-limit", "0.1", *WITH_HIGHS),
+    "report": ("report", "GRAPH", "--budget", "70%", "-o", "OUT", *WITH_HIGHS),
+}
+CASES = [(name, call) for name in WRITERS for call in CALLS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a plan of it."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "model.py").write_text(MODEL)
+    verb("solve", "MODEL", *SOLVED, "-o", "OUT")(folder / "kept.json")
+    return folder
+
+
+@pytest.mark.parametrize(("name", "call"), rows(CASES, lambda case: case == ("capture", "write")))
+def test_a_write_that_fails_leaves_all_as_it_was(
+    name: str, call: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model / ("out.pt2" if "archive" in name else "out.json")
+    if name == "fit":  # of sizes whose prices are kept already: their file is not the first written
+        verb(*WRITERS[name])(path)
+    try:
+        require_unharmed(path, verb(*WRITERS[name]), call, monkeypatch)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_every_verb_that_writes_is_among_them() -> None:
+    every: dict[str, Any] = PLANNING | READING | SHOWING | USING
+    writing = {
+        name for name, command in every.items() if "output" in command.__signature__.parameters
+    }
+    assert writing == {words[0] for words in WRITERS.values()}
+    assert "output" not in FIELDS
+
+
+@pytest.mark.parametrize("name", rows(SEARCHING, lambda name: name == "solve"))
+def test_a_process_of_highs_that_dies_costs_no_result(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, calls = tmp_path / "graph.json", list[object]()
+    graph.write_bytes(gpt_like(3).to_json())
+    answer = apart._Process.answer
+
+    def killed_first(self: Any, call: Any) -> Any:
+        calls.append(call)
+        if len(calls) == 1:
+            self._popen.kill()
+            self._popen.wait()
+        return answer(self, call)
+
+    monkeypatch.setattr(apart._Process, "answer", killed_first)
+    named = {"GRAPH": str(graph), "OUT": str(tmp_path / "out.html")}
+    done = CliRunner().invoke(app, [named.get(word, word) for word in SEARCHING[name]])
+    assert done.exit_code == 0, done.stderr
+    (told,) = (line for line in done.stderr.splitlines() if line.startswith("warning: "))
+    assert "ended with status -9" in told
+    assert "the search goes on without" in told
