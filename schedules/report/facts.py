@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.layout import Layout
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.timeline import Floats, Ints
 
@@ -58,6 +59,7 @@ class Facts:
     status, solver : how it was solved.
     rules : schedules of simple rules. fronts : by solver, the best at several budgets.
     measured : if the step was run. prices : where the prices come from, in words.
+    layout : where its buffers lie in one arena, to be drawn.
     """
 
     graph: TrainingGraph
@@ -72,3 +74,4 @@ class Facts:
     fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()
     measured: MeasuredStep | None = None
     prices: str = ""
+    layout: Layout | None = None
