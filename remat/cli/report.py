@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import opened_feasible, said_layout
+from remat.cli.outcome import opened_feasible, place_shown, said_layout
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.graph_capture.devices.device_table import CPU
@@ -21,7 +21,6 @@ from remat.job.opened import Opened, load_shown
 from remat.job.pipeline import trace_loaded
 from remat.job.request import Request
 from remat.placed import check_kept_layout
-from remat.placed import place as placed
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
@@ -165,10 +164,7 @@ def _layout(session: Session, opened: Opened, kept: Path | None, is_placed: bool
         layout = Layout.from_json(read_contents(kept), str(kept))
         check_kept_layout(layout, opened.graph, schedule, str(kept))
         return layout
-    if not is_placed:
-        return None
-    with session.stopwatch.stage("place", "placing buffers"):
-        return placed(opened.graph, schedule)
+    return place_shown(session, opened.graph, schedule) if is_placed else None
 
 
 def _measured(session: Session, source: str, result: Result, request: Request) -> MeasuredStep:

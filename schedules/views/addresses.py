@@ -85,7 +85,7 @@ def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addre
         )
         for i in shown.tolist()
     )  # fmt: skip
-    merged = _merged(buffers, low, layout.arena_bytes, is_small)
+    merged = _over_small(buffers, low, layout.arena_bytes, is_small)
     return Addresses(layout, buffers, boxes, merged, int(is_small.sum()))
 
 
@@ -97,7 +97,7 @@ def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
     ]
 
 
-def _merged(
+def _over_small(
     buffers: Buffers, low: Ints, arena_bytes: int, is_small: NDArray[np.bool_]
 ) -> tuple[Merged, ...]:
     """Rectangles over the small buffers, on the finest grid on which they are few enough."""
