@@ -25,7 +25,7 @@ def sum_of_class_weights(weight: Tensor, target: Tensor, ignore_index: int) -> T
     return weight.gather(0, target.masked_select(target != ignore_index)).sum()
 
 
-@torch.library.register_fake("remat::sum_of_class_weights", lib=_library)
+@torch.library.impl(_library, "sum_of_class_weights", "Meta")
 def _of_no_dimension(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return weight.new_empty(())
 
@@ -35,7 +35,7 @@ def make_class_weights_exact(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=aten.sum.default):
         found = _summed_weights(node)
         if found is not None:
-            between = list(_between(node))
+            between = list(_up_to_targets(node))
             node.target, node.args = torch.ops.remat.sum_of_class_weights.default, found
             for one in between:
                 if not one.users:
@@ -61,7 +61,7 @@ def _summed_weights(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     return facts if is_filled and facts[1].meta["val"].dim() == 1 else None
 
 
-def _between(node: fx.Node) -> tuple[Any, ...]:
+def _up_to_targets(node: fx.Node) -> tuple[Any, ...]:
     """The nodes from the targets to their sum, the last first."""
     counted: Any = node.args[0]
     picked = counted.args[0]

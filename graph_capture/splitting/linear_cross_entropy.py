@@ -65,7 +65,7 @@ def _opened(given: tuple[Any, ...]) -> tuple[HeadLoss, OfLoss, Tensor, Tensor]:
 @torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
 def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
-    return _forward(HeadLoss(*given), None)
+    return _losses(HeadLoss(*given), None)
 
 
 @torch.library.impl(_library, "linear_cross_entropy_smoothed", "CompositeExplicitAutograd")
@@ -76,10 +76,10 @@ def linear_cross_entropy_smoothed(*given: Any) -> tuple[Tensor, Tensor, Tensor, 
     """
     one = HeadLoss(*given)
     row_sums = torch.empty(len(one.target), dtype=one.dtype, device=one.x.device)
-    return *_forward(one, row_sums), row_sums
+    return *_losses(one, row_sums), row_sums
 
 
-def _forward(one: HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _losses(one: HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     target = one.target
     picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)

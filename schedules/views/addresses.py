@@ -104,11 +104,12 @@ def _over_small(
     if not is_small.any():
         return ()
     rows, columns = ROWS, min(COLUMNS, buffers.n_times)
-    start, end, low = buffers.start[is_small], buffers.end[is_small], low[is_small]
-    high = low + buffers.size_bytes[is_small]
+    top = low + buffers.size_bytes
+    edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
     while True:
         x, y = columns / buffers.n_times, rows / arena_bytes
-        found = _rectangles(_covered(start * x, end * x, low * y, high * y, rows, columns))
+        on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
+        found = _rectangles(_covered(*on_grid, rows=rows, columns=columns))
         if len(found) <= MOST_MERGED:
             return tuple(Merged(a / x, b / x, c / y, d / y) for a, b, c, d in found)
         rows, columns = max(rows // 2, 1), max(columns // 2, 1)
@@ -118,7 +119,7 @@ Corners = NDArray[np.float64]
 
 
 def _covered(
-    start: Corners, end: Corners, low: Corners, high: Corners, rows: int, columns: int
+    start: Corners, end: Corners, low: Corners, high: Corners, *, rows: int, columns: int
 ) -> NDArray[np.bool_]:
     """The cells that rectangles touch, rows by columns."""
     x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
