@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from remat.formats import bytes_text, percent_text
+from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.buffers import buffers_of
-from remat.schedules.layout import Layout, alignment_on
+from remat.schedules.layout import Layout, alignment_on, check_layout
 from remat.schedules.schedule import Schedule
 from remat.solver.layout.placing import place as place_buffers
 
@@ -36,6 +37,19 @@ def place(
     if alignment_bytes is None:
         alignment_bytes = alignment_on(graph.device)
     return place_buffers(buffers, alignment_bytes=alignment_bytes)
+
+
+def check_kept_layout(layout: Layout, graph: TrainingGraph, schedule: Schedule, name: str) -> None:
+    """Hold a layout from a file to the buffers of `schedule`.
+
+    Raises
+    ------
+    LayoutError : it is one of another plan, or was edited; the message names the file.
+    """
+    try:
+        check_layout(buffers_of(graph, schedule), layout)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:

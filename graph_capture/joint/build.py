@@ -30,6 +30,7 @@ from remat.graph_capture.joint.batch_norm import (
     makes_statistics,
     run_by_kernels_of_eager,
 )
+from remat.graph_capture.joint.class_weights import make_class_weights_exact
 from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
 from remat.graph_capture.joint.eager_memory import held_until
@@ -336,6 +337,7 @@ def build_joint(
     CaptureError : the graph mutates a tensor, or uses one whose gradient would be lost.
     """
     make_dropout_exact(gm)
+    make_class_weights_exact(gm)
     run_by_kernels_of_eager(gm)
     handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
     lay_out_gradients(

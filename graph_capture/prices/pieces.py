@@ -9,8 +9,9 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
+from remat.graph_capture.splitting.head_gradients import cuts_classes_out_of_rows
 from remat.graph_capture.splitting.heads import Head
-from remat.graph_capture.splitting.linear_cross_entropy import FORWARD
+from remat.graph_capture.splitting.linear_cross_entropy import FORWARD, SMOOTHED, WEIGHT
 from remat.graph_capture.splitting.regions import COUNTS, Found
 
 PricedPieces = Callable[[Found], tuple[Mapping[str, Op], Sequence[Value]]]
@@ -95,8 +96,8 @@ def modelled(
         ours = {
             node.name: msgspec.structs.replace(
                 ops[node.name],
-                cost_us=_cost_us(_captured_ops(head, node), costs, more_us),
-                workspace_bytes=rounded(_workspace_bytes(head, found.pieces)),
+                cost_us=_cost_us(_captured_ops(head, node, found.pieces), costs, more_us),
+                workspace_bytes=rounded(_workspace_bytes(head, node, found.pieces)),
                 price="modelled",
             )
             for head, node in found.by_node()
@@ -115,22 +116,34 @@ def _cost_us(nodes: Sequence[fx.Node], costs: Mapping[str, float], more_us: floa
     return sum(costs[node.name] for node in ran) + more_us * len(ran)
 
 
-def _captured_ops(head: Head, node: fx.Node) -> list[fx.Node]:
-    """The nodes whose work an op of ours does: backward makes the logits again."""
-    if node.target is FORWARD:
+def _captured_ops(head: Head, node: fx.Node, pieces: int) -> list[fx.Node]:
+    """The nodes whose work an op of ours does: backward makes the logits again.
+
+    Where blocks of classes are cut out of rows, it makes them again for each.
+    """
+    if node.target in (FORWARD, SMOOTHED):
         return head.forward
     ends = (head.of_x, head.of_weight, head.of_bias)
     made = {node.name, *(user.name for user in node.users)}
     own = [one for one in ends if one is not None and one.name in made]
+    logits = [one for one in head.forward if one is not head.loss]
     shared = [one for one in head.backward if one not in ends]
-    return [*(one for one in head.forward if one is not head.loss), *shared, *own]
+    return [*(logits + shared) * (pieces if _is_cut_out_of_rows(head, node) else 1), *own]
 
 
-def _workspace_bytes(head: Head, pieces: int) -> int:
+def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
+    dtype = head.softmax.meta["val"].dtype
+    return node.target is WEIGHT and cuts_classes_out_of_rows(dtype, head.smoothing)
+
+
+def _workspace_bytes(head: Head, node: fx.Node, pieces: int) -> int:
     """The most bytes that one piece has live: three blocks in the dtype of the loss.
 
     They are, in backward, the logarithms of the probabilities, their gradient and that of the
-    logits; in forward it is less.
+    logits; in forward it is less. A block of classes that is cut out of rows is one more.
     """
-    value = head.softmax.meta["val"]
-    return 3 * (-(-value.numel() // pieces)) * value.element_size()
+    value, of_x = head.softmax.meta["val"], head.product.meta["val"]
+    blocks_bytes = 3 * (-(-value.numel() // pieces)) * value.element_size()
+    if not _is_cut_out_of_rows(head, node):
+        return blocks_bytes
+    return blocks_bytes + -(-of_x.numel() // pieces) * of_x.element_size()

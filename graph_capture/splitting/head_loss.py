@@ -83,6 +83,10 @@ class HeadLoss:
             logits = logits.index_select(0, chosen)
         return logits.to(self.dtype)
 
+    def weighted(self, of_rows: Tensor) -> Tensor:
+        """Numbers of rows by classes, or of rows alone, times the weights of classes if any."""
+        return of_rows if self.class_weight is None else of_rows * self.class_weight.view(1, -1)
+
     def whole_rows(self, gradient: Tensor, a: int, b: int, chosen: Tensor | None) -> Tensor:
         """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype.
 

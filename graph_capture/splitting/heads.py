@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.splitting.smoothing import SHAPES, Smoothing, find_smoothing, identity_of
 
 aten = torch.ops.aten
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
-_SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
-_BACK = (*_SHAPES, *_COPIES, aten.slice_backward.default)
+_BACK = (*SHAPES, *_COPIES, aten.slice_backward.default)
 
 
 class NoHeadError(Exception):
@@ -37,6 +37,7 @@ class Head:
     x, weight, bias : what that reads; weight is (classes, d). loss : `nll_loss_forward`.
     grid, start, stop : the logits' rows that the loss takes; empty for all.
     gradient : what backward hands to the loss.
+    smoothing : of labels, if any.
     of_x, of_weight, of_bias : nodes that make the gradients, None where nobody needs one.
     forward, backward : nodes that only serve these, each before those that read it.
     """
@@ -52,6 +53,7 @@ class Head:
     stop: list[int] = field(default_factory=list[int])
     gradient: fx.Node | None = None
     total_weight: fx.Node | None = None
+    smoothing: Smoothing | None = None
     of_x: fx.Node | None = None
     of_weight: fx.Node | None = None
     of_bias: fx.Node | None = None
@@ -99,7 +101,7 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
         above = node.args[0]
         if not isinstance(above, fx.Node) or above.op != "call_function":
             raise NoHeadError(f"{node.name} reads what no linear layer has made")
-        known = (*_PRODUCTS, *_SHAPES, *_COPIES, aten.slice.Tensor)
+        known = (*_PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor)
         if above.target not in known:
             raise NoHeadError(f"its logits go through {above.target} ({above.name})")
         others = [user for user in above.users if user is not node]
@@ -176,18 +178,24 @@ def _find_backward(head: Head) -> None:
     of_softmax = _only(
         [u for u in readers if u.target is aten._log_softmax_backward_data.default], head.softmax
     )
-    others = [user for user in readers if user not in (of_loss, of_softmax)]
+    smoothing = find_smoothing(readers, of_softmax, of_loss, head.loss.args[2])
+    known = (of_loss, of_softmax, *(smoothing.forward if smoothing else ()))
+    others = [user for user in readers if user not in known]
     if others:
         raise NoHeadError(
-            f"the logarithms of its probabilities are read by {others[0].name} as well, as label "
-            "smoothing does"
+            f"the logarithms of its probabilities are read by {others[0].name} as well"
         )
-    if list(map(_identity, head.loss.args[1:5])) != list(map(_identity, of_loss.args[2:6])):
+    if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
         raise NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
-    if of_softmax.args[0] is not of_loss or list(of_loss.users) != [of_softmax]:
+    reader = smoothing.total if smoothing else of_softmax
+    if of_loss not in reader.args or list(of_loss.users) != [reader]:
         raise NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
-    down = [of_loss, of_softmax, *_down(of_softmax)]
+    if smoothing:
+        head.smoothing = smoothing
+        head.forward += smoothing.forward
+    parts = smoothing.backward if smoothing else ()
+    down = [of_loss, *parts, of_softmax, *_down(of_softmax)]
     of_logits = down[-1]
     head.backward = down
     for user in of_logits.users:
@@ -196,13 +204,6 @@ def _find_backward(head: Head) -> None:
         raise NoHeadError("nothing that its linear layer reads is trained")
     if head.of_bias is not None and head.of_weight is None:
         raise NoHeadError("its bias is trained and its weight is not")
-
-
-def _identity(argument: Any) -> Any:
-    """A node by its name, a constant by that of its tensor, which several nodes may read."""
-    if not isinstance(argument, fx.Node):
-        return argument
-    return str(argument.target) if argument.op == "get_attr" else argument.name
 
 
 def _down(node: fx.Node) -> Iterator[fx.Node]:

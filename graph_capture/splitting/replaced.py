@@ -18,6 +18,7 @@ from remat.graph_capture.splitting.linear_cross_entropy import (
     FORWARD,
     INPUT,
     INPUT_AND_WEIGHT,
+    SMOOTHED,
     WEIGHT,
 )
 
@@ -51,8 +52,8 @@ def replace_head(head: Head, pieces: int, is_exact: bool) -> list[fx.Node]:
     )  # fmt: skip
     made = [_forward(head, (*read, *facts))]
     saved = [_picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in SAVED.items()]
-    total = head.total_weight
-    backward = (head.gradient, *read, total, *saved, *facts)
+    row_term = head.smoothing.row_term if head.smoothing else None
+    backward = (head.gradient, *read, head.total_weight, *saved, row_term, *facts)
     for op, name, gradients in _backward_ops(head, is_exact):
         made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
     graph = head.loss.graph
@@ -85,15 +86,18 @@ def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, Gradients]
 def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
     graph, results = head.loss.graph, loss_results(head.loss)
     with graph.inserting_before(head.loss):
-        node = graph.create_node(
-            "call_function", FORWARD, args, {}, f"{head.softmax.name}_in_pieces"
-        )
+        op = SMOOTHED if head.smoothing else FORWARD
+        node = graph.create_node("call_function", op, args, {}, f"{head.softmax.name}_in_pieces")
     loss, total = head.loss.meta["val"]
     log_p: Tensor = head.softmax.meta["val"]
     with log_p.fake_mode:  # pyright: ignore
         a_row = [torch.empty(len(log_p), 1, dtype=log_p.dtype, device=log_p.device) for _ in SAVED]
     # Results of the loss that nobody picks have no storage of their own in the trace.
-    node.meta = {**head.product.meta, "val": (loss, total, *a_row)}
+    values = [loss, total, *a_row]
+    if head.smoothing:
+        results[len(values)] = head.smoothing.row_sum
+        values.append(head.smoothing.row_sum.meta["val"])
+    node.meta = {**head.product.meta, "val": tuple(values)}
     for i, old in results.items():
         _take_place(old, _picked(node, i, old.name, before=head.loss))
     if head.total_weight in results.values():
@@ -115,9 +119,12 @@ def _backward(
         _take_place(wanted[0], node)
         return node
     node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
+    last = node
     for i, old in enumerate(gradients):
         if old is not None:
-            _take_place(old, _picked(node, i, old.name, before=first))
+            # One of `gradients` is `first`, and goes as its place is taken.
+            last = _picked(node, i, old.name, before=last.next)
+            _take_place(old, last)
     return node
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.splitting.heads import Head
 from remat.graph_capture.splitting.regions import Found
+from remat.graph_capture.splitting.smoothing import identity_of
 
 aten = torch.ops.aten
 IGNORED_PART = 0.1
@@ -75,19 +76,27 @@ def _are_same_bits(head: Head, nodes: Sequence[fx.Node]) -> bool:
 def _made_inputs(head: Head) -> dict[fx.Node, Tensor]:
     """Random data for what the head reads. The user's random stream stays where it is."""
     target: Any = head.loss.args[1]
-    of_forward, of_backward = head.loss.args[2], head.backward[0].args[3]
     at: Tensor = target.meta["val"]
     with torch.random.fork_rng([at.device] if at.is_cuda else []):
         torch.manual_seed(0)
-        read = (head.x, head.weight, head.bias, head.gradient)
+        row_term = head.smoothing.row_term if head.smoothing else None
+        read = (head.x, head.weight, head.bias, head.gradient, row_term)
         made = {node: _normal(node) for node in read if node is not None}
         chosen = torch.randint(head.weight.meta["val"].shape[0], at.shape, device=at.device)
         is_ignored = torch.rand(at.shape, device=at.device) < IGNORED_PART
         made[target] = chosen.masked_fill_(is_ignored, cast("int", head.loss.args[4]))
-        if isinstance(of_forward, fx.Node) and isinstance(of_backward, fx.Node):
-            # Forward and backward read the same constant by nodes of their own.
-            made[of_forward] = made[of_backward] = _normal(of_forward).abs()
+        class_weight = head.loss.args[2]
+        if isinstance(class_weight, fx.Node):
+            # Several nodes of the head read the same constant by nodes of their own.
+            same = [class_weight, *_constants_alike(head, class_weight)]
+            made |= dict.fromkeys(same, _normal(class_weight).abs())
     return made
+
+
+def _constants_alike(head: Head, constant: fx.Node) -> list[fx.Node]:
+    """Nodes that the head reads and that stand for the same tensor."""
+    read = (one for node in (*head.forward, *head.backward) for one in node.all_input_nodes)
+    return [one for one in read if identity_of(one) == identity_of(constant)]
 
 
 def _normal(node: fx.Node) -> Tensor:
@@ -112,7 +121,8 @@ def _run_captured(
     order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
     for node in sorted(nodes, key=order.__getitem__):
         value(node)
-    ends = [head.of_x, head.of_weight, head.of_bias, *head.loss.users]
+    row_sum = head.smoothing.row_sum if head.smoothing else None
+    ends = [head.of_x, head.of_weight, head.of_bias, row_sum, *head.loss.users]
     return {node.name: results[node] for node in ends if node is not None}
 
 

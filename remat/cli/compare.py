@@ -36,6 +36,7 @@ def compare_verb(
     budgets: BudgetList = "",
     budget: list[str] = [],  # noqa: B006 typer copies it
     solver: list[str] = list(DEFAULT_SOLVERS),  # noqa: B006
+    place: options.Place = False,
 ) -> None:
     """Set solvers and rules side by side at several budgets, and a kept plan among them."""
     wanted = asked_budgets(budgets, budget, BUDGETS)
@@ -46,7 +47,7 @@ def compare_verb(
         found = compare(
             opened.graph, wanted, solver, plan=opened.result, time_limit_s=request.time_limit_s,
             progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            keep=request.keep, recompute=request.recompute, order=request.order, place=place,
         )  # fmt: skip
     if session.as_json:
         session.emit(found.as_json())

@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import note_unproved, opened_feasible
+from remat.cli.outcome import (
+    note_unproved,
+    opened_feasible,
+    place_shown,
+    said_layout,
+    show_layout,
+)
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.job import json_report, pipeline
@@ -28,6 +34,7 @@ DOING = {
     "price": "pricing memory",
     "least": "looking for the least budget",
     "rules": "trying simple rules",
+    "levers": "solving with a lever off",
     "greedy": "comparing cut with greedy solvers",
 }
 
@@ -40,6 +47,7 @@ def explain_verb(
     plan: options.PlanOption = None,
     why: WhyOf = [],  # noqa: B006 typer copies it
     each_limit: EachLimit = EACH_S,
+    place: options.Place = False,
 ) -> None:
     """Say who holds the peak, what memory is worth, what was forced, and if a rule would do."""
     opened = opened_feasible(session, source, request, plan)
@@ -47,10 +55,14 @@ def explain_verb(
     found = None if is_interrupted() else _asked_of(session, opened, why, each_limit)
     if found is None:
         _show_plan(session, opened)
-    elif session.as_json:
-        session.emit(found.as_json())
     else:
-        session.out.print(explanation_screen(found))
+        schedule = opened.schedule
+        placed = place_shown(session, opened.graph, schedule) if place and schedule else None
+        if session.as_json:
+            session.emit(found.as_json() | said_layout(placed))
+        else:
+            session.out.print(explanation_screen(found))
+            show_layout(session, placed)
 
 
 def _asked_of(

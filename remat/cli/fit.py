@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import keep_result
+from remat.cli.outcome import keep_layout, keep_result, said_layout, show_layout
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.graph_capture.errors import BudgetError
@@ -48,6 +48,7 @@ def fit_verb(
     most: Most = MOST,
     check: RunIt = None,
     output: options.Output = None,
+    layout: options.LayoutFile = None,
 ) -> None:
     """Find the largest size whose plan fits; it and the next are captured and solved."""
     search = FitSearch(
@@ -55,12 +56,16 @@ def fit_verb(
         session.stopwatch, request.time_limit_s,
     )  # fmt: skip
     found = search.run(request.budget, asked_sizes(sizes, step), check)
+    placed = None
     if search.best is not None:
-        keep_result(session, output, *search.best[1:])
+        _, of, result = search.best
+        keep_result(session, output, of, result)
+        placed = keep_layout(session, layout, of.graph, result)
     if session.as_json:
-        session.emit(found.as_json())
+        session.emit(found.as_json() | said_layout(placed))
     else:
         session.out.print(fit_screen(found))
+        show_layout(session, placed)
     if found.answer is None:
         raise SystemExit(INFEASIBLE)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import opened_feasible
+from remat.cli.outcome import keep_layout, opened_feasible, said_layout, show_layout
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.job.request import Request
@@ -32,11 +32,14 @@ def inspect_verb(
     at_peak: AtPeak = False,
     only: Only = [],  # noqa: B006 typer copies it
     top: options.Top = 20,
+    layout: options.LayoutFile = None,
 ) -> None:
     """Show what is kept, recomputed and freed: sizes, places and prices, equal layers folded."""
     opened = opened_feasible(session, source, request, plan)
     found = inspect(opened.graph, opened.result, by=by, only=only, at_peak=at_peak)
+    placed = keep_layout(session, layout, opened.graph, opened.solved) if layout else None
     if session.as_json:
-        session.emit(found.as_json())
+        session.emit(found.as_json() | said_layout(placed))
     else:
         session.out.print(inspection_screen(found, top, session.out.width))
+        show_layout(session, placed)

@@ -36,5 +36,14 @@ LayoutFile = Annotated[
     Path | None,
     typer.Option("--layout", help="place the plan's buffers in one arena; keep their offsets here"),
 ]
+Place = Annotated[
+    bool, typer.Option("--place", help="also place buffers in one arena, and show what it takes")
+]
+KeptLayout = Annotated[
+    Path | None,
+    typer.Option(
+        "--layout", metavar="FILE", help="offsets kept by --layout of run, solve, fit or inspect"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]

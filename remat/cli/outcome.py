@@ -16,6 +16,7 @@ from remat.placed import arena_text, layout_json, place
 from remat.questions.sweep import price_json, price_text
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
+from remat.schedules.schedule import Schedule
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.interrupts import is_interrupted
@@ -62,10 +63,15 @@ def keep_layout(
     """Place the buffers of a plan and write their offsets; None where nothing is asked or fits."""
     if path is None or result.schedule is None or is_interrupted():
         return None
-    with session.stopwatch.stage("place", "placing buffers"):
-        layout = place(graph, result.schedule)
+    layout = place_shown(session, graph, result.schedule)
     session.save(path, layout.to_json(), "layout")
     return layout
+
+
+def place_shown(session: Session, graph: TrainingGraph, schedule: Schedule) -> Layout:
+    """Place the buffers of a plan, showing that it takes its time."""
+    with session.stopwatch.stage("place", "placing buffers"):
+        return place(graph, schedule)
 
 
 def said_layout(layout: Layout | None) -> dict[str, Any]:

@@ -10,19 +10,21 @@ import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import opened_feasible
+from remat.cli.outcome import opened_feasible, place_shown, said_layout
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.errors import DeviceError, FileError
+from remat.graph_capture.errors import DeviceError, FileError, LayoutError
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.job.kept_plans import PLAN_FILES
 from remat.job.opened import Opened, load_shown
 from remat.job.pipeline import trace_loaded
 from remat.job.request import Request
+from remat.placed import check_kept_layout
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
+from remat.schedules.layout import Layout
 from remat.schedules.report.facts import MeasuredStep
 from remat.solver.result import Result
 
@@ -60,6 +62,8 @@ def report_verb(
     plan: options.PlanOption = None,
     front: FrontFile = None,
     measure: Measure = False,
+    kept_layout: options.KeptLayout = None,
+    place: options.Place = False,
 ) -> None:
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     from remat.questions.report import fronts_in, page_facts
@@ -68,17 +72,22 @@ def report_verb(
 
     if measure:
         require_model(source, request)
+    if kept_layout and place:
+        raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
     known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
     solved = opened.solved
+    layout = _layout(session, opened, kept_layout, place)
     step = _measured(session, source, solved, request) if measure else None
     with session.stopwatch.stage("report", "writing the report"):
-        facts = page_facts(opened.graph, solved, known, step, front.name if front else "")
+        stated_by = front.name if front else ""
+        facts = page_facts(opened.graph, solved, known, step, stated_by, layout)
         page = page_data(facts)
         _write(session, output, render(facts, page).encode(), "report")
     if session.as_json:
         summary = msgspec.to_builtins(page.summary)
-        session.emit({"report": str(output), "summary": summary, "note": facts.note})
+        said = {"report": str(output), "summary": summary, "note": facts.note}
+        session.emit(said | said_layout(layout))
 
 
 @verb()
@@ -142,6 +151,22 @@ def require_model(source: str, request: Request) -> None:
         )
     if request.device != CPU or not request.is_run_here:
         raise DeviceError("--measure runs a step on this CPU: leave out --device and --shard")
+
+
+def _layout(session: Session, opened: Opened, kept: Path | None, is_placed: bool) -> Layout | None:
+    """The layout to draw, from a file or made now; None where neither is asked for.
+
+    Raises
+    ------
+    LayoutError : the file holds none, or one of another plan.
+    """
+    schedule = opened.solved.schedule
+    assert schedule is not None
+    if kept is not None:
+        layout = Layout.from_json(read_contents(kept), str(kept))
+        check_kept_layout(layout, opened.graph, schedule, str(kept))
+        return layout
+    return place_shown(session, opened.graph, schedule) if is_placed else None
 
 
 def _measured(session: Session, source: str, result: Result, request: Request) -> MeasuredStep:

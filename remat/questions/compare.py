@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 from remat.budgets import parse_budget, unmodified
+from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.placed import place as place_buffers
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
 from remat.questions.sweep import Budgets, in_bytes
 from remat.questions.sweep import sweep as sweep_graph
+from remat.schedules.as_planned import whole
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import INTERRUPTED, Result
 
+Arena = Callable[[Result], int]
 DEFAULT_BUDGETS = ("80%", "60%", "45%")
 DEFAULT_SOLVERS = (
     "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
@@ -33,6 +37,7 @@ def compare(
     plan: Result | None = None,
     time_limit_s: float = 60.0,
     progress: Callable[[str, int, int], None] | None = None,
+    place: bool = False,
     **options: Any,
 ) -> Comparison:
     """Solve at each budget with each solver.
@@ -43,6 +48,7 @@ def compare(
     plan : a result to set beside them; its budget is one of those compared.
     time_limit_s : for all budgets of one solver together, in seconds.
     progress : called with a solver's name, how many are done, and of how many.
+    place : also place the buffers of each plan in one arena (`remat.place`).
     **options : `keep`, `recompute` and `order`, as of `remat.solve`.
 
     Raises
@@ -63,9 +69,10 @@ def compare(
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     bounding = plan if options.get("order", "fixed") == "fixed" else None
     bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
-    rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds)]
-    rows += [_at_hand(THIS_PLAN, plan, bounds)] if plan is not None else []
-    rows += [_compared(name, front, bounds) for name, front in fronts.items()]
+    arena, of_eager = _arenas(graph, place), _arenas(as_eager(whole(graph)), place)
+    rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds, of_eager)]
+    rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
+    rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
     return Comparison(
         model=graph.name,
         device=graph.device,
@@ -76,6 +83,17 @@ def compare(
         bounds=bounds,
         rows=tuple(rows),
     )
+
+
+def _arenas(graph: TrainingGraph, is_placed: bool) -> Arena:
+    """Bytes of the arena of a plan of `graph`; 0 where nothing is placed."""
+
+    def arena_bytes(result: Result) -> int:
+        if not is_placed or result.schedule is None:
+            return 0
+        return place_buffers(graph, result.schedule).arena_bytes
+
+    return arena_bytes
 
 
 def _budgets(
@@ -143,18 +161,25 @@ def _result_at(front: Front | SolverError, budget_bytes: int) -> Result | None:
     return next(point.result for point in front.points if point.budget_bytes == budget_bytes)
 
 
-def _compared(name: str, front: Front | SolverError, bounds: tuple[Bound, ...]) -> Compared:
+def _compared(
+    name: str, front: Front | SolverError, bounds: tuple[Bound, ...], arena: Arena
+) -> Compared:
     if isinstance(front, SolverError):
         return Compared(name, (), 0.0, str(front))
     results = {point.budget_bytes: point.result for point in front.points}
-    cells = tuple(_solved_cell(results[bound.budget_bytes], bound) for bound in bounds)
+    cells = tuple(
+        _solved_cell(result, bound, arena(result))
+        for bound in bounds
+        for result in (results[bound.budget_bytes],)
+    )
     return Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
-def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
+def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...], arena: Arena) -> Compared:
     """The row of a schedule at hand: it fits each budget that its peak is within."""
+    arena_bytes = arena(result)
     cells = [
-        _solved_cell(result, bound)
+        _solved_cell(result, bound, arena_bytes)
         if result.peak_bytes <= bound.budget_bytes
         else Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
         for bound in bounds
@@ -162,7 +187,7 @@ def _at_hand(name: str, result: Result, bounds: tuple[Bound, ...]) -> Compared:
     return Compared(name, tuple(cells), 0.0)
 
 
-def _solved_cell(result: Result, bound: Bound) -> Cell:
+def _solved_cell(result: Result, bound: Bound, arena_bytes: int) -> Cell:
     fits = result.schedule is not None
     over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
     return Cell(
@@ -174,4 +199,5 @@ def _solved_cell(result: Result, bound: Bound) -> Cell:
         overhead=result.overhead,
         over_bound=max(over, 0.0),
         wall_s=result.wall_s,
+        arena_bytes=arena_bytes,
     )

@@ -23,7 +23,8 @@ CELL_COLUMNS = 13
 class Cell(msgspec.Struct, frozen=True):
     """One solver at one budget; figures are 0 where it found nothing that fits.
 
-    `over_bound` is the time over the best bound at that budget, minus one.
+    `over_bound` is the time over the best bound at that budget, minus one. `arena_bytes` is what
+    its buffers take in one arena beside what is resident, 0 where they were not placed.
     """
 
     budget_bytes: int
@@ -34,6 +35,7 @@ class Cell(msgspec.Struct, frozen=True):
     overhead: float
     over_bound: float
     wall_s: float
+    arena_bytes: int = 0
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -99,7 +101,7 @@ def comparison_screen(found: Comparison, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [_compared_line(found)]
     count = len(found.bounds)
     for first in range(0, count, most):
-        parts += [Text(), _overheads_table(found, range(first, min(first + most, count)))]
+        parts += [Text(), _table(found, range(first, min(first + most, count)))]
     refused = [row for row in found.rows if row.refused]
     parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
     parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
@@ -114,7 +116,8 @@ def _compared_line(found: Comparison) -> Text:
     )
 
 
-def _overheads_table(found: Comparison, columns: range) -> Table:
+def _table(found: Comparison, columns: range) -> Table:
+    """Overheads, and arenas below them where buffers were placed."""
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         table.add_row("", *(_asked(found.asked[i]) for i in columns))
@@ -123,12 +126,18 @@ def _overheads_table(found: Comparison, columns: range) -> Table:
         if not row.refused:
             cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
             table.add_row(row.solver, *cells)
+            if any(row.cells[i].arena_bytes for i in columns):
+                table.add_row("  arena", *(_arena_text(row.cells[i]) for i in columns))
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
 
 
 def _asked(text: str) -> Text:
     return Text("" if text == THIS_PLAN else text, style="dim")
+
+
+def _arena_text(cell: Cell) -> Text:
+    return Text(bytes_text(cell.arena_bytes) if cell.arena_bytes else "", style="dim")
 
 
 def _overhead_text(cell: Cell, is_best: bool) -> str:

@@ -13,6 +13,7 @@ from remat.budgets import unmodified
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
+from remat.levers.worth import Lever, levers_of
 from remat.questions.against_greedy import against_greedy
 from remat.questions.explanation import Explanation
 from remat.questions.least_budget import least_budget
@@ -22,6 +23,7 @@ from remat.questions.solved_options import asked_again, planned
 from remat.questions.why import why
 from remat.schedules.verdicts.forced import forced
 from remat.schedules.verdicts.peak_holders import peak_holders
+from remat.solver import solve
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.clock import Clock
 from remat.solver.interrupts import is_interrupted, one_job
@@ -60,7 +62,8 @@ def explain(
 ) -> Explanation:
     """Why a plan is as it is: who holds its peak, the least budget, what memory is worth.
 
-    Also what left no choice, whether a simple rule would do, and how greedy solvers compare.
+    Also what each lever brings, what left no choice, whether a simple rule would do, and how
+    greedy solvers compare.
 
     Parameters
     ----------
@@ -95,6 +98,7 @@ def _explained(
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
     least = parts.timed("least", lambda: least_budget(graph, asked, each_s))
     rules = parts.timed("rules", lambda: simple_rules(graph, result))
+    levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
     greedy = parts.timed(
         "greedy", lambda: against_greedy(graph, result.budget_bytes, each_s=each_s)
     )
@@ -121,4 +125,16 @@ def _explained(
         why=answers,
         seconds=parts.seconds,
         pieces=pieces_of(graph, schedule),
+        levers=levers,
     )
+
+
+def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[Lever, ...]:
+    """What each lever brings, and what its solver finds without pieces or updates at once."""
+    schedule = planned(result)
+    asked = asked_again(schedule)
+
+    def solve_without(off: TrainingGraph) -> Result:
+        return solve(off, result.budget_bytes, time_limit_s=each_s, **asked)
+
+    return levers_of(graph, schedule, solve_without)

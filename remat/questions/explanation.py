@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_text, percent_text
+from remat.levers.worth import Lever
 from remat.questions.against_greedy import AgainstGreedy
 from remat.questions.least_budget import LeastBudget
 from remat.questions.paragraphs import (
@@ -45,7 +46,7 @@ class Explanation(msgspec.Struct, frozen=True):
         or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
     rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
     why : answers to what was asked about single values. seconds : of each part.
-    pieces : what runs in pieces.
+    pieces : what runs in pieces. levers : what each lever brings.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Explanation(msgspec.Struct, frozen=True):
     why: tuple[Why, ...]
     seconds: dict[str, float]
     pieces: tuple[InPieces, ...] = ()
+    levers: tuple[Lever, ...] = ()
 
     @property
     def is_whole_gib(self) -> bool:
@@ -142,6 +144,8 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     yield "memory", price_said(found.price, is_whole_gib=found.is_whole_gib)
     for one in found.pieces:
         yield "pieces", str(one)
+    for i, one in enumerate(found.levers):
+        yield "levers" if i == 0 else "", str(one)
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", forced_text(one)
     if not found.forced:

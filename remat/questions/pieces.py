@@ -31,10 +31,15 @@ class InPieces(msgspec.Struct, frozen=True):
     pieces_bytes: int
     extra: float
 
+    @property
+    def name(self) -> str:
+        """``head and its loss in 8 pieces``."""
+        return f"{self.module or self.region} and its loss in {self.pieces} pieces"
+
     def __str__(self) -> str:
         bits = "to eager's bits" if self.exact else "with sums in another order"
         return (
-            f"{self.module or self.region} and its loss in {self.pieces} pieces, {bits}: "
+            f"{self.name}, {bits}: "
             f"{bytes_text(self.pieces_bytes)} in place of {bytes_text(self.whole_bytes)}, for "
             f"{percent_text(self.extra)} of the step"
         )

@@ -14,6 +14,7 @@ from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.tables import prices_text
 from remat.schedules.as_planned import as_planned
+from remat.schedules.layout import Layout
 from remat.schedules.report.data import page_data
 from remat.schedules.report.facts import Alternative, Facts, MeasuredStep
 from remat.schedules.report.page import render
@@ -34,6 +35,7 @@ def report(
     *,
     fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None,
+    layout: Layout | None = None,
 ) -> str:
     """The page of a result, as HTML; written to `path` if one is given.
 
@@ -41,13 +43,15 @@ def report(
     ----------
     graph : that was solved. fronts : of `remat.sweep`, to draw beside the plan.
     measured : a real step, to draw over the predicted one.
+    layout : of `remat.place`, to draw addresses against time.
 
     Raises
     ------
     ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
+    LayoutError : the layout is of another plan, or invalid.
     FileError : the file cannot be written; an old one is as it was.
     """
-    facts = page_facts(graph, result, fronts, measured)
+    facts = page_facts(graph, result, fronts, measured, layout=layout)
     page = render(facts, page_data(facts))
     if path is not None:
         write_contents(path, page.encode())
@@ -77,6 +81,7 @@ def page_facts(
     fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None,
     stated_by: str = "",
+    layout: Layout | None = None,
 ) -> Facts:
     """What the page says of a result; `stated_by` names the file that `fronts` are from, if any."""
     if result.schedule is None:
@@ -101,6 +106,7 @@ def page_facts(
         prices=prices_text(graph),
         note=result.message,
         stated_by=stated_by,
+        layout=layout,
     )
 
 

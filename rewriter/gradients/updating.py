@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.gradients.optimizers import parameter_groups, require_known, step_alone
+from remat.rewriter.gradients.clipping import ClippingWatch
 
 _C: Any = torch._C
 
@@ -38,9 +39,12 @@ class Updates:
         self.paused = False
         self._handles: list[RemovableHandle] = []
         self._last_pass = -1
+        self._clipping = ClippingWatch(kind)
 
     def require_forward(self) -> None:
-        """Refuse a forward whose gradients wrappers are waiting for."""
+        """Refuse a forward whose gradients wrappers are waiting for; warn of one that clips."""
+        if not self.paused:
+            self._clipping.look()
         wrapper: Any = DistributedDataParallel
         if not self.paused and wrapper._active_ddp_module is not None:
             raise RewriteError(

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.buffers import BufferKind, Buffers, buffers_of
+from remat.schedules.as_planned import as_planned
+from remat.schedules.buffers import Buffers, buffers_of
 from remat.schedules.layout import Layout, check_layout
 from remat.schedules.plots.literal import literal
 from remat.schedules.plots.units import scale_of
 from remat.schedules.schedule import Schedule
+from remat.schedules.views.addresses import kinds_of_buffers
 from remat.schedules.views.palette import KINDS, ROLES
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     buffers = buffers_of(graph, schedule)
     check_layout(buffers, layout)
     scale, unit = scale_of(layout.arena_bytes)
-    kinds = np.array(_kinds(graph, buffers))
+    kinds = np.array(kinds_of_buffers(as_planned(graph, schedule), buffers))
     for kind, colour in KINDS.items():
         corners = _corners(buffers, layout, scale)[kinds == kind]
         if len(corners):
@@ -54,14 +56,6 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     ax.set_title(literal(graph.name))
     ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return ax
-
-
-def _kinds(graph: TrainingGraph, buffers: Buffers) -> list[str]:
-    """What the bytes of each buffer are for; workspaces are no values of the graph."""
-    return [
-        "workspace" if kind == BufferKind.WORKSPACE else graph.value_by_name[name].kind
-        for name, kind in zip(buffers.names, buffers.kind, strict=True)
-    ]
 
 
 def _corners(buffers: Buffers, layout: Layout, scale: float) -> np.ndarray[tuple[int, ...]]:

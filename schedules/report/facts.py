@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.layout import Layout
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.timeline import Floats, Ints
 
@@ -60,6 +61,7 @@ class Facts:
     measured : if the step was run. prices : where the prices come from, in words.
     note : what to say of the plan beyond its figures, such as that its bound is not proved here.
     stated_by : the file that states the bounds of `fronts`; empty where they were proved just now.
+    layout : where its buffers lie in one arena, to be drawn.
     """
 
     graph: TrainingGraph
@@ -76,6 +78,7 @@ class Facts:
     prices: str = ""
     note: str = ""
     stated_by: str = ""
+    layout: Layout | None = None
 
     @property
     def bound_name(self) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.formats import bytes_text, percent_text, time_text
+from remat.schedules.report.arena import arena_picture
 from remat.schedules.report.columns import Page, Summary
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
@@ -33,7 +34,12 @@ class Figure(NamedTuple):
 
 
 def render(facts: Facts, page: Page) -> str:
-    """The page of a plan, as HTML; `page` is its `page_data`."""
+    """The page of a plan, as HTML; `page` is its `page_data`.
+
+    Raises
+    ------
+    LayoutError : the layout to be drawn is of another step, or invalid.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -41,6 +47,7 @@ def render(facts: Facts, page: Page) -> str:
     return environment.from_string(_file("page.html")).render(
         facts=facts,
         page=page,
+        arena=arena_picture(facts),
         figures=figures(facts, page.summary),
         steps=steps(page.summary),
         tables=tables(facts, page.summary),

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remat.graph_capture.errors import LayoutError
+from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.schedules.buffers import Buffers
 from remat.schedules.layout import Layout, check_alignment, check_layout
 from remat.solver.layout.box_orders import box_orders
@@ -67,9 +69,10 @@ def place(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
 
     Raises
     ------
-    LayoutError : the alignment is no power of two.
+    LayoutError : the alignment is no power of two, or is too large for these buffers.
     """
     check_alignment(alignment_bytes)
+    _check_offsets_exist(buffers, alignment_bytes)
     boxes = Boxes.of(buffers, alignment_bytes)
     found = _place(boxes)
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
@@ -83,6 +86,18 @@ def place(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     )
     check_layout(buffers, layout)
     return layout
+
+
+def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
+    """Raise `LayoutError` where offsets of all buffers could not be told in 64 bits."""
+    total_bytes = sum(buffers.size_bytes.tolist())
+    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:
+        most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
+        raise LayoutError(
+            f"an alignment of {alignment_bytes} bytes is one that no offsets of {len(buffers)} "
+            f"buffers can keep below {MOST_BYTES}: take at most "
+            f"{1 << (most_bytes.bit_length() - 1)}, such as 64 for a CPU or 512 for CUDA"
+        )
 
 
 def _place(boxes: Boxes) -> Found:

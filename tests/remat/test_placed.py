@@ -60,3 +60,16 @@ def test_what_is_no_graph_or_no_schedule_is_named(graph: Any, schedule: Any, mes
         remat.place(graph, schedule)
     with pytest.raises(LayoutError, match="an alignment of '64' bytes is none"):
         remat.place(GRAPH, plan(), alignment_bytes="64")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("power", [55, 62, 64])
+def test_an_alignment_that_no_offsets_can_keep_is_refused_with_the_largest_that_they_can(
+    power: int,
+) -> None:
+    with pytest.raises(LayoutError, match=r"no offsets of \d+ buffers can keep") as found:
+        remat.place(GRAPH, plan(), alignment_bytes=1 << power)
+    most_bytes = int(str(found.value).split("take at most ")[1].split(",")[0])
+    layout = remat.place(GRAPH, plan(), alignment_bytes=most_bytes)
+    assert all(offset % most_bytes == 0 for offset in layout.offsets_bytes)
+    with pytest.raises(LayoutError, match="no offsets"):
+        remat.place(GRAPH, plan(), alignment_bytes=2 * most_bytes)

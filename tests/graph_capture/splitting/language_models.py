@@ -69,12 +69,21 @@ def each(logits: Tensor, target: Tensor) -> Tensor:
     return (losses * torch.arange(len(losses))).mean()
 
 
+def smoothed(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), target.flatten(), label_smoothing=0.1
+    )
+
+
 SPLIT: dict[str, tuple[Loss, dict[str, Any]]] = {
     "plain": (plain, {}),
     "with_bias": (plain, {"bias": True}),
     "shifted": (shifted, {"bias": True}),
     "summed": (summed, {}),
     "each_row": (each, {}),
+    "smoothed": (smoothed, {"bias": True}),
+    "bfloat16": (plain, {"dtype": torch.bfloat16}),
+    "bfloat16_smoothed": (smoothed, {"dtype": torch.bfloat16}),
     "bfloat16_upcast": (upcast, {"dtype": torch.bfloat16}),
     "bfloat16_shifted_with_bias": (shifted, {"dtype": torch.bfloat16, "bias": True}),
 }
@@ -87,10 +96,10 @@ def made(name: str) -> tuple[LanguageModel, tuple[Tensor, Tensor]]:
     return LanguageModel(loss, **options), batch()
 
 
-def weighted(model: LanguageModel) -> LanguageModel:
-    """With a loss that weights the classes."""
+def weighted(model: LanguageModel, **more: Any) -> LanguageModel:
+    """With a loss that weights the classes, and with more arguments of it."""
     weight: Any = model.class_weight
     model.loss = lambda logits, target: functional.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), weight=weight
+        logits.flatten(0, 1), target.flatten(), weight=weight, **more
     )
     return model

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from remat.graph_capture.capturing import capture
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.prices import kept_bits
 from remat.graph_capture.splitting.regions import find_regions
 from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.trace import trace
@@ -24,10 +25,6 @@ from tests.graph_capture.splitting.language_models import (
     made,
     plain,
 )
-
-
-def smoothed(logits: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
 
 
 def with_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,12 +44,19 @@ def with_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return functional.nll_loss(log_p, target.flatten()) + log_p.exp().mean()
 
 
+def with_all_logarithms(logits: Tensor, target: Tensor) -> Tensor:
+    """What label smoothing adds, but over all rows together."""
+    log_p = functional.log_softmax(logits.flatten(0, 1), dim=-1)
+    return functional.nll_loss(log_p, target.flatten()) - 1e-3 * log_p.sum()
+
+
 def even_rows(logits: Tensor, target: Tensor) -> Tensor:
     return plain(logits[:, ::2], target[:, ::2])
 
 
+WEIGHT = "remat.linear_cross_entropy_weight.default"
 WHOLE: dict[str, tuple[Any, str]] = {
-    "label_smoothing": (smoothed, r"read by \w+ as well, as label smoothing does"),
+    "half_smoothed": (with_all_logarithms, r"probabilities are read by sum_1 as well"),
     "returned": (with_logits, r"its logits are read by output as well"),
     "classes_second": (of_classes_second, r"not over the last of two dimensions"),
     "scaled": (scaled, r"its logits go through aten\.mul\.Tensor \(mul\)"),
@@ -96,12 +100,22 @@ def traced_in_pieces(
     return trace_recipe(model, dataclasses.replace(recipe, pieces=((region, pieces, True),))).graph
 
 
-def test_sums_that_16_bits_hide_are_no_exact_choice() -> None:
+def test_sums_that_16_bits_hide_are_made_by_whole_rows() -> None:
     """The softmax's kernel sums in float32 what it returns in bfloat16."""
+    grows: list[float] = []
+    for model in (LanguageModel(plain, dtype=torch.bfloat16), made("bfloat16_upcast")[0]):
+        (region,) = capture(model, batch(), split="exact", device="l4").regions
+        ops = [op for choice in region.choices for _, op in choice.ops if op.target == WEIGHT]
+        grows.append(ops[-1].cost_us / ops[0].cost_us)
+    assert grows[0] > 4 * grows[1]
+
+
+def test_what_gives_other_bits_is_no_exact_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_bits, "gives_eagers_bits", lambda _: False)
     model = LanguageModel(plain, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"\(LanguageModel\) stays whole: in pieces, kernels give"):
-        assert capture(model, batch(), split="exact").regions == ()
-    (region,) = capture(model, batch(), split="tolerance").regions
+        assert capture(model, batch(rows=3), split="exact").regions == ()
+    (region,) = capture(model, batch(rows=3), split="tolerance").regions
     assert {choice.exact for choice in region.choices} == {False}
 
 
@@ -143,10 +157,9 @@ def test_a_small_head_stays_whole_unless_it_is_asked_for() -> None:
         assert capture(model, args, split="exact").regions
 
 
-@pytest.mark.parametrize("name", [*WHOLE, "bfloat16"])
+@pytest.mark.parametrize("name", WHOLE)
 def test_what_stays_whole_by_default_is_not_warned_of(name: str) -> None:
-    model = LanguageModel(WHOLE[name][0]) if name in WHOLE else None
-    model = model or LanguageModel(plain, dtype=torch.bfloat16)
+    model = LanguageModel(WHOLE[name][0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert capture(model, batch(16)).regions == ()

@@ -55,3 +55,91 @@ def test_a_file_that_cannot_be_written_is_refused_before_it_solves(
     done = remat("solve", remat.gpt, *QUICK, "--layout", str(tmp_path / "none" / "layout.json"))
     assert done.exit_code == 2
     assert "solving" not in done.stderr
+
+
+@pytest.fixture
+def kept(remat: Remat, tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    words = ("--budget", "70%", "--solver", "dtr", "-o", str(path))
+    assert remat("solve", remat.gpt, *words).exit_code == 0
+    return path
+
+
+def test_inspect_places_a_kept_plan(remat: Remat, kept: Path, tmp_path: Path) -> None:
+    path = tmp_path / "layout.json"
+    done = remat("inspect", str(kept), "--layout", str(path))
+    assert done.exit_code == 0, done.stderr
+    assert "above the most live bytes" in done.stdout
+    plan = Plan.from_json(kept.read_bytes())
+    assert plan.graph is not None
+    check_layout(buffers_of(plan.graph, plan.schedule), Layout.from_json(path.read_bytes()))
+    without = remat("inspect", remat.gpt, "--layout", str(path))
+    assert without.exit_code == 2
+    assert "this needs a plan" in without.stderr
+
+
+def test_fit_places_the_plan_of_its_answer(remat: Remat, tmp_path: Path) -> None:
+    plan, layout = tmp_path / "plan.json", tmp_path / "layout.json"
+    words = ("--max-overhead", "0%", "--budget", "1MiB", "--no-check", "--sizes", "2,3", "--most")
+    done = remat("fit", remat.gpt, *words, "3", "-o", str(plan), "--layout", str(layout), "--json")
+    assert done.exit_code == 0, done.stderr
+    of, made = Plan.from_json(plan.read_bytes()), Layout.from_json(layout.read_bytes())
+    assert of.graph is not None
+    check_layout(buffers_of(of.graph, of.schedule), made)
+    assert json.loads(done.stdout)["layout"]["arena_bytes"] == made.arena_bytes
+
+
+def test_compare_places_each_plan_that_fits(remat: Remat, kept: Path) -> None:
+    words = ("compare", str(kept), "--budgets", "100%,50%", "--solver", "dtr", "--place")
+    found = json.loads(remat(*words, "--json").stdout)
+    plan = Plan.from_json(kept.read_bytes())
+    assert plan.graph is not None
+    placed = api.place(plan.graph, plan.schedule).arena_bytes
+    for row in found["rows"]:
+        assert all((cell["arena_bytes"] > 0) == cell["fits"] for cell in row["cells"])
+    of_plan = next(row for row in found["rows"] if row["solver"] == "this plan")
+    assert {cell["arena_bytes"] for cell in of_plan["cells"] if cell["fits"]} == {placed}
+    shown = remat(*words, columns=120).stdout
+    assert shown.count("  arena ") == 3
+    assert "  arena " not in remat(*words[:-1], columns=120).stdout
+
+
+def test_a_report_draws_a_kept_layout_or_makes_one(
+    remat: Remat, kept: Path, tmp_path: Path
+) -> None:
+    layout, page = tmp_path / "layout.json", tmp_path / "report.html"
+    assert remat("inspect", str(kept), "--layout", str(layout)).exit_code == 0
+    for words in (("--layout", str(layout)), ("--place",)):
+        done = remat("report", str(kept), *words, "--json", "-o", str(page))
+        assert done.exit_code == 0, done.stderr
+        assert "Addresses in one arena" in page.read_text()
+        made = Layout.from_json(layout.read_bytes())
+        assert json.loads(done.stdout)["layout"]["arena_bytes"] == made.arena_bytes
+    remat("report", str(kept), "-o", str(page))
+    assert "Addresses in one arena" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--layout", "other.json"), "other.json: this layout was made for another step"),
+        (("--layout", "edited.json"), "edited.json: invalid layout: "),
+        (("--layout", "plan.json"), "plan.json: not a layout file of this release"),
+        (("--layout", "none.json"), "none.json"),
+        (("--layout", "layout.json", "--place"), "name one of the two"),
+    ],
+)
+def test_a_layout_that_is_not_of_the_plan_is_refused_with_its_file(
+    remat: Remat, kept: Path, tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    layout, page = tmp_path / "layout.json", tmp_path / "report.html"
+    assert remat("inspect", str(kept), "--layout", str(layout)).exit_code == 0
+    said = json.loads(layout.read_bytes())
+    crowded = said | {"offsets_bytes": [0] * len(said["offsets_bytes"])}
+    (tmp_path / "edited.json").write_text(json.dumps(crowded))
+    (tmp_path / "other.json").write_text(json.dumps(said | {"buffers_hash": "another"}))
+    words = tuple(str(tmp_path / one) if one.endswith(".json") else one for one in words)
+    done = remat("report", str(kept), *words, "-o", str(page), columns=400)
+    assert done.exit_code == 2
+    assert says in done.stderr.replace("\n", "")
+    assert not page.exists()

@@ -85,3 +85,14 @@ def test_what_cannot_be_updated_so_is_refused(job: str, words: tuple[str, ...], 
     done = CliRunner().invoke(app, ["solve", job, "--budget", "min", *words])
     assert done.exit_code == 2
     assert text in " ".join(done.output.split())
+
+
+def test_explain_says_what_each_lever_brings(job: str) -> None:
+    words = ("explain", job, "--budget", "min", "--split", "exact", "--solver", "dtr")
+    found = json.loads(said(*words, "--each-limit", "2", "--place", "--json"))
+    (pieces,) = (one for one in found["levers"] if one["name"] != "recomputation")
+    assert pieces["name"].startswith("head and its loss in ")
+    assert pieces["off_bytes"] > pieces["peak_bytes"] == found["peak_bytes"]
+    assert pieces["solved"]
+    assert found["layout"]["arena_bytes"] >= found["layout"]["load_bytes"]
+    assert "levers" in found["seconds"]

@@ -1,0 +1,141 @@
+"""What each lever brings: beside the same plan without it, by the judge and by other ways there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import remat
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.prices.pricing import price
+from remat.graph_capture.tracing.trace import trace
+from remat.levers.update_at_once import planned_hand_over
+from remat.levers.without import without_pieces, without_recomputation, without_updates
+from remat.levers.worth import RECOMPUTATION, UPDATES, Lever, levers_of
+from remat.schedules.as_planned import as_planned, whole
+from remat.schedules.schedule import Compute, Free, Offload, Schedule
+from remat.schedules.simulate import simulate
+from remat.solver import solve
+from tests.graph_capture.splitting.language_models import LanguageModel, batch, plain
+from tests.limits import AMPLE_S
+
+
+def chain() -> TrainingGraph:
+    """x -> a -> b; backward reads b, then a, and updates p with gb, then q with ga."""
+    ops = (
+        Op("a", "aten.a", "forward", ("x", "p"), ("a",), 5.0),
+        Op("b", "aten.b", "forward", ("a", "q"), ("b",), 20.0),
+        Op("gb", "aten.gb", "backward", ("b",), ("gb",), 1.0),
+        Op("update_gb", "remat.update", "backward", ("gb", "q"), (), 0.0, 7, "it updates"),
+        Op("ga", "aten.ga", "backward", ("a",), ("ga",), 1.0),
+        Op("update_ga", "remat.update", "backward", ("ga", "p"), (), 0.0, 7, "it updates"),
+    )
+    sizes = {"a": 100, "b": 40, "gb": 50, "ga": 60}
+    resident = (Value("x", 0), *(Value(name, 10, kind="parameter") for name in "pq"))
+    values = (*resident, *(Value(name, size, name) for name, size in sizes.items()))
+    return TrainingGraph("Chain", ops, values, resident=Resident(parameters_bytes=20))
+
+
+def again() -> Schedule:
+    """a is made a second time."""
+    steps = [Compute("a"), Compute("b"), Free("a"), Compute("gb"), Free("b"), Compute("update_gb")]
+    steps += [Free("gb"), Compute("a"), Compute("ga"), Free("a"), Compute("update_ga"), Free("ga")]
+    return Schedule.for_graph(chain(), steps)
+
+
+def test_by_hand_a_plan_without_recomputation_and_without_updates() -> None:
+    """With both, a + ga or b beside a: 20 + 160. Once each: a + b + gb = 190.
+
+    Without updates gb stays to the end: a + gb + ga = 210.
+    """
+    graph, schedule = chain(), again()
+    assert simulate(graph, schedule).peak_bytes == 180
+    once, updated = levers_of(graph, schedule)
+    assert (once.name, once.off_bytes, once.saved_bytes) == (RECOMPUTATION, 210, 30)
+    assert once.extra == pytest.approx(5 / 27)
+    assert (updated.name, updated.off_bytes, updated.extra) == (UPDATES, 230, 0.0)
+
+
+def test_summed_gradients_are_handed_over_without_updates() -> None:
+    graph = chain()
+    summed = TrainingGraph(
+        graph.name, graph.ops, graph.values, resident=Resident(20, gradients_bytes=20)
+    )
+    off, schedule = without_updates(summed, Schedule.for_graph(summed, again().steps))
+    assert {op.target for op in off.ops if op.phase == "backward"} >= {"remat.deliver"}
+    assert simulate(off, schedule).peak_bytes == 20 + 20 + 160
+
+
+def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> None:
+    asked: list[TrainingGraph] = []
+
+    def solve_without(graph: TrainingGraph) -> Any:
+        asked.append(graph)
+        return solve(graph, 150, "exhaustive")
+
+    once, updated = levers_of(chain(), again(), solve_without)
+    (off,) = asked
+    assert not any(op.target == "remat.update" for op in off.ops)
+    assert not once.solved
+    assert updated.solved
+    assert not updated.off_fits
+    assert updated.off_least_bytes > 150
+    assert "Solved without, nothing fits; the least known is" in str(updated)
+
+
+def test_a_lever_is_said_in_one_line() -> None:
+    mib = 1 << 20
+    lever = Lever("head and its loss in 8 pieces", 100 * mib, 412 * mib, 0.011)
+    text = "head and its loss in 8 pieces: -312.0 MiB for 1.1 % of a step; without, this plan peaks"
+    assert str(lever) == f"{text} at 412.0 MiB"
+    solved = Lever("x", mib, mib, 0.0, solved=True, off_fits=True, off_overhead=0.216)
+    assert "x: nothing off this peak for 0.0 % of a step" in str(solved)
+    assert str(solved).endswith("Solved without, the overhead is 21.6 %")
+
+
+def test_a_plan_that_offloads_or_uses_no_lever_has_none() -> None:
+    graph = remat.capture(LanguageModel(plain), batch(), split="none")
+    result = remat.solve(graph, "100%", solver="store_all")
+    assert result.schedule is not None
+    assert levers_of(graph, result.schedule) == ()
+    steps = (Compute("a"), Offload("a"))
+    assert levers_of(chain(), Schedule.for_graph(chain(), steps)) == ()
+
+
+@pytest.mark.parametrize("split", ["exact", "tolerance"])
+def test_a_plan_without_its_pieces_is_one_of_the_captured_graph(split: Any) -> None:
+    """In captured order, and with nothing made again, it is the step that keeps everything."""
+    graph = remat.capture(LanguageModel(plain, bias=True), batch(16), split=split, device="h100")
+    everything = solve(whole(graph), 1 << 60, "store_all")
+    fits = remat.solve(graph, "80%", solver="cut", time_limit_s=AMPLE_S).schedule
+    least = remat.solve(graph, "min", solver="dtr", time_limit_s=AMPLE_S).schedule
+    for schedule in (fits, least):
+        assert schedule is not None
+        assert schedule.pieces
+        off, without = without_pieces(graph, schedule)
+        assert off.hash == graph.hash
+        assert {step.op for step in without.steps if isinstance(step, Compute)} == {
+            op.name for op in graph.ops
+        }
+        found = simulate(off, without)
+        lever = levers_of(graph, schedule)[-1]
+        assert lever.off_bytes == found.peak_bytes
+        assert lever.name == f"head and its loss in {schedule.pieces[0].pieces} pieces"
+        if without.computations().most_common(1)[0][1] == 1:
+            assert found.peak_bytes == everything.peak_bytes
+            assert found.time_us == pytest.approx(everything.time_us)
+
+
+def test_a_plan_without_updates_is_one_of_the_step_that_updates_afterwards() -> None:
+    model, args = LanguageModel(plain), batch(1, 2)
+    hand_over = planned_hand_over(model, "sgd", "cpu")
+    traced = trace(model, args, hand_over=hand_over, split="none", optimizer="sgd")
+    graph = price(traced)
+    kept = solve(graph, 1 << 60, "store_all").schedule
+    assert kept is not None
+    (lever,) = levers_of(graph, kept)
+    after = remat.capture(model, args, split="none", optimizer="sgd")
+    assert lever.off_bytes == solve(after, 1 << 60, "store_all").peak_bytes
+    assert lever.saved_bytes > 0
+    assert without_recomputation(graph, kept)[0] == as_planned(graph, kept)
