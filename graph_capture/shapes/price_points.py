@@ -84,38 +84,50 @@ class PricesOfRange:
         flops = np.exp(_between(work, self._works, np.log(np.maximum(self._flops, 1e-9))))
         left = _between(work, self._works, self._left)
         costs = self._by_form(flops[None], moved[None])[0] * left
-        upper = next(i for i, one in enumerate(self.points) if _is_within(sizes, one.sizes))
-        workspaces = np.array([p.workspace_bytes for p in self.points[: upper + 1]]).max(axis=0)
-        last = self.points[upper]
+        last, workspaces = self.points[self._upper(sizes)], self.workspaces_at(sizes)
         ops = tuple(
             msgspec.structs.replace(op, cost_us=float(c), workspace_bytes=int(w), price=origin)
             for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
         )
-        extra, allocated = self._extra_bytes(upper), counted_on(graph.device)
+        extra, allocated = self.extra_at(sizes), counted_on(graph.device)
         values = tuple(
-            msgspec.structs.replace(v, size_bytes=_as_kept(allocated(v.size_bytes), extra, v.name))
+            msgspec.structs.replace(v, size_bytes=bytes_kept(allocated(v.size_bytes), extra, v.name))
             for v in graph.values
         )
-        libraries_bytes = max(one.libraries_bytes for one in self.points[: upper + 1])
+        libraries_bytes = self.libraries_at(sizes)
         resident = msgspec.structs.replace(graph.resident, libraries_bytes=libraries_bytes)
         return msgspec.structs.replace(
             graph, ops=ops, values=values, resident=resident, prices=last.prices,
             notes=last.notes, versions=last.versions,
         )  # fmt: skip
 
-    def _extra_bytes(self, upper: int) -> dict[str, int]:
+    def workspaces_at(self, sizes: Sizes) -> NDArray[np.int64]:
+        """Workspace of each op: the largest that was measured up to the next larger point."""
+        upper = self._upper(sizes)
+        return np.array([p.workspace_bytes for p in self.points[: upper + 1]]).max(axis=0)
+
+    def libraries_at(self, sizes: Sizes) -> int:
+        """As `workspaces_at`, of what libraries hold."""
+        return max(one.libraries_bytes for one in self.points[: self._upper(sizes) + 1])
+
+    def extra_at(self, sizes: Sizes) -> dict[str, int]:
+        """As `workspaces_at`, of what values take beyond what their shapes say."""
         found: dict[str, int] = {}
-        for point in self.points[: upper + 1]:
+        for point in self.points[: self._upper(sizes) + 1]:
             for name, extra in point.extra_bytes.items():
                 found[name] = max(found.get(name, extra), extra)
         return found
+
+    def _upper(self, sizes: Sizes) -> int:
+        return next(i for i, one in enumerate(self.points) if _is_within(sizes, one.sizes))
 
     def _by_form(self, flops: Floats, moved: Floats) -> Floats:
         a, b, c = self._form
         return a + b * flops + c * moved
 
 
-def _as_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
+def bytes_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
+    """What a value takes of whose bytes a kernel keeps `extra` more, or none on the device."""
     more = extra.get(name, 0)
     return 0 if more == NOT_ON_DEVICE else size_bytes + more
 
