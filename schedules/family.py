@@ -29,7 +29,7 @@ class Member(msgspec.Struct, frozen=True):
     ----------
     schedule : made at `sizes`. corners : it serves each size that is at most one of these.
     peak_bytes : no size that it serves needs more; the judge said so at the corners.
-    overhead : at `sizes`, as a fraction. lower_overhead : there, no schedule is proved to have less.
+    overhead : at `sizes`, as a fraction. lower_overhead : what no schedule is proved to beat there.
     """
 
     schedule: Schedule

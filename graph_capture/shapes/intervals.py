@@ -27,9 +27,7 @@ def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> Int
     return _bounds(parsed(text), low, high, text)
 
 
-def _bounds(
-    node: ast.expr, low: Mapping[str, int], high: Mapping[str, int], text: str
-) -> Interval:
+def _bounds(node: ast.expr, low: Mapping[str, int], high: Mapping[str, int], text: str) -> Interval:
     if not names_in(node):
         value = evaluated(ast.unparse(node), {})
         return value, value

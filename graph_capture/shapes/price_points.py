@@ -91,7 +91,9 @@ class PricesOfRange:
         )
         extra, allocated = self.extra_at(sizes), counted_on(graph.device)
         values = tuple(
-            msgspec.structs.replace(v, size_bytes=bytes_kept(allocated(v.size_bytes), extra, v.name))
+            msgspec.structs.replace(
+                v, size_bytes=bytes_kept(allocated(v.size_bytes), extra, v.name)
+            )
             for v in graph.values
         )
         libraries_bytes = self.libraries_at(sizes)
