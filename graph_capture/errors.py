@@ -66,11 +66,12 @@ class TooLargeError(BudgetError):
     Attributes
     ----------
     largest : by symbol, the largest sizes for which a schedule was found; empty if none was.
+    budget_bytes : within which.
     """
 
-    def __init__(self, message: str, largest: Mapping[str, int]) -> None:
+    def __init__(self, message: str, largest: Mapping[str, int], budget_bytes: int) -> None:
         super().__init__(message)
-        self.largest = dict(largest)
+        self.largest, self.budget_bytes = dict(largest), budget_bytes
 
 
 class SolverError(RematError):

@@ -236,10 +236,10 @@ def rematerialize(
             sharding=sharding.kind != "none", group=group is not None, compile=compile,
             float_inputs=bool(float_inputs), split=split not in (None, "none"),
         )  # fmt: skip
-        pins = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
         return rematerialize_over(
-            model, batch, dynamic, budget=budget, solver=solver, time_limit_s=time_limit_s,
-            profile=profile, check=check, **pins, **options,
+            model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
+            optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
+            time_limit_s=time_limit_s, check=check, **asked,
         )  # fmt: skip
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)

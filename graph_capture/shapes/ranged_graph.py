@@ -122,7 +122,12 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def prices(self) -> PricesOfRange:
         """The prices of ops at any size, from those at `points`."""
         plain = msgspec.structs.replace(self, points=())
-        return PricesOfRange(self.points, [plain.at(**one.sizes) for one in self.points])
+        # They may be out of the range, where it is a part of the one that was priced.
+        graphs = [
+            plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes))
+            for one in self.points
+        ]
+        return PricesOfRange(self.points, graphs)
 
     def _value(
         self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]

@@ -56,6 +56,10 @@ class Members:
         self.last_used = found
         return found
 
+    def hold(self, batch: Any) -> bool:
+        """Whether the sizes of a batch, (args, kwargs, target), are within the range."""
+        return self.signature.holds(*self.batches.leaves(batch))
+
     @property
     def n_compiled(self) -> int:
         """How many members have code by now."""
@@ -84,9 +88,11 @@ class RangedModule(SharedState, nn.Module):
     Class attributes (each instance has a class of its own)
     -------------------------------------------------------
     family : the schedules, and the sizes that each of them serves.
+    ranged_graph : with the prices that they were solved by; None where it was not at hand.
     """
 
     family: ClassVar[Family]
+    ranged_graph: ClassVar[RangedGraph | None]
     _remat_family: ClassVar[Family]
     _remat_graph: ClassVar[RangedGraph | None]
     _remat_members: ClassVar[Members]
@@ -150,6 +156,7 @@ def make_ranged(
         model,
         traced.recipe.loss_fn,
         family=family,
+        ranged_graph=graph,
         original_module=model,
         _remat_original_module=model,
         _remat_family=family,

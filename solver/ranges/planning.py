@@ -161,6 +161,7 @@ class _FamilySearch:
             f"no schedule of {self.graph.name} at {sizes_text(top_sizes)} was found within "
             f"{self.budget_bytes} bytes{least}; {ways}",
             largest or {},
+            self.budget_bytes,
         )
 
     def _largest(self) -> Sizes | None:
