@@ -105,7 +105,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         return space["pick"]
 
     def __str__(self) -> str:
-        rows = [_row(member, self.symbols) for member in self.members]
+        rows = [_member_row(member, self.symbols) for member in self.members]
         return "\n".join([repr(self), *rows])
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ def _condition(corners: Sequence[Sizes]) -> str:
     return " or ".join(f"({box})" for box in boxes)
 
 
-def _row(member: Member, symbols: Sequence[Symbol]) -> str:
+def _member_row(member: Member, symbols: Sequence[Symbol]) -> str:
     if member.corners == (corner(symbols, "high"),):
         up_to = "all"
     else:

@@ -42,7 +42,7 @@ def planned_over(
         try:
             planned = make(dynamic, as_far_as_fits=wanted.is_guess)
         except RangeError as error:
-            narrowed = _narrowed(dynamic, error, batch)
+            narrowed = _with_part(dynamic, error, batch)
             if narrowed is None:
                 return _one_by_one(sizes, batch, error)
             dynamic = narrowed
@@ -63,7 +63,7 @@ def _one_by_one(sizes: VaryingSizes, batch: Any, error: CaptureError) -> None:
     )
 
 
-def _narrowed(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | None:
+def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | None:
     """The ranges with that part of one in which a guard answers as it does for the batch."""
     size = _size_of(dynamic, error.symbol, batch)
     part = next(((low, high) for low, high in error.parts if low <= size <= high), None)

@@ -55,7 +55,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         head = f"{self.model} within {bytes_text(self.budget_bytes)}"
-        rows = [_row(point) for point in self.points]
+        rows = [_point_row(point) for point in self.points]
         return "\n".join([head, "  sizes | peak | step | overhead | planned alone", *rows])
 
 
@@ -119,7 +119,7 @@ def _spread(graph: RangedGraph, count: int) -> list[dict[str, int]]:
     return [levels[place] for place in sorted(places)]
 
 
-def _row(point: CurvePoint) -> str:
+def _point_row(point: CurvePoint) -> str:
     planned = "-" if point.alone_overhead is None else percent_text(point.alone_overhead)
     return (
         f"  {sizes_text(point.sizes)} | {bytes_text(point.peak_bytes)} | "

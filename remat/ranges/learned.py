@@ -92,7 +92,7 @@ class LearnedSizes:
 
     def _is_as_known(self, shapes: Shapes) -> bool:
         groups: dict[str, int] = {}
-        for at in _places(shapes):
+        for at in _all_places(shapes):
             name, size = self._groups.get(at), _size(shapes, at)
             if name is None and size != _size(self.told[0], at):
                 return False
@@ -104,7 +104,7 @@ class LearnedSizes:
         """Places that have varied, or that the user says do, those of equal sizes by one name."""
         first: dict[tuple[int, ...], str] = {}
         found: dict[At, str] = {}
-        for at in _places(self.told[0]):
+        for at in _all_places(self.told[0]):
             sizes = tuple(_size(one, at) for one in self.told)
             if len(set(sizes)) == 1 and at not in self.upto:
                 continue
@@ -112,7 +112,7 @@ class LearnedSizes:
         return found
 
 
-def _places(shapes: Shapes) -> Sequence[At]:
+def _all_places(shapes: Shapes) -> Sequence[At]:
     return [(i, dim) for i, shape in enumerate(shapes) if shape for dim in range(len(shape))]
 
 
