@@ -59,12 +59,13 @@ class BytesOver:
         graph, high = self.graph, corner(part, "high")
         # Of a graph that no price was taken of, sizes are as they are: see `RangedGraph.at`.
         counted = self._counted if graph.points else int
-        distinct = [counted(self._bytes(text, part)) for text in self._texts]
-        values = np.array(distinct, dtype=np.int64)[self._which]
+        distinct = [self._bytes(text, part) for text in self._texts]
+        plain = np.array(distinct, dtype=np.int64)[self._which]
+        values = np.array(list(map(counted, distinct)), dtype=np.int64)[self._which]
         workspaces = np.array([op.workspace_bytes for op in graph.base.ops], dtype=np.int64)
         libraries_bytes = graph.base.resident.libraries_bytes
         if graph.points:
-            workspaces = graph.prices.workspaces_at(high)
+            workspaces = graph.prices.workspaces_at(high, plain)
             libraries_bytes = graph.prices.libraries_at(high)
             for name, extra in graph.prices.extra_at(high).items():
                 i = self._index[name]

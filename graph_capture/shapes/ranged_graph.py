@@ -77,8 +77,8 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def at(self, **sizes: int) -> TrainingGraph:
         """The graph of the step at these sizes, as a capture at these sizes would be.
 
-        Costs are fitted between the sizes that were priced. Workspaces, and what a kernel keeps
-        beyond its results, are those of the next larger of these sizes.
+        Costs are fitted between the sizes that were priced. What a kernel keeps beyond its results
+        is that of the next larger of these sizes, and so are workspaces that follow no formula.
 
         Raises
         ------

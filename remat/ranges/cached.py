@@ -17,6 +17,8 @@ from remat.graph_capture.tracing.signature import Signature
 from remat.ranges.varying import VaryingSizes
 from remat.rewriter.user_module.ranged import RangedModule
 
+MOST_PARTS = 4
+"""Of a range in which a guard changes its answer more often, sizes have a plan each."""
 MOST_NARROWED = 8
 """How often a range is narrowed to what a guard allows, before sizes have a plan each."""
 
@@ -35,39 +37,33 @@ def planned_over(
     TooLargeError : not even the batch fits; or what the user has said is to come does not.
     """
     wanted = sizes.wanted(batch)
-    dynamic = wanted.dynamic
-    if dynamic is None:
-        return None
+    dynamic, why = wanted.dynamic, ""
     for _ in range(MOST_NARROWED):
+        if dynamic is None:
+            break
         try:
             planned = make(dynamic, as_far_as_fits=wanted.is_guess)
-        except RangeError as error:
-            narrowed = _with_part(dynamic, error, batch)
-            if narrowed is None:
-                return _one_by_one(sizes, batch, error)
-            dynamic = narrowed
         except CaptureError as error:
-            return _one_by_one(sizes, batch, error)
+            why = str(error)
+            is_range = isinstance(error, RangeError)
+            dynamic = _with_part(dynamic, error, batch) if is_range else None
         else:
             sizes.planned(batch, type(planned)._remat_family.symbols)
             return planned
+    if why:
+        sizes.cannot_vary(batch, why)
+        warnings.warn(
+            f"sizes of batches cannot vary within one plan, so that each has its own: {why}",
+            stacklevel=9,
+        )
     return None
-
-
-def _one_by_one(sizes: VaryingSizes, batch: Any, error: CaptureError) -> None:
-    """Give up on ranges for batches of this kind, and say why."""
-    sizes.cannot_vary(batch, str(error))
-    warnings.warn(
-        f"sizes of batches cannot vary within one plan, so that each has its own: {error}",
-        stacklevel=10,
-    )
 
 
 def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | None:
     """The ranges with that part of one in which a guard answers as it does for the batch."""
     size = _size_of(dynamic, error.symbol, batch)
     part = next(((low, high) for low, high in error.parts if low <= size <= high), None)
-    if part is None or part[0] == part[1]:
+    if part is None or part[0] == part[1] or len(error.parts) > MOST_PARTS:
         return None
     narrowed: Any = copy.deepcopy(dict(dynamic))
     is_other = False
