@@ -62,6 +62,7 @@ class PlanCache(SharedState, nn.Module):
     _remat_max_plans: ClassVar[int]
     _remat_numbers: ClassVar[ChangingNumbers]
     _remat_sizes: ClassVar[VaryingSizes | None]
+    _remat_stale: ClassVar[list[Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -110,13 +111,13 @@ class PlanCache(SharedState, nn.Module):
             )
         planned = cls._remat_over_range(batch)
         if planned is None:
+            signature = cls._remat_signature(batch)  # its sizes may turn out to vary in no plan
             names = {name for error in changed for name in error.numbers}
             planned = cls._remat_numbers.planned(
                 names, functools.partial(cls._remat_planned, args, kwargs, target)
             )
-        for key in outgrown:
-            if is_within(cls._remat_plans[key], planned):
-                del cls._remat_plans[key]
+        else:
+            cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_plans[signature, next(_numbers)] = planned
         cls._remat_drop_oldest()
         return planned(*args, **given)
@@ -128,8 +129,8 @@ class PlanCache(SharedState, nn.Module):
             return _key(batch)
         signature, is_new = cls._remat_sizes.key(batch)
         if is_new:  # plans of that kind were for sizes that were thought not to vary
-            for key in [key for key in cls._remat_plans if key[0][0] == signature[0]]:
-                del cls._remat_plans[key]
+            stale = (key for key in cls._remat_plans if key[0][0] == signature[0])
+            cls._remat_stale.extend(stale)
         return signature
 
     @classmethod
@@ -166,6 +167,14 @@ class PlanCache(SharedState, nn.Module):
             if parse_budget(budget).kind != "share" or not peak_bytes:
                 raise
         return make(budget=peak_bytes)
+
+    @classmethod
+    def _remat_drop_outgrown(cls, outgrown: list[Any], planned: RangedModule) -> None:
+        """Drop plans for smaller ranges, and those from before sizes were seen to vary."""
+        within = [key for key in outgrown if is_within(cls._remat_plans[key], planned)]
+        for key in (*within, *cls._remat_stale):
+            cls._remat_plans.pop(key, None)
+        cls._remat_stale.clear()
 
     @classmethod
     def _remat_drop_oldest(cls) -> None:
@@ -262,6 +271,7 @@ def _make_cache(
         original_module=model,
         _remat_original_module=model,
         _remat_plans=OrderedDict(),
+        _remat_stale=[],
         _remat_options=options,
         _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=ChangingNumbers(is_compiled=bool(options.get("compile"))),
