@@ -81,7 +81,7 @@ class PlanCache(SharedState, nn.Module):
     def _remat_last_used(cls) -> type[SharedState]:
         if not cls._remat_plans:
             raise PlanError("this cache has made no plan yet: train a step first")
-        return type(next(reversed(cls._remat_plans.values())))._remat_last_used()
+        return type(next(reversed(cls._remat_plans.values())))
 
     @classmethod
     def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:

@@ -40,8 +40,7 @@ class Members:
         self.signature, self.batches = signature, FlatBatches(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
-        self.last_used = self._modules[first] = self._compiled(first)
-        self.first = self.last_used
+        self.first = self._modules[first] = self._compiled(first)
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
@@ -53,7 +52,6 @@ class Members:
         if found is None:
             self.first._remat_guards.require(batch)
             found = self._modules[number] = self._compiled(number)
-        self.last_used = found
         return found
 
     def hold(self, batch: Any) -> bool:
@@ -114,10 +112,6 @@ class RangedModule(SharedState, nn.Module):
 
     def _remat_running(self, batch: Any) -> nn.Module:
         return type(self)._remat_members.running(batch)
-
-    @classmethod
-    def _remat_last_used(cls) -> type[SharedState]:
-        return type(cls._remat_members.last_used)
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> RangedModule:
