@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class RematError(Exception):
     """Base of all errors that remat raises on purpose."""
@@ -56,6 +58,20 @@ class PlanError(RematError):
 
 class BudgetError(RematError):
     """The budget cannot be read, or means nothing on this device."""
+
+
+class TooLargeError(BudgetError):
+    """At the largest sizes of a range nothing fits the budget.
+
+    Attributes
+    ----------
+    largest : by symbol, the largest sizes for which a schedule was found; empty if none was.
+    budget_bytes : within which.
+    """
+
+    def __init__(self, message: str, largest: Mapping[str, int], budget_bytes: int) -> None:
+        super().__init__(message)
+        self.largest, self.budget_bytes = dict(largest), budget_bytes
 
 
 class SolverError(RematError):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from remat.questions.report import report
     from remat.questions.reserved import predict_reserved
     from remat.questions.sweep import sweep
+    from remat.ranges.curve import overheads_over
     from remat.rewriter.arena.arena import Arena
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from remat.rewriter.plans.archive import read_plan, save_plan
     from remat.rewriter.plans.loading import load, plan_of
     from remat.rewriter.rewriting import rewrite
+    from remat.schedules.family import Family
     from remat.schedules.layout import Layout
     from remat.schedules.over_range import RangePeak, peak_over
     from remat.schedules.plan import Plan
@@ -70,6 +72,7 @@ __all__ = [
     "CompiledPlan",
     "EveryNth",
     "Explanation",
+    "Family",
     "Fit",
     "Front",
     "Inspection",
@@ -101,6 +104,7 @@ __all__ = [
     "least_peak",
     "load",
     "measured_step",
+    "overheads_over",
     "peak_over",
     "place",
     "plan_cache",
@@ -144,6 +148,7 @@ _LAZY = {
     "checkpoint_policy": "remat.rewriter.checkpoint_policy",
     "EveryNth": "remat.questions.layer_checkpoints",
     "every_n_layers": "remat.questions.layer_checkpoints",
+    "Family": "remat.schedules.family",
     "Fit": "remat.job.fitted",
     "fit": "remat.job.fit",
     "Front": "remat.solver.budgets.front",
@@ -158,6 +163,7 @@ _LAZY = {
     "least_peak": "remat.solver.budgets.worth",
     "load": "remat.rewriter.plans.loading",
     "measured_step": "remat.rewriter.checking.measured_step",
+    "overheads_over": "remat.ranges.curve",
     "peak_over": "remat.schedules.over_range",
     "place": "remat.placed",
     "RangePeak": "remat.schedules.over_range",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.infeasible import infeasible_text
 from remat.ranks.together import Together
+from remat.schedules.family import Family
 from remat.solved import Solved, facts_of
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
@@ -22,11 +24,35 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.shapes.ranges import Dynamic
     from remat.graph_capture.tracing.recipe import Split
+    from remat.rewriter.user_module.ranged import RangedModule
 
 
+@overload
+def solve(
+    graph: RangedGraph,
+    budget: str | SupportsIndex,
+    solver: str = ...,
+    time_limit_s: float = ...,
+    *,
+    keep: Globs = ...,
+    recompute: Globs = ...,
+    **options: Any,
+) -> Family: ...
+@overload
 def solve(
     graph: TrainingGraph,
+    budget: str | SupportsIndex,
+    solver: str = ...,
+    time_limit_s: float = ...,
+    *,
+    keep: Globs = ...,
+    recompute: Globs = ...,
+    **options: Any,
+) -> Result: ...
+def solve(
+    graph: TrainingGraph | RangedGraph,
     budget: str | SupportsIndex,
     solver: str = "auto",
     time_limit_s: float = 60.0,
@@ -34,12 +60,13 @@ def solve(
     keep: Globs = (),
     recompute: Globs = (),
     **options: Any,
-) -> Result:
+) -> Result | Family:
     """The fastest schedule of `graph` within `budget` that `solver` finds.
 
     Parameters
     ----------
-    graph : priced.
+    graph : priced. Over a range of sizes, the outcome is a `Family`: a few schedules, of which one
+        serves each size, all within the budget, which is proved.
     budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
         is free, ``"min"`` for the least peak known.
     solver : a name of `remat.solver`'s table.
@@ -56,13 +83,19 @@ def solve(
 
     Raises
     ------
+    TooLargeError : nothing fits at the largest sizes of a range; it names the largest that fit.
     BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
         that matches nothing, an op pinned both ways.
     """
+    if isinstance(graph, RangedGraph):
+        from remat.ranges.solving import solve_over
+
+        pins = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
+        return solve_over(graph, budget, solver, time_limit_s, **pins, **options)
     if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SolverError(
             f"a plan is made for a graph, and this is {type(graph).__name__}: pass what "
-            "remat.capture returned, and of a range graph.top or graph.at(...)"
+            "remat.capture returned"
         )
     return parse_budget(budget).solve(
         graph, solver, time_limit_s=time_limit_s,
@@ -70,6 +103,56 @@ def solve(
     )  # fmt: skip
 
 
+@overload
+def rematerialize(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    budget: str | SupportsIndex,
+    loss_fn: Callable[..., Any] | None = ...,
+    target: Any = ...,
+    optimizer: Optimizer = ...,
+    accumulate: bool = ...,
+    sharding: Sharding = ...,
+    group: ProcessGroup | None = ...,
+    profile: Profile | str | Path | None = ...,
+    solver: str = ...,
+    time_limit_s: float = ...,
+    keep: Globs = ...,
+    recompute: Globs = ...,
+    check: bool | None = ...,
+    compile: bool = ...,
+    float_inputs: Sequence[str] = ...,
+    split: Split | None = ...,
+    dynamic: Dynamic,
+    **options: Any,
+) -> RangedModule: ...
+@overload
+def rematerialize(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    budget: str | SupportsIndex,
+    loss_fn: Callable[..., Any] | None = ...,
+    target: Any = ...,
+    optimizer: Optimizer = ...,
+    accumulate: bool = ...,
+    sharding: Sharding = ...,
+    group: ProcessGroup | None = ...,
+    profile: Profile | str | Path | None = ...,
+    solver: str = ...,
+    time_limit_s: float = ...,
+    keep: Globs = ...,
+    recompute: Globs = ...,
+    check: bool | None = ...,
+    compile: bool = ...,
+    float_inputs: Sequence[str] = ...,
+    split: Split | None = ...,
+    dynamic: None = ...,
+    **options: Any,
+) -> fx.GraphModule: ...
 def rematerialize(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -91,8 +174,9 @@ def rematerialize(
     compile: bool = False,
     float_inputs: Sequence[str] = (),
     split: Split | None = None,
+    dynamic: Dynamic | None = None,
     **options: Any,
-) -> fx.GraphModule:
+) -> fx.GraphModule | RangedModule:
     """A module that trains as `model` does, to the same bits, within `budget`.
 
     It shares the parameters and buffers of `model`, under the same names, and trains on the
@@ -117,10 +201,16 @@ def rematerialize(
     split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
         eager's bits, ``tolerance`` also where a sum has another order, and ``none`` never. Left
         out, it is ``exact`` for large heads, but ``none`` with `compile`, `sharding` or `group`.
+    dynamic : dimensions of the batch that vary, as of `remat.capture`. One trace then serves all
+        sizes of their ranges, and a few schedules, of which the size of a batch picks one. The
+        budget holds at every size, which is proved; per cents are of the largest sizes. The batch
+        at hand need not be the largest. Not with `sharding`, `group`, `compile`, `float_inputs` or
+        `split`.
 
     Raises
     ------
     BudgetError : no schedule fits; the message names the least budget that is known to fit.
+    TooLargeError : none fits at the largest sizes of a range; it names the largest that fit.
     RewriteError : the check found a difference, or a measured peak above the budget.
     AgreementError : ranks of the group have different models or batches, one of them has failed,
         or the model has collectives with ranks outside of the group.
@@ -138,6 +228,19 @@ def rematerialize(
 
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    if dynamic:
+        from remat.graph_capture.shapes.signature import refuse_beside_ranges
+        from remat.ranges.rematerialized import rematerialize_over
+
+        refuse_beside_ranges(
+            sharding=sharding.kind != "none", group=group is not None, compile=compile,
+            float_inputs=bool(float_inputs), split=split not in (None, "none"),
+        )  # fmt: skip
+        return rematerialize_over(
+            model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
+            optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
+            time_limit_s=time_limit_s, check=check, **asked,
+        )  # fmt: skip
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)
         _require_compatible(sharding, compile, float_inputs, split)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
 from remat.changing_numbers import ChangingNumbers
+from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.errors import (
     BudgetError,
     PlanError,
@@ -22,13 +23,19 @@ from remat.graph_capture.errors import (
     SolverError,
     StateChangedError,
 )
+from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.one_call import rematerialize
+from remat.ranges.cached import is_within, planned_over
+from remat.ranges.rematerialized import rematerialize_over
+from remat.ranges.varying import Asked, Upto, VaryingSizes
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.own_forward import class_of_user
+from remat.rewriter.user_module.ranged import RangedModule
 from remat.rewriter.user_module.shared_state import SharedState
+from remat.schedules.family import Family
 from remat.schedules.schedule import Schedule
 
 MAX_PLANS = 16
@@ -54,6 +61,8 @@ class PlanCache(SharedState, nn.Module):
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
     _remat_numbers: ClassVar[ChangingNumbers]
+    _remat_sizes: ClassVar[VaryingSizes | None]
+    _remat_stale: ClassVar[list[Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -77,12 +86,18 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
         """Run the plan of this signature whose state is as it was made for; else make one."""
-        signature = _key((args, kwargs, target))
+        batch = (args, kwargs, target)
+        signature = cls._remat_signature(batch)
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
+        outgrown: list[Any] = []
         for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
+            plan = cls._remat_plans[key]
+            if isinstance(plan, RangedModule) and not type(plan)._remat_members.hold(batch):
+                outgrown.append(key)
+                continue
             try:
-                result = cls._remat_plans[key](*args, **given)
+                result = plan(*args, **given)
             except StateChangedError as error:
                 changed.append(error)
                 continue
@@ -94,13 +109,41 @@ class PlanCache(SharedState, nn.Module):
                 "what changes at every step should be a tensor, passed to forward or a buffer",
                 stacklevel=7,
             )
-        names = {name for error in changed for name in error.numbers}
-        planned = cls._remat_numbers.planned(
-            names, functools.partial(cls._remat_planned, args, kwargs, target)
-        )
+        planned = cls._remat_over_range(batch)
+        if planned is None:
+            signature = cls._remat_signature(batch)  # its sizes may turn out to vary in no plan
+            names = {name for error in changed for name in error.numbers}
+            planned = cls._remat_numbers.planned(
+                names, functools.partial(cls._remat_planned, args, kwargs, target)
+            )
+        else:
+            cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_plans[signature, next(_numbers)] = planned
         cls._remat_drop_oldest()
         return planned(*args, **given)
+
+    @classmethod
+    def _remat_signature(cls, batch: Any) -> Hashable:
+        """What the plans that can serve a batch are kept under."""
+        if cls._remat_sizes is None:
+            return _key(batch)
+        signature, is_new = cls._remat_sizes.key(batch)
+        if is_new:  # plans of that kind were for sizes that were thought not to vary
+            stale = (key for key in cls._remat_plans if key[0][0] == signature[0])
+            cls._remat_stale.extend(stale)
+        return signature
+
+    @classmethod
+    def _remat_over_range(cls, batch: Any) -> RangedModule | None:
+        """A plan for the range that a batch is of; None where a plan is for one size."""
+        if cls._remat_sizes is None:
+            return None
+        args, kwargs, target = batch
+        make = functools.partial(
+            rematerialize_over, cls._remat_original_module, args, kwargs,
+            target=target, loss_fn=cls._remat_loss_fn, **cls._remat_options,
+        )  # fmt: skip
+        return planned_over(cls._remat_sizes, batch, make)
 
     @classmethod
     def _remat_planned(
@@ -117,14 +160,21 @@ class PlanCache(SharedState, nn.Module):
             rematerialize, cls._remat_original_module, args, kwargs,
             target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
         )  # fmt: skip
-        known = [type(plan)._remat_prediction for plan in cls._remat_plans.values()]
-        peak_bytes = max((one.peak_bytes for one in known if one is not None), default=0)
+        peak_bytes = max(map(_peak_bytes, cls._remat_plans.values()), default=0)
         try:
             return make(budget=budget)
         except BudgetError:
             if parse_budget(budget).kind != "share" or not peak_bytes:
                 raise
         return make(budget=peak_bytes)
+
+    @classmethod
+    def _remat_drop_outgrown(cls, outgrown: list[Any], planned: RangedModule) -> None:
+        """Drop plans for smaller ranges, and those from before sizes were seen to vary."""
+        within = [key for key in outgrown if is_within(cls._remat_plans[key], planned)]
+        for key in (*within, *cls._remat_stale):
+            cls._remat_plans.pop(key, None)
+        cls._remat_stale.clear()
 
     @classmethod
     def _remat_drop_oldest(cls) -> None:
@@ -141,15 +191,18 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_over(cls, model: nn.Module) -> PlanCache:
         """A cache with the same options and no plan yet."""
-        return _make_cache(model, cls._remat_loss_fn, cls._remat_max_plans, cls._remat_options)
+        make, (_, *given) = cls._remat_recipe_to_pickle()
+        return make(model, *given)
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        sizes = cls._remat_sizes
         return _make_cache, (
             cls._remat_original_module,
             cls._remat_loss_fn,
             cls._remat_max_plans,
             cls._remat_options,
+            None if sizes is None else (sizes.dynamic, sizes.upto),
         )
 
 
@@ -159,6 +212,8 @@ def plan_cache(
     budget: str | SupportsIndex,
     loss_fn: LossFunction | None = None,
     max_plans: int = MAX_PLANS,
+    dynamic: Asked | None = None,
+    upto: Upto | None = None,
     **options: Any,
 ) -> PlanCache:
     """A module that trains as `model` does, within `budget`, for batches of several shapes.
@@ -166,27 +221,48 @@ def plan_cache(
     Parameters
     ----------
     budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
-        unmodified peak at each shape.
+        unmodified peak at each shape, and with `dynamic` at the largest sizes of a range.
     max_plans : how many plans are kept. One more drops the plan that was used longest ago, with a
         warning.
+    dynamic : let one plan serve a range of sizes. ``auto`` learns which sizes vary from the first
+        batches that differ; a dict says so, as of `remat.rematerialize`. A larger batch than the
+        range holds extends it, to twice its end where that can be had; where not even the batch
+        fits, `TooLargeError` names the largest that does. A size of 1 has a plan of its own. Where
+        the model fixes a size, each has a plan, and a warning says why.
+    upto : the largest sizes to come, by argument and dimension, such as ``{"tokens": {1: 2048}}``,
+        or by a name of `dynamic`. The first call then plans for them before it runs anything, so
+        that what cannot fit fails at the start.
 
     Raises
     ------
     BudgetError : the budget cannot be read. SolverError : `max_plans` is below 1.
-    RewriteError : `model` is rewritten already.
+    RewriteError : `model` is rewritten already. CaptureError : `dynamic` and an option exclude
+        each other.
     """
     parse_budget(budget)
+    if dynamic is not None or upto is not None:
+        dynamic = dynamic or "auto"
+        refuse_beside_ranges(
+            **{name: bool(options.get(name)) for name in ("compile", "group")},
+            sharding=options.get("sharding", NO_SHARDING) != NO_SHARDING,
+            split=options.get("split") not in (None, "none"),
+        )
     if max_plans < 1:
         raise SolverError(f"max_plans must be 1 or more, not {max_plans}")
-    if isinstance(model, (RematModule, PlanCache)):
+    if isinstance(model, (RematModule, RangedModule, PlanCache)):
         raise RewriteError("this module follows a plan already: make a cache of the original")
     if given := PLANNED_LATER.intersection(options):
         raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
-    return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options})
+    sizes = None if dynamic is None else (dynamic, upto)
+    return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
 
 
 def _make_cache(
-    model: nn.Module, loss_fn: LossFunction | None, max_plans: int, options: dict[str, Any]
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    max_plans: int,
+    options: dict[str, Any],
+    sizes: tuple[Asked, Upto | None] | None,
 ) -> PlanCache:
     kind = class_of_user(
         PlanCache,
@@ -195,7 +271,9 @@ def _make_cache(
         original_module=model,
         _remat_original_module=model,
         _remat_plans=OrderedDict(),
+        _remat_stale=[],
         _remat_options=options,
+        _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=ChangingNumbers(is_compiled=bool(options.get("compile"))),
         _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
         _remat_max_plans=max_plans,
@@ -203,9 +281,19 @@ def _make_cache(
     return kind()
 
 
-def plans_of(cache: PlanCache) -> list[Schedule]:
-    """The schedules that are kept, the last used one last."""
-    return [type(plan)._remat_schedule for plan in type(cache)._remat_plans.values()]
+def plans_of(cache: PlanCache) -> list[Schedule | Family]:
+    """The schedules that are kept, the last used one last; of a range, a family of them."""
+    return [
+        type(plan)._remat_family if isinstance(plan, RangedModule) else type(plan)._remat_schedule
+        for plan in type(cache)._remat_plans.values()
+    ]
+
+
+def _peak_bytes(plan: Any) -> int:
+    if isinstance(plan, RangedModule):
+        return type(plan)._remat_family.budget_bytes
+    prediction = type(plan)._remat_prediction
+    return prediction.peak_bytes if prediction is not None else 0
 
 
 def _key(batch: Any) -> Hashable:

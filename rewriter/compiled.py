@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,6 +53,18 @@ class CompiledStep:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
         results = self.call(*inputs)
         return self.repeats.tree(results) if self.repeats else results
+
+
+def copy_to_compile(trace: Trace) -> Trace:
+    """The same trace once more, for one of several schedules.
+
+    AOTAutograd notes in its metadata what the one schedule saves for backward. All else of a trace
+    is only read.
+    """
+    state = trace.descriptors._aot_state
+    own = dataclasses.replace(state, fw_metadata=copy.copy(state.fw_metadata))
+    descriptors = dataclasses.replace(trace.descriptors, _aot_state=own)
+    return dataclasses.replace(trace, descriptors=descriptors)
 
 
 def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False) -> CompiledStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -23,15 +23,41 @@ from remat.rewriter.compiled import compile_step
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.user_module.module import RematModule, make_module
+from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.family import Family
 from remat.schedules.over_range import carried
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
 
+@overload
+def rewrite(
+    model: nn.Module,
+    schedule: Family,
+    *,
+    trace: Trace | None = ...,
+    over: RangedGraph | None = ...,
+) -> RangedModule: ...
+@overload
 def rewrite(
     model: nn.Module,
     schedule: Schedule,
+    args: tuple[Any, ...] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    loss_fn: LossFunction | None = ...,
+    target: Any = ...,
+    trace: Trace | None = ...,
+    prediction: Prediction | None = ...,
+    priced: TrainingGraph | None = ...,
+    compile: bool = ...,
+    updates: Updates | None = ...,
+    over: RangedGraph | None = ...,
+) -> RematModule: ...
+def rewrite(
+    model: nn.Module,
+    schedule: Schedule | Family,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -43,7 +69,7 @@ def rewrite(
     compile: bool = False,
     updates: Updates | None = None,
     over: RangedGraph | None = None,
-) -> RematModule:
+) -> RematModule | RangedModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
     The result is a `torch.fx.GraphModule` and an instance of the model's class, with the
@@ -51,6 +77,9 @@ def rewrite(
 
     Parameters
     ----------
+    schedule : or a family of them, of `remat.solve` over a range of sizes. The module then is a
+        `RangedModule`, and the size of a batch picks the schedule. `model` must have been captured
+        in this process; of the other arguments only `trace` and `over` are heeded.
     args, kwargs, loss_fn, target : as given to `capture`. In the process that captured `model`
         they are not needed; in another one, the model is traced on them.
     trace : a trace of `model`, if there is one, to save tracing again.
@@ -78,6 +107,9 @@ def rewrite(
     CaptureError : the model has changed, and cannot be captured any more.
     """
     refuse_rewritten(model)
+    if isinstance(schedule, Family):
+        refuse_beside_ranges(compile=compile, updates=updates is not None)
+        return make_ranged(model, schedule, trace or _trace_range(model, schedule), over)
     _require_schedule(schedule)
     if schedule.updates and updates is None:
         raise RewriteError(
@@ -162,7 +194,7 @@ def _require_schedule(given: Any) -> None:
 
 def refuse_rewritten(model: nn.Module) -> None:
     """Raise `RewriteError` for a module that follows a plan already."""
-    if isinstance(model, RematModule):
+    if isinstance(model, (RematModule, RangedModule)):
         raise RewriteError(
             "this module is rewritten already: rewrite the original (module.original_module)"
         )
@@ -195,11 +227,16 @@ def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:
         raise RewriteError(
             f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
         )
-    recipe = recipe_for(model, over.traced_hash)
+    return _trace_range(model, over)
+
+
+def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
+    """The trace of the range that a graph or a family is for."""
+    recipe = recipe_for(model, known.traced_hash)
     if recipe is None:
         raise RewriteError(
             f"this {type(model).__name__} was not captured in this process for the range "
-            f"{', '.join(map(str, over.symbols))}: capture it with dynamic=... here"
+            f"{', '.join(map(str, known.symbols))}: capture it with dynamic=... here"
         )
     return tracing.trace_recipe(model, recipe)
 

@@ -8,9 +8,11 @@ anew, too.
 
 from __future__ import annotations
 
-from remat.graph_capture.errors import PlanError, ScheduleError
+from remat.graph_capture.errors import GraphError, PlanError, ScheduleError, SignatureError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.plan import AGAIN, Plan, Prediction
+from remat.graph_capture.shapes.ranges import Symbol, corner
+from remat.schedules.over_range import carried
+from remat.schedules.plan import AGAIN, Plan, Prediction, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
@@ -40,6 +42,35 @@ def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simul
         _require_same(plan.prediction, simulation, name)
     require_within_budget(plan.schedule, simulation.peak_bytes, name)
     return plan.graph, simulation
+
+
+def judge_family(over: RangeFacts, name: str = "the plan") -> None:
+    """Judge each member of a kept family at the corners of what it serves.
+
+    Raises
+    ------
+    PlanError : a member breaks a rule, or its peak is above the budget at a corner; or the family
+        is not one of the range.
+    """
+    family, graph = over.family, over.graph
+    top = corner(graph.symbols, "high")
+    is_whole = family.symbols == graph.symbols and bool(family.members)
+    if not is_whole or top not in family.top.corners:
+        raise PlanError(f"{name} was edited: its schedules do not serve its range. {AGAIN}")
+    try:
+        for member in family.members:
+            for one in member.corners:
+                part = (Symbol(s.name, s.low, one[s.name], s.multiple) for s in graph.symbols)
+                bounding = graph.bounding(tuple(part))
+                found = simulate(bounding, carried(member.schedule, bounding))
+                if found.peak_bytes > min(member.peak_bytes, family.budget_bytes):
+                    raise PlanError(
+                        f"{name} was edited, or is stale: at {one} its schedule has a peak of "
+                        f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
+                        f"and the budget of {family.budget_bytes}. {AGAIN}"
+                    )
+    except (ScheduleError, GraphError, SignatureError, KeyError) as error:
+        raise PlanError(f"{name} was edited, or is stale: {error}. {AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:

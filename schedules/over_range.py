@@ -3,10 +3,13 @@
 The structure of a step is the same at all sizes, so that the same steps are valid. While one runs,
 the bytes live are a sum of what batch, values and a workspace take. If none of these falls where a
 size grows, no size needs more than the largest ones, and the judge's peak there bounds the range.
+Else the range is split, until what the judge says of the bounds of a part is no more than what some
+size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
 """
 
 from __future__ import annotations
 
+import heapq
 import re
 from typing import Literal
 
@@ -21,10 +24,10 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 
 MOST_SIMULATED = 512
-"""Sizes at which a schedule is judged one by one where the largest ones do not bound the others."""
+"""Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 
-Proof = Literal["largest sizes", "every size"]
+Proof = Literal["largest sizes", "every size", "parts"]
 
 
 class RangePeak(msgspec.Struct, frozen=True):
@@ -35,7 +38,7 @@ class RangePeak(msgspec.Struct, frozen=True):
     peak_bytes : no size has a higher one. sizes : at which it is reached.
     proof : ``largest sizes`` where no value, batch or workspace takes more at a smaller size, so
         that the peak at the largest sizes is that of the range; ``every size`` where each of
-        `n_sizes` was judged.
+        `n_sizes` was judged; ``parts`` where parts of the range were, with bounds of their bytes.
     """
 
     peak_bytes: int
@@ -45,7 +48,11 @@ class RangePeak(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         at = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
-        how = "the largest sizes bound" if self.proof == "largest sizes" else "each judged of"
+        how = {
+            "largest sizes": "the largest sizes bound",
+            "every size": "each judged of",
+            "parts": "bounds of parts hold for",
+        }[self.proof]
         return f"RangePeak({self.peak_bytes} bytes at {at}; {how} {self.n_sizes} sizes)"
 
 
@@ -103,15 +110,49 @@ def peak_over(
         top = corner(symbols, "high")
         return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
     if number > MOST_SIMULATED:
-        falls = next(iter(graph.not_rising()))
-        raise ScheduleError(
-            f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not "
-            f"bound the range, and {number} sizes are too many to judge each: capture a range of "
-            f"at most {MOST_SIMULATED} sizes, or of multiples: (name, least, largest, multiple)"
-        )
+        return _by_parts(graph, schedule, symbols)
     found = ((_peak_bytes(graph, schedule, sizes), sizes) for sizes in points(symbols))
     peak_bytes, sizes = max(found, key=lambda one: one[0])
     return RangePeak(peak_bytes, sizes, "every size", number)
+
+
+def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...]) -> RangePeak:
+    """Judge the part with the highest bound, and split it, until some size reaches its bound."""
+    number = number_of_points(symbols)
+    best, best_sizes = 0, corner(symbols, "high")
+    heap = [(-_bound_bytes(graph, schedule, symbols), 0, symbols)]
+    for n in range(1, MOST_SIMULATED):
+        bound, _, part = heapq.heappop(heap)
+        top = corner(part, "high")
+        peak_bytes = _peak_bytes(graph, schedule, top)
+        if peak_bytes > best:
+            best, best_sizes = peak_bytes, top
+        if -bound <= best:
+            return RangePeak(best, best_sizes, "parts", number)
+        for i, half in enumerate(_halves(part)):
+            heapq.heappush(heap, (-_bound_bytes(graph, schedule, half), 2 * n + i, half))
+    falls = next(iter(graph.not_rising()))
+    raise ScheduleError(
+        f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not bound "
+        f"the range, and {MOST_SIMULATED} parts of its {number} sizes do not settle it: capture at "
+        f"most {MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
+    )
+
+
+def _bound_bytes(graph: RangedGraph, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
+    bounding = graph.bounding(part)
+    return simulate(bounding, carried(schedule, bounding)).peak_bytes
+
+
+def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
+    """The part cut in two along the size that has most of them."""
+    widest = max(part, key=lambda symbol: len(symbol.sizes))
+    sizes = widest.sizes
+    middle = len(sizes) // 2
+    ends = [(widest.low, sizes[middle - 1]), (sizes[middle], widest.high)]
+    return [
+        tuple(Symbol(s.name, *end, s.multiple) if s is widest else s for s in part) for end in ends
+    ]
 
 
 def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -> int:

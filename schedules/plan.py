@@ -21,6 +21,9 @@ from remat.graph_capture.errors import (
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.graph_rules import are_figures
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.ranges import Place
+from remat.schedules.family import Family
 from remat.schedules.schedule import Schedule
 
 SCHEMA_VERSION = 1
@@ -107,6 +110,20 @@ class Versions(msgspec.Struct, frozen=True):
     remat: str
 
 
+class RangeFacts(msgspec.Struct, frozen=True):
+    """What makes a plan one for a range of sizes.
+
+    Attributes
+    ----------
+    places : dimensions of the batch that vary, by leaf. family : the schedules.
+    graph : over the range, with the prices that they were solved by.
+    """
+
+    places: tuple[Place, ...]
+    family: Family
+    graph: RangedGraph
+
+
 class Plan(msgspec.Struct, frozen=True):
     """A schedule, and the step it was made for.
 
@@ -123,6 +140,8 @@ class Plan(msgspec.Struct, frozen=True):
     prediction : None if the schedule was rewritten without the prices of its graph.
     graph : with the prices behind the prediction, so that the plan can be shown without the model
         and without torch. Rewriting does not look at it. None if it was not at hand.
+    over : of a plan for a range of sizes. `schedule` and `graph` then are those of the largest
+        sizes, and `batch` has one size of the range. None for a plan of one size.
     """
 
     model: str
@@ -140,6 +159,7 @@ class Plan(msgspec.Struct, frozen=True):
     schedule: Schedule
     prediction: Prediction | None = None
     graph: TrainingGraph | None = None
+    over: RangeFacts | None = None
     kind: str = KIND
     schema_version: int = SCHEMA_VERSION
 

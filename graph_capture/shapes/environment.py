@@ -56,7 +56,9 @@ class Environment:
     def _size_of(self, symbol: Symbol) -> Any:
         steps, source = self.hints[symbol.name] // symbol.multiple, ConstantSource(symbol.name)
         made: Any = self.shape_env.create_symbol(steps, source, DimDynamic.DYNAMIC, None)
-        least, most = symbol.low // symbol.multiple, symbol.high // symbol.multiple
+        # The range may be a part of one that was traced, with sizes that are out of it.
+        least = min(symbol.low // symbol.multiple, steps)
+        most = max(symbol.high // symbol.multiple, steps)
         self.shape_env.constrain_symbol_range(made, least, most)
         named: Any = sympy.Symbol(symbol.name, integer=True, positive=True)
         self._named[made] = named

@@ -6,8 +6,7 @@ Patterson 2009, https://doi.org/10.1145/1498765.1498785), with the two ceilings 
 left over at the sizes that were measured is interpolated between them, so that these keep the
 prices that they were measured to have.
 
-Workspaces do not follow a formula: a kernel chooses by the size. At each size they are taken to be
-the largest that were measured up to the next larger size.
+Workspaces are told in `workspaces.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from remat.graph_capture.devices.device_table import counted_on
 from remat.graph_capture.graph import Origin, TrainingGraph
 from remat.graph_capture.shapes.ranges import Sizes
+from remat.graph_capture.shapes.workspaces import Workspaces
 
 Floats = NDArray[np.float64]
 NOT_ON_DEVICE = -1
@@ -64,6 +64,7 @@ class PricesOfRange:
         self._costs = np.array([one.cost_us for one in points])
         self._flops = np.array([one.flops for one in points], dtype=np.float64)
         self._moved = np.array([_moved_bytes(graph) for graph in graphs])
+        self._workspaces = Workspaces([one.workspace_bytes for one in points], graphs)
         self._works = np.log(np.maximum(self._moved.sum(axis=1), 1.0))
         self._form = _fitted(self._costs, self._flops, self._moved)
         fitted = self._by_form(self._flops, self._moved)
@@ -84,38 +85,53 @@ class PricesOfRange:
         flops = np.exp(_between(work, self._works, np.log(np.maximum(self._flops, 1e-9))))
         left = _between(work, self._works, self._left)
         costs = self._by_form(flops[None], moved[None])[0] * left
-        upper = next(i for i, one in enumerate(self.points) if _is_within(sizes, one.sizes))
-        workspaces = np.array([p.workspace_bytes for p in self.points[: upper + 1]]).max(axis=0)
-        last = self.points[upper]
+        last = self.points[self._upper(sizes)]
+        plain = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
+        workspaces = self.workspaces_at(sizes, plain)
         ops = tuple(
             msgspec.structs.replace(op, cost_us=float(c), workspace_bytes=int(w), price=origin)
             for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
         )
-        extra, allocated = self._extra_bytes(upper), counted_on(graph.device)
+        extra, allocated = self.extra_at(sizes), counted_on(graph.device)
         values = tuple(
-            msgspec.structs.replace(v, size_bytes=_as_kept(allocated(v.size_bytes), extra, v.name))
+            msgspec.structs.replace(
+                v, size_bytes=bytes_kept(allocated(v.size_bytes), extra, v.name)
+            )
             for v in graph.values
         )
-        libraries_bytes = max(one.libraries_bytes for one in self.points[: upper + 1])
+        libraries_bytes = self.libraries_at(sizes)
         resident = msgspec.structs.replace(graph.resident, libraries_bytes=libraries_bytes)
         return msgspec.structs.replace(
             graph, ops=ops, values=values, resident=resident, prices=last.prices,
             notes=last.notes, versions=last.versions,
         )  # fmt: skip
 
-    def _extra_bytes(self, upper: int) -> dict[str, int]:
+    def workspaces_at(self, sizes: Sizes, value_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Workspace of each op; see `Workspaces.at`."""
+        return self._workspaces.at(self._upper(sizes), value_bytes)
+
+    def libraries_at(self, sizes: Sizes) -> int:
+        """What libraries hold: the most that was measured up to the next larger point."""
+        return max(one.libraries_bytes for one in self.points[: self._upper(sizes) + 1])
+
+    def extra_at(self, sizes: Sizes) -> dict[str, int]:
+        """As `libraries_at`, of what values take beyond what their shapes say."""
         found: dict[str, int] = {}
-        for point in self.points[: upper + 1]:
+        for point in self.points[: self._upper(sizes) + 1]:
             for name, extra in point.extra_bytes.items():
                 found[name] = max(found.get(name, extra), extra)
         return found
+
+    def _upper(self, sizes: Sizes) -> int:
+        return next(i for i, one in enumerate(self.points) if _is_within(sizes, one.sizes))
 
     def _by_form(self, flops: Floats, moved: Floats) -> Floats:
         a, b, c = self._form
         return a + b * flops + c * moved
 
 
-def _as_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
+def bytes_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
+    """What a value takes of whose bytes a kernel keeps `extra` more, or none on the device."""
     more = extra.get(name, 0)
     return 0 if more == NOT_ON_DEVICE else size_bytes + more
 

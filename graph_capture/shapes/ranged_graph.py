@@ -7,6 +7,7 @@ one size to the next. Nothing here imports torch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph, Value
 from remat.graph_capture.shapes.expressions import evaluated, never_falls
 from remat.graph_capture.shapes.guards import Guard
+from remat.graph_capture.shapes.intervals import bounds_of
 from remat.graph_capture.shapes.price_points import PricePoint, PricesOfRange
 from remat.graph_capture.shapes.ranges import Sizes, Symbol, corner, require_in_range
 
@@ -75,40 +77,68 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def at(self, **sizes: int) -> TrainingGraph:
         """The graph of the step at these sizes, as a capture at these sizes would be.
 
-        Costs are fitted between the sizes that were priced. Workspaces, and what a kernel keeps
-        beyond its results, are those of the next larger of these sizes.
+        Costs are fitted between the sizes that were priced. What a kernel keeps beyond its results
+        is that of the next larger of these sizes, and so are workspaces that follow no formula.
 
         Raises
         ------
         SignatureError : a size is missing, unknown or out of its range.
         """
         point = require_in_range(self.symbols, sizes)
-        values = tuple(self._value(value, point) for value in self.base.values)
-        batch = (evaluated(text, point) for text in self.batch_bytes)
+        return self._graph(point, functools.cache(lambda text: evaluated(text, point)))
+
+    def bounding(self, part: Sequence[Symbol]) -> TrainingGraph:
+        """The graph at the largest sizes of a part of the range, with bytes that bound the part.
+
+        Batch, values and workspaces take at least what they take at any size of the part. So what
+        the judge says of a schedule's peak here, no size of the part exceeds. Costs are those of
+        the largest sizes.
+
+        Raises
+        ------
+        SignatureError : the part is not within the range.
+        """
+        low = require_in_range(self.symbols, corner(part, "low"))
+        high = require_in_range(self.symbols, corner(part, "high"))
+        if self.rising:
+            return self.at(**high)
+        return self._graph(high, functools.cache(lambda text: bounds_of(text, low, high)[1]))
+
+    def _graph(self, point: Sizes, bytes_of: Callable[[str], int]) -> TrainingGraph:
+        shape_of = functools.cache(lambda text: evaluated(text, point))
         counted = counted_on(self.base.device)
         graph = msgspec.structs.replace(
             self.base,
-            values=values,
+            values=tuple(self._value(value, shape_of, bytes_of) for value in self.base.values),
             inputs=tuple(line.format(**point) for line in self.inputs),
             resident=msgspec.structs.replace(
-                self.base.resident, batch_bytes=sum(map(counted, batch))
+                self.base.resident,
+                batch_bytes=sum(counted(bytes_of(text)) for text in self.batch_bytes),
             ),
         )
-        return self._prices.priced(graph, point) if self.points else graph
+        return self.prices.priced(graph, point) if self.points else graph
 
     @functools.cached_property
-    def _prices(self) -> PricesOfRange:
+    def prices(self) -> PricesOfRange:
+        """The prices of ops at any size, from those at `points`."""
         plain = msgspec.structs.replace(self, points=())
-        return PricesOfRange(self.points, [plain.at(**one.sizes) for one in self.points])
+        # They may be out of the range, where it is a part of the one that was priced.
+        graphs = [
+            plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes))
+            for one in self.points
+        ]
+        return PricesOfRange(self.points, graphs)
 
-    def _value(self, value: Value, point: Sizes) -> Value:
+    def _value(
+        self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]
+    ) -> Value:
         extent = self.extents.get(value.name)
         if extent is None:
             return value
         return msgspec.structs.replace(
             value,
-            shape=tuple(evaluated(text, point) for text in extent.shape),
-            size_bytes=evaluated(extent.size_bytes, point),
+            shape=tuple(map(shape_of, extent.shape)),
+            size_bytes=bytes_of(extent.size_bytes),
         )
 
     @functools.cached_property

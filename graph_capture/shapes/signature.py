@@ -61,6 +61,22 @@ class RangedSignature(Signature):
         other.guards = tuple(guards)
         return other
 
+    def within(self, symbols: Sequence[Symbol]) -> RangedSignature:
+        """The same, for a part of the range."""
+        other = copy.copy(self)
+        other.symbols, other._check = tuple(symbols), None
+        return other
+
+    def holds(self, leaves: Sequence[Any], spec: Any) -> bool:
+        """Whether the sizes of a batch are within the range, whatever else it is."""
+        if spec != self.spec:
+            return False
+        try:
+            sizes = self.sizes_of(leaves)
+        except SignatureError:
+            return False
+        return all(sizes[symbol.name] in symbol.sizes for symbol in self.symbols)
+
     def at(self, sizes: Sizes) -> Signature:
         """The signature of the batches of these sizes."""
         plain = Signature(())

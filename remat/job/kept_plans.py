@@ -26,7 +26,7 @@ def plan_of_result(
     """The plan of a solve, with its graph; None where nothing fits."""
     if result.schedule is None:
         return None
-    from remat.rewriter.plans.loading import make_plan
+    from remat.rewriter.plans.making import make_plan
 
     prediction = predicted(result, graph.prices)
     priced = graph_behind(graph, result.schedule)

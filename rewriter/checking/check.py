@@ -138,7 +138,10 @@ def check(
         order, 1e-5 in float32 and 0.02 if 16 bits are in use. The random stream has to be eager's
         to the bit in any case.
     """
-    batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
+    given = (tuple(args), dict(kwargs or {}), target)
+    if isinstance(module, SharedState):
+        module = module._remat_running(given)
+    batch = OwnBatch(given)
     eager = _eager_run(model, batch, loss_fn)
     plan = plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import PlanError
-from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.refuse import refuse_module
-from remat.graph_capture.shapes.signature import RangedSignature
-from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.shapes.signature import RangedSignature, refuse_beside_ranges
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.plans.archive import read_plan
 from remat.rewriter.plans.facts import (
-    autocast_of,
-    batch_signature,
-    loss_name,
-    modules_in_eval,
     recipe_from,
-    state_of,
-    title_of,
     under_autocast,
 )
 from remat.rewriter.plans.fit import require_fit
+from remat.rewriter.plans.making import make_plan
+from remat.rewriter.plans.over_range import load_over_range, plan_over_range
 from remat.rewriter.rewriting import refuse_rewritten, rewrite
 from remat.rewriter.user_module.module import RematModule
+from remat.rewriter.user_module.ranged import RangedModule
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.judged_plan import judge_plan
-from remat.schedules.plan import Plan, Prediction, Versions
-from remat.schedules.schedule import Schedule
+from remat.schedules.plan import Plan
 
 
 def plan_of(module: nn.Module) -> Plan:
@@ -48,6 +40,8 @@ def plan_of(module: nn.Module) -> Plan:
     PlanError : the module follows no plan, or its batch holds what a file cannot.
     """
     kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
+    if kind is not None and issubclass(kind, RangedModule):
+        return plan_over_range(kind)
     if kind is None or not issubclass(kind, RematModule):
         raise PlanError(
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
@@ -55,40 +49,12 @@ def plan_of(module: nn.Module) -> Plan:
         )
     if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
         raise PlanError(
-            f"this {type(module).__name__} is planned for a range of sizes, which no plan file "
-            "holds: keep graph.to_json() and the schedule, or plan for one size"
+            f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "
+            "file holds: keep a family of them, remat.rewrite(model, remat.solve(graph, budget))"
         )
     known = (kind._remat_prediction, kind._remat_priced)
     return make_plan(
         kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule, *known
-    )
-
-
-def make_plan(
-    model: nn.Module,
-    recipe: Recipe,
-    schedule: Schedule,
-    prediction: Prediction | None = None,
-    priced: TrainingGraph | None = None,
-) -> Plan:
-    """The plan of a schedule for a model as it was traced, with the graph it was made for."""
-    flags = recipe.flags or (False, False)
-    return Plan(
-        model=recipe.name,
-        state=state_of(model),
-        in_eval=modules_in_eval(model),
-        batch=batch_signature(recipe.signature),
-        loss_fn=loss_name(recipe.loss_fn),
-        autocast=autocast_of(recipe.autocast),
-        told_compiling=flags[0],
-        told_exporting=flags[1],
-        resident=recipe.resident,
-        device=recipe.device,
-        title=title_of(recipe.device),
-        versions=Versions(torch=str(torch.__version__), remat=version("remat")),
-        schedule=schedule,
-        prediction=prediction,
-        graph=priced,
     )
 
 
@@ -101,7 +67,7 @@ def load(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     compile: bool = False,
-) -> RematModule:
+) -> RematModule | RangedModule:
     """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved.
 
     Parameters
@@ -133,6 +99,9 @@ def load(
     batch = (tuple(args or ()), dict(kwargs or {}), target) if is_given else None
     require_fit(kept, model, batch, loss_fn)
     refuse_module(model, kept.device)
+    if kept.over is not None:
+        refuse_beside_ranges(compile=compile)
+        return load_over_range(kept, kept.over, model, loss_fn)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
         traced = trace_in_pieces(model, recipe, kept.schedule)

@@ -68,13 +68,17 @@ class RematModule(SharedState, fx.GraphModule):
         """
         target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
-            if target is None and self._remat_guards.takes_target:
-                raise RewriteError(
-                    f"the loss is part of the rewritten {self._remat_guards.kind} and takes a "
-                    "target: call it with target=..., as it was captured"
-                )
-            return self._remat_step((args, kwargs, target))
+            return self._remat_train((args, kwargs, target))
         return self._remat_run_original(args, kwargs, target)
+
+    def _remat_train(self, batch: Any) -> Any:
+        """The step of a batch: (args, kwargs, target)."""
+        if batch[2] is None and self._remat_guards.takes_target:
+            raise RewriteError(
+                f"the loss is part of the rewritten {self._remat_guards.kind} and takes a "
+                "target: call it with target=..., as it was captured"
+            )
+        return self._remat_step(batch)
 
     def _remat_step(self, batch: Any) -> Any:
         guards, step = self._remat_guards, self._remat_compiled_step
@@ -231,7 +235,7 @@ def restored(
     ------
     ScheduleError : the trace is not what the plan was made for, as under another torch.
     """
-    with _in_modes(model, modes):
+    with in_modes(model, modes):
         traced = trace_recipe(model, recipe)
         step = compile_step(traced, schedule, by_inductor=by_inductor)
         known = (prediction, priced)
@@ -239,7 +243,8 @@ def restored(
 
 
 @contextlib.contextmanager
-def _in_modes(model: nn.Module, modes: dict[str, bool]) -> Generator[None]:
+def in_modes(model: nn.Module, modes: dict[str, bool]) -> Generator[None]:
+    """Modules in training mode or not, by their paths, meanwhile."""
     before = [(module, module.training) for module in model.modules()]
     try:
         for path, module in model.named_modules():

@@ -35,6 +35,10 @@ class SharedState:
         """The class of the rewritten module that ran last: this one, or one that it holds."""
         return cls
 
+    def _remat_running(self, batch: Any) -> nn.Module:
+        """The rewritten module that runs a batch, (args, kwargs, target): this one, or a part."""
+        return self  # pyright: ignore[reportReturnType]
+
     @classmethod
     def _remat_run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
         """The user's own forward, and the loss if there is a target."""

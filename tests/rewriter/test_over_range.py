@@ -128,5 +128,5 @@ def test_a_plan_of_another_step_or_process_is_refused() -> None:
 
 def test_no_plan_file_is_made_of_it() -> None:
     _, _, _, module = planned("experts")
-    with pytest.raises(RematError, match="planned for a range of sizes"):
+    with pytest.raises(RematError, match="runs one schedule over a range of sizes"):
         remat.plan_of(module)

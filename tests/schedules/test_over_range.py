@@ -68,8 +68,19 @@ def test_no_size_has_a_higher_peak(size_bytes: str, batch_bytes: str, proof: str
     assert found.peak_bytes == max(peaks.values()) == peaks[found.sizes["n"]]
 
 
-def test_too_many_sizes_that_the_largest_do_not_bound_are_refused() -> None:
-    graph = ranged("64*(n % 5) + n", high=5000)
+@pytest.mark.parametrize("size_bytes", ["64*(n % 5) + n", "64*(n % 97) + 8*(5000 - n)", "3*n"])
+def test_of_many_sizes_parts_are_judged_until_one_size_has_what_bounds_them_all(
+    size_bytes: str,
+) -> None:
+    graph = ranged(size_bytes, high=3000)
+    schedule = keeping(graph.at(n=4))
+    found, peaks = peak_over(graph, schedule), judged(graph, schedule)
+    assert found.proof == ("largest sizes" if size_bytes == "3*n" else "parts")
+    assert found.peak_bytes == max(peaks.values()) == peaks[found.sizes["n"]]
+
+
+def test_too_many_sizes_that_nothing_bounds_are_refused() -> None:
+    graph = ranged("((7919*n) % 4999)*((104729*n) % 4999)", high=5000)
     with pytest.raises(ScheduleError, match="the bytes of a may fall"):
         peak_over(graph, keeping(graph.at(n=4)))
     part = (Symbol("n", 2, 40),)
@@ -94,5 +105,5 @@ def test_what_is_no_range_or_no_schedule_is_told() -> None:
         peak_over(at, keeping(at))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match="no schedule, but NoneType"):
         peak_over(graph, None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SolverError, match=r"of a range graph.top or graph.at"):
-        remat.solve(graph, "60%")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SolverError, match="a plan is made for a graph, and this is int"):
+        remat.solve(3, "60%")  # pyright: ignore[reportArgumentType, reportCallIssue]

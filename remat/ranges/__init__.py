@@ -1,0 +1,1 @@
+"""Plans for a range of sizes: the calls, the curve of overheads, and caches that learn ranges."""

@@ -1,0 +1,127 @@
+"""The overhead of a family at sizes of its range, beside plans for each of these sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+import remat.solver as solvers
+from remat.formats import bytes_text, percent_text, time_text
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.schedules.family import Family, sizes_text
+from remat.schedules.over_range import carried
+from remat.schedules.simulate import simulate
+from remat.solver.ranges.reach import Reach
+
+SIZES = 10
+"""Sizes of a curve that names none."""
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """A family at one size.
+
+    Attributes
+    ----------
+    sizes : by symbol. member : number of the schedule that serves them.
+    peak_bytes, time_us, overhead : of that schedule there. unmodified_us : keeping everything.
+    alone_overhead : of a plan that is made for these sizes alone; None where none was made.
+    """
+
+    sizes: dict[str, int]
+    member: int
+    peak_bytes: int
+    time_us: float
+    unmodified_us: float
+    overhead: float
+    alone_overhead: float | None = None
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Overheads of a family over its range. `points` : from small sizes to large ones."""
+
+    model: str
+    budget_bytes: int
+    points: tuple[CurvePoint, ...]
+
+    @property
+    def most_above_alone(self) -> float:
+        """How much more overhead the family has than plans for each size, at most."""
+        known = [p.overhead - p.alone_overhead for p in self.points if p.alone_overhead is not None]
+        return max(known, default=0.0)
+
+    def __str__(self) -> str:
+        head = f"{self.model} within {bytes_text(self.budget_bytes)}"
+        rows = [_point_row(point) for point in self.points]
+        return "\n".join([head, "  sizes | peak | step | overhead | planned alone", *rows])
+
+
+def overheads_over(
+    graph: RangedGraph,
+    family: Family,
+    sizes: int | Sequence[Mapping[str, int]] = SIZES,
+    *,
+    alone: bool = False,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    **options: Any,
+) -> Curve:
+    """What a family costs at sizes of its range: a curve that can be printed.
+
+    Parameters
+    ----------
+    graph : priced, that the family was made for. sizes : which ones, such as ``[{"seq": 512}]``; or
+        how many, from the smallest to the largest.
+    alone : also plan for each of these sizes alone, within the same budget, by `solver`, which has
+        `time_limit_s` for each.
+
+    Raises
+    ------
+    ScheduleError : the family was made for another step. SignatureError : a size is out of range.
+    """
+    if graph.traced_hash != family.traced_hash:
+        raise ScheduleError(
+            f"this family was made for another step of {family.model}: pass the graph that it was "
+            "solved on"
+        )
+    asked = _spread(graph, sizes) if isinstance(sizes, int) else sizes
+    points: list[CurvePoint] = []
+    for one in asked:
+        at, number = graph.at(**one), family.number_at(**one)
+        found = simulate(at, carried(family.members[number].schedule, at))
+        planned = None
+        if alone:
+            planned = _alone(at, family.budget_bytes, solver, time_limit_s, options)
+        points.append(
+            CurvePoint(
+                dict(one), number, found.peak_bytes, found.time_us, at.base_us, found.overhead,
+                planned,
+            )
+        )  # fmt: skip
+    return Curve(family.model, family.budget_bytes, tuple(points))
+
+
+def _alone(
+    graph: TrainingGraph, budget_bytes: int, solver: str, time_limit_s: float, options: Any
+) -> float | None:
+    result = solvers.solve(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
+    return None if result.schedule is None else result.overhead
+
+
+def _spread(graph: RangedGraph, count: int) -> list[dict[str, int]]:
+    """So many levels of the range, evenly, both ends included."""
+    levels = Reach(graph, 0).levels
+    last = len(levels) - 1
+    places = {last * i // max(count - 1, 1) for i in range(max(count, 1))}
+    return [levels[place] for place in sorted(places)]
+
+
+def _point_row(point: CurvePoint) -> str:
+    planned = "-" if point.alone_overhead is None else percent_text(point.alone_overhead)
+    return (
+        f"  {sizes_text(point.sizes)} | {bytes_text(point.peak_bytes)} | "
+        f"{time_text(point.time_us)} | {percent_text(point.overhead)} | {planned}"
+    )

@@ -1,0 +1,173 @@
+"""The module of a family of schedules: the size of each batch picks the step that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from remat.graph_capture.errors import RewriteError, SignatureError
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.signature import RangedSignature
+from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.trace import Trace, trace_recipe
+from remat.rewriter.compiled import compile_step, copy_to_compile
+from remat.rewriter.guards.leaves import FlatBatches
+from remat.rewriter.user_module.module import RematModule, in_modes, make_module
+from remat.rewriter.user_module.own_forward import class_of_user
+from remat.rewriter.user_module.shared_state import SharedState
+from remat.schedules.family import Family
+from remat.schedules.over_range import carried
+
+
+class Members:
+    """The rewritten modules of a family, each compiled when a batch first needs it.
+
+    All are of one trace. A later one relies on what the first one was made for, which is looked at
+    before it is compiled.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, traced: Trace, first: int) -> None:
+        signature = traced.recipe.signature
+        if not isinstance(signature, RangedSignature):
+            raise RewriteError(
+                "this trace is of one size, and a family of schedules is for a range: capture with "
+                "dynamic=..."
+            )
+        self.model, self.family, self.traced = model, family, traced
+        self.signature, self.batches = signature, FlatBatches(signature)
+        self._pick = family.compiled_pick()
+        self._modules: list[RematModule | None] = [None] * len(family.members)
+        self.first = self._modules[first] = self._compiled(first)
+
+    def running(self, batch: Any) -> RematModule:
+        """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
+        leaves, spec = self.batches.leaves(batch)
+        number = self._number(leaves) if spec == self.signature.spec else -1
+        if number < 0:
+            return self.first
+        found = self._modules[number]
+        if found is None:
+            self.first._remat_guards.require(batch)
+            found = self._modules[number] = self._compiled(number)
+        return found
+
+    def hold(self, batch: Any) -> bool:
+        """Whether the sizes of a batch, (args, kwargs, target), are within the range."""
+        return self.signature.holds(*self.batches.leaves(batch))
+
+    @property
+    def n_compiled(self) -> int:
+        """How many members have code by now."""
+        return sum(module is not None for module in self._modules)
+
+    def _number(self, leaves: list[Any]) -> int:
+        try:
+            return self._pick(*self.signature.sizes_of(leaves).values())
+        except (SignatureError, IndexError):
+            return -1
+
+    def _compiled(self, number: int) -> RematModule:
+        traced = copy_to_compile(self.traced)
+        schedule = carried(self.family.members[number].schedule, traced.graph)
+        step = compile_step(traced, schedule)
+        return make_module(self.model, schedule, traced.recipe, step, traced.python_state)
+
+
+class RangedModule(SharedState, nn.Module):
+    """A module that trains as the user's does at every size of a range, by a family of schedules.
+
+    Like a `RematModule` it has the user's ``__dict__`` itself, and is an instance of the user's
+    class. In training mode with gradients enabled, a call runs the step of the schedule that serves
+    the sizes of the batch; otherwise it runs the user's own forward.
+
+    Class attributes (each instance has a class of its own)
+    -------------------------------------------------------
+    family : the schedules, and the sizes that each of them serves.
+    ranged_graph : with the prices that they were solved by; None where it was not at hand.
+    """
+
+    family: ClassVar[Family]
+    ranged_graph: ClassVar[RangedGraph | None]
+    _remat_family: ClassVar[Family]
+    _remat_graph: ClassVar[RangedGraph | None]
+    _remat_members: ClassVar[Members]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` if a loss was captured.
+
+        Raises
+        ------
+        SignatureError : a size is out of the range, or the batch is another one otherwise.
+        RewriteError : the module is not as it was at capture.
+        """
+        own = type(self)
+        target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            batch = (args, kwargs, target)
+            return own._remat_members.running(batch)._remat_train(batch)
+        return own._remat_run_original(args, kwargs, target)
+
+    def _remat_running(self, batch: Any) -> nn.Module:
+        return type(self)._remat_members.running(batch)
+
+    @classmethod
+    def _remat_over(cls, model: nn.Module) -> RangedModule:
+        make, (_, *given) = cls._remat_recipe_to_pickle()
+        return make(model, *given)
+
+    @classmethod
+    def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        guards = cls._remat_members.first._remat_guards
+        known = (cls._remat_family, cls._remat_graph)
+        given = (*known, guards.recipe, guards.captured_modes)
+        return restored_over_range, (cls._remat_original_module, *given)
+
+
+def make_ranged(
+    model: nn.Module,
+    family: Family,
+    traced: Trace,
+    graph: RangedGraph | None = None,
+    first: int | None = None,
+) -> RangedModule:
+    """A `RangedModule` over `model`.
+
+    Parameters
+    ----------
+    traced : for the family's range. graph : priced, if it is at hand.
+    first : the member to compile now; None for the last one.
+
+    Raises
+    ------
+    ScheduleError : the family was made for other ops, or breaks a rule of them.
+    """
+    number = len(family.members) - 1 if first is None else first
+    kind = class_of_user(
+        RangedModule,
+        model,
+        traced.recipe.loss_fn,
+        family=family,
+        ranged_graph=graph,
+        original_module=model,
+        _remat_original_module=model,
+        _remat_family=family,
+        _remat_graph=graph,
+        _remat_members=Members(model, family, traced, number),
+        _remat_loss_fn=staticmethod(traced.recipe.loss_fn) if traced.recipe.loss_fn else None,
+    )
+    return kind()
+
+
+def restored_over_range(
+    model: nn.Module,
+    family: Family,
+    graph: RangedGraph | None,
+    recipe: Recipe,
+    modes: dict[str, bool],
+) -> RangedModule:
+    """The module of a family over a copy of its model, traced anew; see `restored`."""
+    with in_modes(model, modes):
+        return make_ranged(model, family, trace_recipe(model, recipe), graph)

@@ -1,0 +1,204 @@
+"""`plan_cache(dynamic=...)`: one plan for a range that is learned, extended, or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.graph_capture.errors import CaptureError, TooLargeError
+from remat.several_shapes import PlanCache, plans_of
+from tests.beside_eager import same_bits
+from tests.sized_models import SIZED, gpt, resnet
+
+
+class Rows(nn.Module):
+    """A few layers over rows."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            *[m for _ in range(4) for m in (nn.Linear(width, width), nn.Tanh())]
+        )
+        self.scale = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.body(x) * self.scale).pow(2).mean()
+
+
+def rows(count: int, width: int = 32) -> tuple[Tensor, ...]:
+    return (torch.randn(count, width),)
+
+
+def cached(model: nn.Module, budget: Any = "100%", **options: Any) -> PlanCache:
+    asked: dict[str, Any] = {"dynamic": "auto", "solver": "cut", "check": False}
+    return remat.plan_cache(model, budget=budget, **{**asked, **options})
+
+
+def planned_ranges(cache: PlanCache) -> list[str]:
+    """What the plans are for, in words."""
+    return [
+        ", ".join(map(str, plan.symbols)) if isinstance(plan, remat.Family) else "one size"
+        for plan in plans_of(cache)
+    ]
+
+
+def test_a_range_is_learned_from_the_second_size_and_extended_by_a_larger_one() -> None:
+    model = Rows()
+    cache = cached(model)
+    expected = {
+        40: "one size", 64: "x_0 from 2 to 64", 9: "x_0 from 2 to 64", 65: "x_0 from 2 to 128",
+        128: "x_0 from 2 to 128", 2: "x_0 from 2 to 128",
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for count, said in expected.items():
+            assert same_bits(model, cache, rows(count))
+            assert planned_ranges(cache) == [said]
+        assert same_bits(model, cache, rows(1))
+    assert planned_ranges(cache) == ["x_0 from 2 to 128", "one size"]
+
+
+def test_a_batch_that_cannot_fit_is_refused_with_the_largest_that_does() -> None:
+    model = Rows()
+    graph = remat.capture(model, rows(100))
+    cache = cached(model, remat.solve(graph, "100%").peak_bytes)
+    cache(*rows(40)), cache(*rows(50))
+    assert planned_ranges(cache) == ["x_0 from 2 to 50"]
+    cache(*rows(60))  # twice 50 fits
+    assert planned_ranges(cache) == ["x_0 from 2 to 100"]
+    with pytest.raises(TooLargeError, match=r"the largest that fits is x_0 1[0-4]\d") as refused:
+        cache(*rows(900))
+    largest = refused.value.largest["x_0"]
+    assert same_bits(model, cache, rows(70))
+    assert same_bits(model, cache, rows(101))  # twice 100 does not, so as far as it does
+    assert planned_ranges(cache) == [f"x_0 from 2 to {largest}"]
+
+
+def test_the_worst_case_is_planned_before_the_first_step() -> None:
+    model = Rows()
+    cache = cached(model, upto={"x": {0: 200}})
+    cache(*rows(3))
+    assert planned_ranges(cache) == ["x_0 from 2 to 200"]
+    budget = remat.solve(remat.capture(model, rows(100)), "100%").peak_bytes
+    ran: list[int] = []
+    late = cached(model, budget, upto={"n": 900}, dynamic={"x": {0: "n"}})
+    with pytest.raises(TooLargeError, match=r"n 900 was found .* the largest that fits is n 1"):
+        ran.append(late(*rows(3)))
+    assert ran == []
+
+
+def test_named_sizes_are_taken_and_other_dimensions_have_a_family_each() -> None:
+    sized = SIZED["experts"]()
+    cache = cached(sized.model, dynamic={"x": {0: ("tokens", 4, 60)}})
+    for tokens in (5, 60, 30):
+        assert same_bits(sized.model, cache, sized.batch(tokens=tokens))
+    assert planned_ranges(cache) == ["tokens from 4 to 60"]
+    assert same_bits(sized.model, cache, sized.batch(tokens=3))
+    assert planned_ranges(cache) == ["tokens from 3 to 60"]
+
+
+def test_a_size_that_the_model_fixes_has_plans_of_its_own_and_its_line_is_named() -> None:
+    model = Branching()
+    cache = cached(model)
+    cache(*rows(4))
+    with pytest.warns(UserWarning, match=r"cannot vary .*test_cache_over_ranges.py:\d+"):
+        assert same_bits(model, cache, rows(6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert same_bits(model, cache, rows(8))
+    assert planned_ranges(cache) == ["one size"] * 3
+
+
+class Branching(Rows):
+    """Every model count of rows takes anmodel way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y.relu().mean() if x.shape[0] % 2 == 0 else y.mean()
+
+
+def test_what_changes_is_traced_again_and_named_where_it_keeps_changing() -> None:
+    model = Rows()
+    cache = cached(model)
+    cache(*rows(4)), cache(*rows(6))
+    model.body[1].eval()
+    assert same_bits(model, cache, rows(5))
+    assert len(plans_of(cache)) == 2
+    model.body[1].train()
+    assert same_bits(model, cache, rows(3))
+    assert len(plans_of(cache)) == 2
+    model.body[0].weight.requires_grad_(False)
+    model.scale = 3
+    cache(*rows(3))
+    assert len(plans_of(cache)) == 3
+    model.scale = 4
+    with pytest.warns(UserWarning, match=r"scale of Rows was 3 .* This is plan 4"):
+        cache(*rows(3))
+
+
+def test_copies_and_pickles_learn_anew() -> None:
+    model = Rows()
+    cache = cached(model, upto={"x": {0: 20}})
+    cache(*rows(4))
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert plans_of(other) == []
+        assert torch.equal(other(*(x := rows(7))), model(*x))
+        assert planned_ranges(other) == ["x_0 from 2 to 20"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dynamic": "all"}, "dynamic='all' is unknown"),
+        ({"compile": True}, "compile is not taken with dynamic sizes"),
+        ({"split": "exact"}, "split is not taken with dynamic sizes"),
+        ({"sharding": remat.Sharding("ddp", 2)}, "sharding is not taken with dynamic sizes"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_at_once(options: Any, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        cached(Rows(), **options)
+
+
+@pytest.mark.parametrize(
+    ("upto", "said"),
+    [
+        ({"y": {0: 9}}, "no tensor of the batch: name one of x"),
+        ({"n": 9}, "upto names 'n' with 9"),
+        ({"x": {5: 9}}, "dimension 5"),
+        ({"x": {0: 1}}, r"a range begins at 2|no range of sizes"),
+    ],
+)
+def test_what_upto_cannot_mean_is_refused_before_the_first_step(upto: Any, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        cached(Rows(), upto=upto)(*rows(4))
+
+
+@pytest.mark.slow
+def test_a_gpt_over_batches_and_lengths() -> None:
+    sized = gpt()
+    most = {0: 8, 1: 128}
+    cache = cached(sized.model, "60%", upto={"tokens": most, "targets": most})
+    for size in ((4, 48), (8, 128), (2, 17), (1, 60), (1, 128), (7, 99)):
+        assert same_bits(sized.model, cache, sized.batch(batch=size[0], seq=size[1]))
+    assert planned_ranges(cache) == [
+        "tokens_1 from 2 to 128",
+        "tokens_0 from 2 to 8, tokens_1 from 2 to 128",
+    ]
+
+
+@pytest.mark.slow
+def test_where_an_op_chooses_by_the_size_each_part_has_a_family() -> None:
+    sized = resnet()
+    cache = cached(sized.model, "75%")
+    for count in (4, 8, 20, 40, 6, 17):
+        assert same_bits(sized.model, cache, sized.batch(batch=count))
+    assert planned_ranges(cache) == ["x_0 from 2 to 8", "x_0 from 16 to 40"]
