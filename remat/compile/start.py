@@ -36,7 +36,7 @@ from remat.solver.clock import Clock
 NAME_BYTES = 16
 
 
-def may_keep(asked: CompileOptions) -> bool:
+def keeps_plans(asked: CompileOptions) -> bool:
     """Whether plans may be kept and taken; not where the user has torch keep nothing."""
     config: Any = torch.compiler.config
     is_off = config.force_disable_caches or inductor_config.force_disable_caches
@@ -57,15 +57,16 @@ class Start:
     """
 
     def __init__(self, place: Place, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.place, self._clock = place, Clock()
+        self.place, clock = place, Clock()
         self._key = ""
-        if may_keep(place.asked):
+        if keeps_plans(place.asked):
             self._key = start_key(gm, inputs, place.asked, place.text())
         self._kept = kept_choice(self._key) if self._key else None
         if self._kept and not self._suits(self._kept):
             self._kept = None
         drawn = secrets.token_hex(NAME_BYTES) if self._key else ""
         self.name = self._kept.name if self._kept else drawn
+        self._looked_s = clock.elapsed_s
 
     def plan(self, step: FusedStep) -> Pair:
         """The two graphs that Inductor compiles.
@@ -114,10 +115,11 @@ class Start:
 
     def _note_kept(self, kept: KeptChoice, step: StepBytes) -> None:
         self.place.warn_of_part()
-        self.place.note(step, kept.taken(), kept.budget_bytes, self._clock.elapsed_s)
+        self.place.note(step, kept.taken(), kept.budget_bytes, self._looked_s)
 
     def _planned(self, step: FusedStep) -> Pair:
         """Choose what Inductor compiles, and keep what was chosen."""
+        clock = Clock()
         self.place.warn_of_part()
         search = PlanSearch(step, self.place.asked)
         stock = search.stock()
@@ -125,7 +127,7 @@ class Start:
         gap = found.result.gap if found.result else 0.0
         replays = 1 + len(search.tried)
         taken = Taken(stock.replay, found.replay, found.schedule, found.overhead, gap, replays)
-        self.place.note(step, taken, budget_bytes, self._clock.elapsed_s)
+        self.place.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
             self._keep(step, stock, found, budget_bytes)
         return found.pair
