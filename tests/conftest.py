@@ -78,15 +78,13 @@ def no_kept_plans() -> Iterator[None]:
 
 
 @pytest.fixture
-def kept_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None
-) -> Iterator[Path]:
+def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None) -> Path:
     """Plans of compiled steps are kept in this folder, as they are for users."""
     from remat.compile import start
 
     monkeypatch.setattr(start, "keeps_plans", _KEEPS_PLANS[0])
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    yield tmp_path / "compiled"
+    return tmp_path / "compiled"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 from remat.compile.kept_choices import KeptChoice, keep_choice, kept_choice
 from remat.compile.options import CompileOptions
 from remat.compile.place import Place, Taken
-from remat.compile.search import Candidate, PlanSearch, is_good_enough
+from remat.compile.search import CLOSE, Candidate, PlanSearch, is_good_enough
 from remat.compile.start_key import start_key
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
@@ -107,9 +107,7 @@ class Start:
         budgets_bytes = self.place.budgets_bytes(step, kept.stock)
         if self.place.asked.parsed.kind == "auto":
             # What is free is never the same twice.
-            overhead, limit_bytes = kept.taken().overhead, budgets_bytes[0] - held_bytes
-            enough = is_good_enough(overhead, kept.chosen.peak_bytes, limit_bytes)
-            return enough and peak_bytes <= budgets_bytes[0]
+            return peak_bytes <= budgets_bytes[0] and _is_near(kept, budgets_bytes[0], held_bytes)
         is_same = not budgets_bytes or kept.budget_bytes in budgets_bytes
         return is_same and peak_bytes <= kept.budget_bytes
 
@@ -172,6 +170,13 @@ class Start:
             if found is not None:
                 return budget_bytes, found
         raise BudgetError(_too_small(search, stock, budgets_bytes[-1], held_bytes))
+
+
+def _is_near(kept: KeptChoice, budget_bytes: int, held_bytes: int) -> bool:
+    """Whether a kept plan is what a search at another budget would be content with."""
+    limit_bytes = budget_bytes - held_bytes
+    is_enough = is_good_enough(kept.taken().overhead, kept.chosen.peak_bytes, limit_bytes)
+    return is_enough or kept.budget_bytes >= CLOSE * budget_bytes
 
 
 def _beside(step: StepBytes) -> tuple[int, int, int]:

@@ -58,7 +58,8 @@ def test_what_is_kept_comes_back_and_is_judged(folder: Path) -> None:
     keep_choice(kept)
     found = kept_choice(KEY)
     assert found == kept
-    assert kept.graph is not None and kept.schedule is not None
+    assert kept.graph is not None
+    assert kept.schedule is not None
     judged = simulate(kept.graph, kept.schedule)
     taken = kept.taken()
     assert taken.overhead == judged.overhead > 0
@@ -142,7 +143,8 @@ def test_a_plan_that_cannot_be_kept_is_warned_about(
     with pytest.warns(UserWarning, match=f"plans are not kept: .*{FULL}"):
         keep_choice(choice(budget_bytes=12))
     found = kept_choice(KEY)
-    assert found is not None and found.budget_bytes == 11
+    assert found is not None
+    assert found.budget_bytes == 11
     assert len(list(folder.iterdir())) == 1
 
 
@@ -188,7 +190,8 @@ def keep_often(worker: int) -> None:
     for number in range(SAVES):
         keep_choice(msgspec.structs.replace(one, budget_bytes=100 * worker + number))
         found = kept_choice(KEY)
-        assert found is not None and found.graph == one.graph
+        assert found is not None
+    assert found.graph == one.graph
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -201,5 +204,6 @@ def test_processes_that_keep_the_same_plan_leave_a_whole_one(folder: Path) -> No
         worker.join()
     assert [worker.exitcode for worker in workers] == [0] * WORKERS
     found = kept_choice(KEY)
-    assert found is not None and found.budget_bytes % 100 == SAVES - 1
+    assert found is not None
+    assert found.budget_bytes % 100 == SAVES - 1
     assert len(list(folder.iterdir())) == 1
