@@ -96,7 +96,7 @@ def kept_choice(key: str) -> KeptChoice | None:
     try:
         if not path.exists():
             return None
-        found = _read(path)
+        found = _whole_choice(path)
     except (OSError, RematError) as error:
         warnings.warn(f"kept plan {path} is ignored, and made anew: {error}", stacklevel=2)
         return None
@@ -126,7 +126,7 @@ def _path(key: str) -> Path:
     return cache_folder() / FOLDER / f"{key[:32]}.json"
 
 
-def _read(path: Path) -> KeptChoice:
+def _whole_choice(path: Path) -> KeptChoice:
     """The choice in a file, if it is whole and can be.
 
     Raises
@@ -139,13 +139,13 @@ def _read(path: Path) -> KeptChoice:
     if digest != hashlib.sha256(data).hexdigest().encode():
         raise PlanError("it is damaged")
     found = decoded(data, KeptChoice)
-    if not all(0 <= size < MOST_BYTES for size in _sizes(found)):
+    if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
         raise PlanError("a size cannot be")
     found.taken()
     return found
 
 
-def _sizes(choice: KeptChoice) -> Iterator[int]:
+def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
     yield from (choice.static_bytes, choice.dynamic_bytes, choice.gradient_bytes)
     yield from (choice.awaited_gradient_bytes, choice.budget_bytes, choice.calls, choice.modules)
     for one in (choice.stock, choice.chosen):

@@ -33,7 +33,7 @@ class Taken:
     replays: int = 0
 
 
-def runs_again(schedule: Schedule | None) -> int:
+def n_run_again(schedule: Schedule | None) -> int:
     """How many runs of a schedule are not an op's first; 0 without one."""
     counts = schedule.computations() if schedule else {}
     return sum(count - 1 for count in counts.values())
@@ -116,7 +116,7 @@ class Place:
                 saved_bytes=taken.chosen.saved_bytes,
                 overhead=taken.overhead,
                 gap=taken.gap,
-                recomputed=runs_again(taken.schedule),
+                recomputed=n_run_again(taken.schedule),
                 replays=taken.replays,
                 seconds=seconds,
                 schedule=taken.schedule,

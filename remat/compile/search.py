@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES
 from remat.compile.options import CompileOptions
-from remat.compile.place import runs_again
+from remat.compile.place import n_run_again
 from remat.compile.target_search import fastest_within
 from remat.formats import bytes_text
 from remat.graph_capture.graph import TrainingGraph
@@ -60,7 +60,7 @@ class Candidate:
     @property
     def recomputed(self) -> int:
         """How many runs of its schedule are not an op's first."""
-        return runs_again(self.schedule)
+        return n_run_again(self.schedule)
 
     @property
     def is_least(self) -> bool:

@@ -27,23 +27,8 @@ from remat.compile.report import CompiledPlan
 from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.inductor import lowering
 from remat.rewriter.inductor.prices import CallPrices
-from tests.limits import AMPLE_S
 from tests.paths import ROOT
-
-FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}
-
-
-class Net(nn.Module):
-    """Linear layers, activations and dropout, with the loss inside."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [m for _ in range(3) for m in (nn.Linear(width, width), nn.GELU())]
-        self.layers = nn.Sequential(*layers, nn.Dropout(0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+from tests.remat.compile.one_start import FEW, Net
 
 
 class Broken(Net):
@@ -243,27 +228,13 @@ def test_auto_takes_a_plan_that_is_as_good_now(
     assert replays == [True, False, True, True]
 
 
-SCRIPT = """
-import json, torch, remat
-from remat.solver import table
-from tests.remat.compile.test_start import FEW, Net
-model = Net()
-step = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
-torch.manual_seed(1)
-step(torch.randn(512, 32)).backward()
-(plan,) = remat.compiled_plans()
-bits = [p.grad.view(torch.int32).sum().item() for p in model.parameters()]
-print(json.dumps([plan.replays, plan.peak_bytes, bits]))
-"""
-
-
 @pytest.mark.slow
 def test_processes_start_warm_after_each_other_and_beside_each_other(tmp_path: Path) -> None:
     def process() -> subprocess.Popen[str]:
         folders = {"REMAT_CACHE": str(tmp_path / "remat"), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], cwd=ROOT, env={**os.environ, **folders},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "tests.remat.compile.one_start"], cwd=ROOT,
+            env={**os.environ, **folders}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def said(one: subprocess.Popen[str]) -> Any:
