@@ -2,7 +2,8 @@
 
 Each start is a process of its own, that of stock Inductor and that of ``backend="remat"`` in turn.
 Its seconds are those from `torch.compile` to the end of the first forward and backward; the model
-stands by then. There are two kinds:
+stands by then. Beside them stand those of processors, compilers of C++ included, which say the same
+on a busy machine. There are two kinds of start:
 
 - cold: the folders of Inductor's code and of what remat keeps are empty. So ops are priced too;
 - warm: both are as the cold start before has left them.
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -46,15 +48,25 @@ def start(backend: str, sizes: Sizes, budget: str) -> dict[str, Any]:
     tokens = torch.randint(sizes.vocab, (sizes.batch, sizes.seq + 1))
     args = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     options: Any = {"budget": budget} if backend == "remat" else None
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), _processor_s()
     torch.compile(model, backend=backend, options=options)(*args).backward()
-    found: dict[str, Any] = {"seconds": time.perf_counter() - began}
+    found: dict[str, Any] = {
+        "seconds": time.perf_counter() - began, "processor_s": _processor_s() - began_cpu,
+    }  # fmt: skip
     if backend == "remat":
         import remat
 
         (plan,) = remat.compiled_plans()
         found |= {"planning_s": plan.seconds, "replays": plan.replays}
     return found
+
+
+def _processor_s() -> float:
+    """Seconds of processors that this process has taken, and the compilers that it ran."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def started(backend: str, folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
@@ -87,14 +99,14 @@ def rounds(asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Least and median seconds of each kind, and remat's over stock's."""
-    lines = [f"{'start':6}{'inductor':>18}{'remat':>18}{'ratio':>15}"]
-    lines.append(f"{'':6}" + 3 * "   least | median")
+    lines = [f"{'least | median, s':24}" + "".join(f"{name:>18}" for name in (*BACKENDS, "ratio"))]
     for kind in KINDS:
-        of = {b: [one["seconds"] for one in found[f"{kind} {b}"]] for b in BACKENDS}
-        least, middle = ({b: f(of[b]) for b in BACKENDS} for f in (min, statistics.median))
-        cells = [f"{least[b]:9.2f} | {middle[b]:4.2f} s" for b in BACKENDS]
-        ratios = [each["remat"] / each["inductor"] for each in (least, middle)]
-        lines.append(f"{kind:6}" + "".join(cells) + f"{ratios[0]:8.2f} | {ratios[1]:4.2f}")
+        for what in ("seconds", "processor_s"):
+            of = [[one[what] for one in found[f"{kind} {backend}"]] for backend in BACKENDS]
+            least, middle = [min(each) for each in of], list(map(statistics.median, of))
+            cells = [*zip(least, middle, strict=True), (least[1] / least[0], middle[1] / middle[0])]
+            name = f"{kind}, {what.removesuffix('_s')}"
+            lines.append(f"{name:24}" + "".join(f"{a:9.2f} | {b:6.2f}" for a, b in cells))
     return lines
 
 
