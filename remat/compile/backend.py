@@ -72,13 +72,13 @@ def _compiled(
     cut = handing_out()
     pieces = None if cut is None else planned_pieces(cut, asked, shared, place.frame)
     inputs = of_one_shape(gm, example_inputs)
-    start = Start(place, gm, inputs) if pieces is None else None
     outputs = gm.graph.find_nodes(op="output")[0].args
     n_visible = len(pytree.tree_leaves(outputs))
-    if start:
+    if pieces is None:
+        start = Start(place, gm, inputs)
         partitioner = Partitioner(start.plan, n_visible, lambda: start.name)
     else:
-        partitioner = Partitioner(pieces.plan, n_visible)
+        start, partitioner = None, Partitioner(pieces.plan, n_visible)
     with planned(partitioner) as patches:
         call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
     if start and not partitioner.was_called:

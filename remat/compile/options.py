@@ -83,8 +83,9 @@ def _check(options: CompileOptions) -> None:
     parse_budget(options.budget)
     solver_class(options.solver)
     check_number("time_limit_s", options.time_limit_s)
-    if not isinstance(options.warm, bool):
-        raise SolverError(f"warm must be True or False, not {options.warm!r}")
+    warm: Any = options.warm
+    if not isinstance(warm, bool):
+        raise SolverError(f"warm must be True or False, not {warm!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

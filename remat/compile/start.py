@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor import config as inductor_config
@@ -39,9 +40,11 @@ NAME_BYTES = 16
 def keeps_plans(asked: CompileOptions) -> bool:
     """Whether plans may be kept and taken; not where the user has torch keep nothing."""
     config: Any = torch.compiler.config
-    is_off = config.force_disable_caches or inductor_config.force_disable_caches
+    is_off = config.force_disable_caches
     keeps_code = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-    return asked.warm and not is_off and keeps_code
+    # A bundle is kept by AOTAutograd whether or not Inductor keeps the code in it.
+    is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
+    return asked.warm and keeps_code and not (is_off or is_bundled)
 
 
 class Start:
@@ -131,14 +134,14 @@ class Start:
         return found.pair
 
     def _keep(self, step: FusedStep, stock: Candidate, found: Candidate, budget_bytes: int) -> None:
-        is_solved = found.result is not None and found.result.schedule is not None
+        result = found.result
         keep_choice(
             KeptChoice(
                 key=self._key,
                 name=self.name or secrets.token_hex(NAME_BYTES),
                 graph=_without_lines(step.graph),
                 schedule=found.schedule,
-                lower_bound_us=found.result.lower_bound_us if is_solved else 0.0,
+                lower_bound_us=result.lower_bound_us if result and result.schedule else 0.0,
                 stock=stock.replay,
                 chosen=found.replay,
                 static_bytes=step.static_bytes,

@@ -211,6 +211,33 @@ def test_graphs_that_share_a_budget_start_warm_together(kept_plans: Path, counte
 
 
 @pytest.mark.slow
+def test_each_shape_starts_warm_and_keeps_to_its_guards(kept_plans: Path) -> None:
+    found: list[tuple[list[tuple[Any, ...]], list[Tensor]]] = []
+    for _ in range(2):
+        plans, gradients, step, x = started()
+        for size in (2048, 4096, 2048):
+            torch.manual_seed(2)
+            step(x[:size]).backward()
+            gradients += [p.grad.clone() for p in step.parameters()]  # pyright: ignore
+        plans = list(remat.compiled_plans()[-2:])
+        found.append((figures(plans), gradients))
+    assert [plan.replays for plan in plans] == [0, 0]  # pyright: ignore
+    assert found[0][0] == found[1][0]
+    assert found[0][0][0] != found[0][0][1]
+    assert same(found[1][1], found[0][1])
+
+
+@pytest.mark.slow
+def test_the_least_peak_is_kept_too(kept_plans: Path, counted: Counted) -> None:
+    cold, expected, _, _ = started(budget="min")
+    counted.calls.clear()
+    warm, gradients, _, _ = started(budget="min")
+    assert not counted.calls
+    assert figures(warm) == figures(cold)
+    assert same(gradients, expected)
+
+
+@pytest.mark.slow
 def test_auto_takes_a_plan_that_is_as_good_now(
     kept_plans: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
