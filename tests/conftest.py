@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -59,6 +60,31 @@ def prices_without_a_clock(price_cache: Path) -> Iterator[None]:
 
     with patched(REPLACED):
         yield
+
+
+_KEEPS_PLANS: list[Any] = []
+"""The real one, which is replaced for most tests."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_kept_plans() -> Iterator[None]:
+    """A compiled step is planned in each test: the plan of an earlier one is not taken."""
+    from remat.compile import start
+
+    _KEEPS_PLANS.append(start.keeps_plans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "keeps_plans", lambda _: False)
+        yield
+
+
+@pytest.fixture
+def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None) -> Path:
+    """Plans of compiled steps are kept in this folder, as they are for users."""
+    from remat.compile import start
+
+    monkeypatch.setattr(start, "keeps_plans", _KEEPS_PLANS[0])
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    return tmp_path / "compiled"
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ class CompileOptions:
     calls : forwards of each graph that run before the first backward, where a model is called
         more than once for a loss. Each leaves what backward needs.
     keep, recompute : globs over module paths, as `remat.solve` takes them.
+    warm : whether a plan that an earlier process has kept is taken, and this one's is kept.
     """
 
     budget: Any
@@ -38,6 +39,7 @@ class CompileOptions:
     calls: int = 1
     keep: Globs = ()
     recompute: Globs = ()
+    warm: bool = True
 
     @property
     def parsed(self) -> Budget:
@@ -81,6 +83,9 @@ def _check(options: CompileOptions) -> None:
     parse_budget(options.budget)
     solver_class(options.solver)
     check_number("time_limit_s", options.time_limit_s)
+    warm: Any = options.warm
+    if not isinstance(warm, bool):
+        raise SolverError(f"warm must be True or False, not {warm!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES
 from remat.compile.options import CompileOptions
+from remat.compile.place import n_run_again
 from remat.compile.target_search import fastest_within
 from remat.formats import bytes_text
 from remat.graph_capture.graph import TrainingGraph
@@ -59,8 +60,7 @@ class Candidate:
     @property
     def recomputed(self) -> int:
         """How many runs of its schedule are not an op's first."""
-        counts = self.schedule.computations() if self.schedule else {}
-        return sum(count - 1 for count in counts.values())
+        return n_run_again(self.schedule)
 
     @property
     def is_least(self) -> bool:
@@ -176,4 +176,9 @@ class PlanSearch:
 
 
 def _is_enough(found: Candidate, limit_bytes: int) -> bool:
-    return found.overhead <= CHEAP or found.code_peak_bytes >= CLOSE * limit_bytes
+    return is_good_enough(found.overhead, found.code_peak_bytes, limit_bytes)
+
+
+def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
+    """Whether a plan that fits is as good as one that is looked for on: each try costs seconds."""
+    return overhead <= CHEAP or peak_bytes >= CLOSE * limit_bytes

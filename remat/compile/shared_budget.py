@@ -135,6 +135,12 @@ class SharedBudget:
         peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)
 
+    def others_text(self, frame: Frame) -> str:
+        """What a plan for `frame` depends on of other graphs, without the numbers of frames."""
+        before = [(one[0] == frame[0], self.noted[one]) for one in self.forwards.graphs()]
+        whole = self.whole if before else None
+        return f"{before} {whole} {self.given_to_other_shapes_bytes(frame)}"
+
     def given_to_other_shapes_bytes(self, frame: Frame) -> int:
         """The largest budget of other compilations of the same code; 0 if there are none."""
         others = (n for one, n in self.noted.items() if one[0] == frame[0] and one != frame)

@@ -59,13 +59,18 @@ def slow_part(node: fx.Node) -> str:
     return _FUNCTIONS.get(node.target, "")
 
 
+def element_key(part: str) -> str:
+    """Under which the price of a `slow_part` is kept."""
+    return f"{KEY} {part}"
+
+
 def us_per_element(part: str, cache: PriceCache) -> float:
     """Microseconds that a `slow_part` takes, with the threads that there are now.
 
     It is measured at the first call and kept in `cache`, whose file is for this machine and this
     number of threads. It may be called in the middle of a compilation.
     """
-    key = f"{KEY} {part}"
+    key = element_key(part)
     if key not in cache.prices:
         meter = CpuMeter()
         with _on_its_own():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import fx
-from torch._inductor import compile_fx, ir
+from torch._inductor import compile_fx, config, ir
 from torch._inductor.codegen import wrapper as lines_of
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
@@ -93,7 +93,8 @@ def lower(
     """
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
-    with _stopped_after_codegen() as found:
+    # Of code that Inductor has cached, there would be no lines to read.
+    with _stopped_after_codegen() as found, config.patch(fx_graph_cache=False):
         try:
             compile_fx.compile_fx_inner(
                 graph, list(inputs), is_backward=is_backward, static_input_idxs=()

@@ -9,7 +9,6 @@ prices. It emits schedules of the graph, and replays the peaks of their code.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,14 @@ from typing import Any
 import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.nodes import copy_of, is_tangent
 from remat.graph_capture.joint.refuse_ops import refuse_sparse
+from remat.graph_capture.prices.price_cache import Price
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.emit import emit_fused
@@ -35,19 +36,15 @@ from remat.rewriter.inductor.overwritten import (
     read_from_copies,
 )
 from remat.rewriter.inductor.prices import CallPrices, price_fused
-from remat.rewriter.inductor.replay import Replay, replay
+from remat.rewriter.inductor.replay import Replay, StepBytes, replay
 from remat.rewriter.inductor.subgraphs import refuse_drawing
 from remat.rewriter.inductor.torchs_cut import is_right
 from remat.schedules.schedule import Schedule
 
-CONFIG: dict[str, Any] = {
-    "layout_optimization": False,
-    "fx_graph_cache": False,
-}
+CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
 """Inductor's configuration for a step of ours.
 
-With channels-last layouts, forward would save copies of parameters, which are not in the graph. A
-pair of graphs from Inductor's cache would never come to the partitioner.
+With channels-last layouts, forward would save copies of parameters, which are not in the graph.
 """
 
 
@@ -60,25 +57,16 @@ class Pair:
     holds_order: bool = True
 
 
-class FusedStep:
+class FusedStep(StepBytes):
     """One joint graph of torch.compile, to be planned.
 
     Attributes
     ----------
     graph : its kernels and calls, priced, with nothing resident.
-    static_bytes : of parameters and buffers. dynamic_bytes : of all other inputs.
     n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
-    gradient_bytes : of the gradients of parameters.
-    calls : how many forwards run before the first backward. All but one leave what they have
-        saved, and their inputs, beside what is replayed.
-    modules : how many modules these calls are of, each with gradients of its own.
-    awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
     holds_outputs : whether forward's results are held while backward runs.
     """
 
-    calls = 1
-    modules = 1
-    awaited_gradient_bytes = 0
     holds_outputs = True
 
     def __init__(
@@ -105,13 +93,20 @@ class FusedStep:
         )
         self.joint.graph = price_fused(self.joint, self._prices)
         known: set[int] = set()
-        self.static_bytes = storage_bytes((inputs[i].meta.get("val") for i in self._static), known)
-        self.dynamic_bytes = storage_bytes((node.meta.get("val") for node in inputs), known)
         results: Any = gm.graph.output_node().args[0]
         made = [results[n_outputs + i] for i in self._static if n_outputs + i < len(results)]
-        self.gradient_bytes = storage_bytes(
-            (node.meta.get("val") for node in made if isinstance(node, fx.Node)), set()
+        super().__init__(
+            storage_bytes((inputs[i].meta.get("val") for i in self._static), known),
+            storage_bytes((node.meta.get("val") for node in inputs), known),
+            storage_bytes(
+                (node.meta.get("val") for node in made if isinstance(node, fx.Node)), set()
+            ),
         )
+
+    @property
+    def prices(self) -> dict[str, Price]:
+        """What its plans rest on: the measured prices, by their keys."""
+        return self._prices.taken()
 
     @property
     def graph(self) -> TrainingGraph:
@@ -155,35 +150,7 @@ class FusedStep:
                 pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible,
                 holds_outputs=self.holds_outputs,
             )  # fmt: skip
-        return self._beside(found, 1)
-
-    def alone(self, found: Replay) -> Replay:
-        """`found` without what other calls and later graphs have left."""
-        return self._beside(found, -1)
-
-    def _beside(self, found: Replay, times: int) -> Replay:
-        forward_bytes, backward_bytes = self._left_by_others_bytes(found)
-        return dataclasses.replace(
-            found,
-            forward_peak_bytes=found.forward_peak_bytes + times * forward_bytes,
-            backward_peak_bytes=found.backward_peak_bytes + times * backward_bytes,
-        )
-
-    def _left_by_others_bytes(self, found: Replay) -> tuple[int, int]:
-        """What is there beside forward and beside backward, at most, from others.
-
-        The last call's backward runs first, beside what all others have saved. In each later one
-        there is one less of these, but the gradients of the first are there, and if each call is of
-        a module of its own, those of all before.
-        """
-        each_bytes = found.saved_bytes + self.dynamic_bytes
-        saved_bytes = (self.calls - 1) * each_bytes
-        left_bytes = saved_bytes
-        if self.modules > 1:
-            left_bytes = max(saved_bytes, (self.modules - 1) * self.gradient_bytes)
-        elif self.calls > 1:
-            left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
-        return saved_bytes, left_bytes + self.awaited_gradient_bytes
+        return self.beside(found)
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
         return [price.workspace_bytes for price in self._prices.of(calls)]
@@ -195,16 +162,30 @@ def _device_of(inputs: Iterable[fx.Node]) -> str:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Hands the joint graph to `plan` and its two graphs to Inductor."""
+    """Hands the joint graph to `plan` and its two graphs to Inductor.
 
-    def __init__(self, plan: Callable[[FusedStep], Pair], n_visible: int) -> None:
-        self.plan, self.n_visible = plan, n_visible
-        self.holds_order = False
+    Parameters
+    ----------
+    name : gives the name of the plan, which no two plans share. Torch's own caches give out code
+        only to who asks by the name under which it was made. Where it is empty, they are off.
+
+    Attributes
+    ----------
+    was_called : whether it was handed a graph. It is not where there are no gradients, or where
+        torch has the code of both graphs already.
+    """
+
+    def __init__(
+        self, plan: Callable[[FusedStep], Pair], n_visible: int, name: Callable[[], str] = str
+    ) -> None:
+        self.plan, self.n_visible, self.name = plan, n_visible, name
+        self.holds_order = self.was_called = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Called by Inductor. Errors of `plan` go through to the user."""
+        self.was_called = True
         step = FusedStep(
             gm, joint_inputs, kwargs["num_fwd_outputs"],
             kwargs.get("static_lifetime_input_indices") or (), self.n_visible,
@@ -219,11 +200,17 @@ class Partitioner(CustomPartitionerFn):
         Backward is compiled when it first runs. No context around `compile_fx` is in force by then,
         so the compiler itself brings what a plan needs.
         """
-        with calls_in_order(self.holds_order):
+        is_kept = bool(self.name())
+        with calls_in_order(self.holds_order), config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)
 
-    def uuid(self) -> None:
-        """No key for a cache: what is planned depends on more than the graph."""
+    def uuid(self) -> str | None:
+        """The plan's name: what is planned depends on more than the graph."""
+        return f"remat {self.name()}" if self.name() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its name alone: Inductor's keys for caches pickle the configuration, and with it this."""
+        return str, (self.uuid() or "",)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
         """The same one: Inductor copies its configuration, and with it the partitioner."""
@@ -235,7 +222,11 @@ def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
     """Compile under our configuration; yields the patches to give to Inductor.
 
     Donated buffers are off, so that backward may run twice. On a Llama that costs 3 % of the peak
-    of torch's own cut.
+    of torch's own cut. Caches in which torch shares code between machines stay off: a plan is for
+    the prices of one.
     """
-    with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
-        yield {**CONFIG, "custom_partitioner_fn": partitioner}
+    is_named = bool(partitioner.name())
+    with functorch_config.patch(
+        donated_buffer=False, enable_autograd_cache=is_named, enable_remote_autograd_cache=False
+    ):
+        yield {**CONFIG, "fx_graph_cache": is_named, "custom_partitioner_fn": partitioner}

@@ -27,7 +27,7 @@ from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
-from remat.rewriter.inductor.element_prices import slow_part, us_per_element
+from remat.rewriter.inductor.element_prices import element_key, slow_part, us_per_element
 from remat.rewriter.inductor.graph import FusedJoint
 from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_reduction, is_view
 from remat.rewriter.inductor.stored import is_added_product
@@ -64,6 +64,11 @@ class CallPrices:
     def __init__(self, constants: Any) -> None:
         self.constants = constants
         self.cache, self.meter = PriceCache(), CpuMeter()
+        self._taken: set[str] = set()
+
+    def taken(self) -> dict[str, Price]:
+        """All prices that were asked for, by their keys in the cache."""
+        return {key: self.cache.prices[key] for key in sorted(self._taken)}
 
     def of(self, nodes: Iterable[fx.Node]) -> list[Price]:
         """Prices of `nodes`, in their order."""
@@ -74,6 +79,7 @@ class CallPrices:
             with _for_real():
                 self.cache.prices.update(self._measured(missing))
             self.cache.save()
+        self._taken.update(keys)
         return [self.cache.prices[key] for key in keys]
 
     def bytes_per_us(self) -> float:
@@ -89,11 +95,14 @@ class CallPrices:
                 copy_us = self.meter.often_us(lambda: target.copy_(source))
                 self.cache.prices[BANDWIDTH_KEY] = Price(copy_us, 0)
             self.cache.save()
+        self._taken.add(BANDWIDTH_KEY)
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
 
     def us_per_element(self, part: str) -> float:
         """What a slow part of a kernel that Inductor generates costs here."""
-        return us_per_element(part, self.cache)
+        cost_us = us_per_element(part, self.cache)
+        self._taken.add(element_key(part))
+        return cost_us
 
     def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
         found: dict[str, Price] = {}

@@ -7,6 +7,7 @@ were measured for them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,57 @@ class Replay:
     def peak_bytes(self) -> int:
         """The higher of the two peaks."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+@dataclass(eq=False)
+class StepBytes:
+    """What one graph takes beside what it allocates, from what others have left.
+
+    Attributes
+    ----------
+    static_bytes : of parameters and buffers. dynamic_bytes : of all other inputs.
+    gradient_bytes : of the gradients of parameters.
+    calls : how many forwards run before the first backward. All but one leave what they have
+        saved, and their inputs, beside what is replayed.
+    modules : how many modules these calls are of, each with gradients of its own.
+    awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
+    """
+
+    static_bytes: int
+    dynamic_bytes: int
+    gradient_bytes: int
+    calls: int = 1
+    modules: int = 1
+    awaited_gradient_bytes: int = 0
+
+    def beside(self, found: Replay, times: int = 1) -> Replay:
+        """`found` with what other calls and later graphs have left."""
+        forward_bytes, backward_bytes = self._left_by_others_bytes(found)
+        return dataclasses.replace(
+            found,
+            forward_peak_bytes=found.forward_peak_bytes + times * forward_bytes,
+            backward_peak_bytes=found.backward_peak_bytes + times * backward_bytes,
+        )
+
+    def alone(self, found: Replay) -> Replay:
+        """`found` without what other calls and later graphs have left."""
+        return self.beside(found, -1)
+
+    def _left_by_others_bytes(self, found: Replay) -> tuple[int, int]:
+        """What is there beside forward and beside backward, at most, from others.
+
+        The last call's backward runs first, beside what all others have saved. In each later one
+        there is one less of these, but the gradients of the first are there, and if each call is of
+        a module of its own, those of all before.
+        """
+        each_bytes = found.saved_bytes + self.dynamic_bytes
+        saved_bytes = (self.calls - 1) * each_bytes
+        left_bytes = saved_bytes
+        if self.modules > 1:
+            left_bytes = max(saved_bytes, (self.modules - 1) * self.gradient_bytes)
+        elif self.calls > 1:
+            left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
+        return saved_bytes, left_bytes + self.awaited_gradient_bytes
 
 
 def replay(

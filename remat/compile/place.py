@@ -1,0 +1,124 @@
+"""Where a graph stands among the graphs of its model, and what budget that leaves it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from remat.budgets import auto_bytes
+from remat.compile.options import CompileOptions
+from remat.compile.report import CompiledPlan, remember
+from remat.compile.shared_budget import Frame, SharedBudget
+from remat.compile.whole_model import WholeModel
+from remat.rewriter.inductor.replay import Replay, StepBytes
+from remat.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was taken for a graph, in figures.
+
+    Attributes
+    ----------
+    stock, chosen : peaks of the code as torch makes it, and of the code that was chosen.
+    schedule : None where the step is as torch compiles it. overhead, gap : of it.
+    replays : how many candidates had their code replayed; 0 for a kept plan.
+    """
+
+    stock: Replay
+    chosen: Replay
+    schedule: Schedule | None = None
+    overhead: float = 0.0
+    gap: float = 0.0
+    replays: int = 0
+
+
+def n_run_again(schedule: Schedule | None) -> int:
+    """How many runs of a schedule are not an op's first; 0 without one."""
+    counts = schedule.computations() if schedule else {}
+    return sum(count - 1 for count in counts.values())
+
+
+@dataclass(frozen=True)
+class Place:
+    """One graph of dynamo's: what is asked of it, and the graphs that share its budget."""
+
+    asked: CompileOptions
+    shared: SharedBudget
+    whole: WholeModel
+    frame: Frame
+
+    def text(self) -> str:
+        """What is known here before the graph is traced; the same in each process."""
+        others = self.shared.others_text(self.frame)
+        return f"{self.whole} {others}"
+
+    def set_beside(self, step: StepBytes) -> None:
+        """Tell a step of the calls and gradients beside it."""
+        step.modules = self.shared.modules_ahead(self.whole, self.frame)
+        step.calls = max(self.asked.calls, step.modules)
+        step.awaited_gradient_bytes = self.shared.expect(
+            self.whole, self.frame, step.gradient_bytes, step.modules
+        )
+
+    def held_bytes(self, step: StepBytes) -> int:
+        """Bytes that are held before the graph allocates anything."""
+        return self.shared.held_bytes(self.frame, step.static_bytes, step.dynamic_bytes)
+
+    def budgets_bytes(self, step: StepBytes, stock: Replay) -> list[int]:
+        """The budgets that may be planned for, the first that can be met is; none for ``"min"``.
+
+        A part of a small shape's own peak can be too little for its parameters, as with the last
+        batch of an epoch. Then it may take what a larger shape was given, as the run has that room.
+        """
+        budget, held_bytes = self.asked.parsed, self.held_bytes(step)
+        base_bytes = self.shared.base_bytes(self.frame, step, stock, held_bytes)
+        if budget.kind == "min":
+            return []
+        if budget.kind == "auto":
+            return [auto_bytes() + held_bytes]
+        if budget.kind != "share":
+            return [budget.size_bytes]
+        given_bytes = self.shared.given_to_other_shapes_bytes(self.frame)
+        own_bytes = int(budget.share * base_bytes)
+        return [own_bytes, given_bytes] if given_bytes > own_bytes else [own_bytes]
+
+    def warn_of_part(self) -> None:
+        """Say that the budget does not cover all of the model, if the first graph is a part."""
+        around = self.whole.around
+        if around and not self.shared.forwards.graphs():
+            warnings.warn(
+                f"what is compiled is a part of {around}, whose parameters and gradients count. "
+                f"What {around} runs beside its compiled parts does not, and per cents are without "
+                f"it: for a budget on the whole step, compile {around}, with the loss inside",
+                stacklevel=2,
+            )
+
+    def note(self, step: StepBytes, taken: Taken, budget_bytes: int, seconds: float) -> None:
+        """Keep what was taken, for the graphs that share the budget and for `compiled_plans`.
+
+        Raises
+        ------
+        BudgetError : it does not fit beside the forwards before it.
+        """
+        held_bytes = self.held_bytes(step)
+        is_bound = self.asked.parsed.kind != "min"
+        self.shared.note(
+            self.frame, step, taken.chosen, taken.stock, budget_bytes, is_bound=is_bound
+        )
+        remember(
+            CompiledPlan(
+                frame=f"{self.frame[0]}/{self.frame[1]}",
+                budget_bytes=budget_bytes,
+                peak_bytes=held_bytes + taken.chosen.peak_bytes,
+                baseline_peak_bytes=held_bytes + taken.stock.peak_bytes,
+                held_bytes=held_bytes,
+                saved_bytes=taken.chosen.saved_bytes,
+                overhead=taken.overhead,
+                gap=taken.gap,
+                recomputed=n_run_again(taken.schedule),
+                replays=taken.replays,
+                seconds=seconds,
+                schedule=taken.schedule,
+            )
+        )

@@ -1,0 +1,204 @@
+"""One compilation of a graph: planned, or by the plan that an earlier process has kept.
+
+A start is warm where a plan is kept under the graph's `start_key`. If torch then has the code of
+both graphs in its own caches, it asks for no plan: it is told of the kept one all the same, for the
+graphs that share the budget. Else it hands over its joint graph as ever. Then nothing is solved,
+and no code is generated to be replayed, if that graph is the one that was planned.
+
+Torch finds code by the name of the plan that it was made by, which is drawn anew for each plan. So
+code and plan cannot be mixed up, whatever torch's keys leave out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._inductor import config as inductor_config
+
+from remat.compile.kept_choices import KeptChoice, keep_choice, kept_choice
+from remat.compile.options import CompileOptions
+from remat.compile.place import Place, Taken
+from remat.compile.search import CLOSE, Candidate, PlanSearch, is_good_enough
+from remat.compile.start_key import start_key
+from remat.formats import bytes_text
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.rewriter.inductor.partition import FusedStep, Pair
+from remat.rewriter.inductor.replay import StepBytes
+from remat.solver.clock import Clock
+
+NAME_BYTES = 16
+
+
+def keeps_plans(asked: CompileOptions) -> bool:
+    """Whether plans may be kept and taken; not where the user has torch keep nothing."""
+    config: Any = torch.compiler.config
+    is_off = config.force_disable_caches
+    keeps_code = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+    # A bundle is kept by AOTAutograd whether or not Inductor keeps the code in it.
+    is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
+    return asked.warm and keeps_code and not (is_off or is_bundled)
+
+
+class Start:
+    """Plans one graph, or takes the plan that is kept for it.
+
+    Parameters
+    ----------
+    place : of the graph. gm : as dynamo has made it. inputs : real or fake.
+
+    Attributes
+    ----------
+    name : of the plan, as `Partitioner` takes it; empty where nothing is kept.
+    """
+
+    def __init__(self, place: Place, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.place, clock = place, Clock()
+        self._key = ""
+        if keeps_plans(place.asked):
+            self._key = start_key(gm, inputs, place.asked, place.text())
+        self._kept = kept_choice(self._key) if self._key else None
+        if self._kept and not self._suits(self._kept):
+            self._kept = None
+        drawn = secrets.token_hex(NAME_BYTES) if self._key else ""
+        self.name = self._kept.name if self._kept else drawn
+        self._looked_s = clock.elapsed_s
+
+    def plan(self, step: FusedStep) -> Pair:
+        """The two graphs that Inductor compiles.
+
+        Raises
+        ------
+        BudgetError : no plan fits.
+        """
+        self.place.set_beside(step)
+        kept = self._kept
+        if kept and kept.graph == _without_lines(step.graph):
+            self._note_kept(kept, step)
+            return step.emit(kept.schedule) if kept.schedule else step.stock()
+        if kept:
+            # Torch has a key of its own with the old name in it. No code may go under that.
+            self._kept, self.name = None, ""
+        return self._planned(step)
+
+    def go_without_a_graph(self) -> None:
+        """Torch has asked for no plan: it has the code, or the graph has no gradients."""
+        if self._kept and self._kept.graph:
+            step = self._kept.step()
+            self.place.set_beside(step)
+            self._note_kept(self._kept, step)
+        elif self._key and not self._kept:
+            keep_choice(KeptChoice(self._key, self.name))
+
+    def _suits(self, kept: KeptChoice) -> bool:
+        """Whether a kept plan keeps to the budget as it is now, and is what would be chosen."""
+        if kept.graph is None:
+            return True
+        step = kept.step()
+        self.place.set_beside(step)
+        if _beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
+            return False
+        held_bytes = self.place.held_bytes(step)
+        peak_bytes = held_bytes + kept.chosen.peak_bytes
+        budgets_bytes = self.place.budgets_bytes(step, kept.stock)
+        if self.place.asked.parsed.kind == "auto":
+            # What is free is never the same twice.
+            return peak_bytes <= budgets_bytes[0] and _is_near(kept, budgets_bytes[0], held_bytes)
+        is_same = not budgets_bytes or kept.budget_bytes in budgets_bytes
+        return is_same and peak_bytes <= kept.budget_bytes
+
+    def _note_kept(self, kept: KeptChoice, step: StepBytes) -> None:
+        self.place.warn_of_part()
+        self.place.note(step, kept.taken(), kept.budget_bytes, self._looked_s)
+
+    def _planned(self, step: FusedStep) -> Pair:
+        """Choose what Inductor compiles, and keep what was chosen."""
+        clock = Clock()
+        self.place.warn_of_part()
+        search = PlanSearch(step, self.place.asked)
+        stock = search.stock()
+        budget_bytes, found = self._chosen(search, stock)
+        gap = found.result.gap if found.result else 0.0
+        replays = 1 + len(search.tried)
+        taken = Taken(stock.replay, found.replay, found.schedule, found.overhead, gap, replays)
+        self.place.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
+        if self._key:
+            self._keep(step, stock, found, budget_bytes)
+        return found.pair
+
+    def _keep(self, step: FusedStep, stock: Candidate, found: Candidate, budget_bytes: int) -> None:
+        result = found.result
+        keep_choice(
+            KeptChoice(
+                key=self._key,
+                name=self.name or secrets.token_hex(NAME_BYTES),
+                graph=_without_lines(step.graph),
+                schedule=found.schedule,
+                lower_bound_us=result.lower_bound_us if result and result.schedule else 0.0,
+                stock=stock.replay,
+                chosen=found.replay,
+                static_bytes=step.static_bytes,
+                dynamic_bytes=step.dynamic_bytes,
+                gradient_bytes=step.gradient_bytes,
+                calls=step.calls,
+                modules=step.modules,
+                awaited_gradient_bytes=step.awaited_gradient_bytes,
+                budget_bytes=budget_bytes,
+                prices=step.prices,
+            )
+        )
+
+    def _chosen(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
+        """The budget in bytes, and the candidate chosen under it.
+
+        Raises
+        ------
+        BudgetError : none fits.
+        """
+        step = search.step
+        held_bytes = self.place.held_bytes(step)
+        budgets_bytes = self.place.budgets_bytes(step, stock.replay)
+        if not budgets_bytes:
+            least = search.least() or stock
+            return held_bytes + least.replay.peak_bytes, least
+        for budget_bytes in budgets_bytes:
+            found = search.within(budget_bytes - held_bytes, stock)
+            if found is not None:
+                return budget_bytes, found
+        raise BudgetError(_too_small(search, stock, budgets_bytes[-1], held_bytes))
+
+
+def _is_near(kept: KeptChoice, budget_bytes: int, held_bytes: int) -> bool:
+    """Whether a kept plan is what a search at another budget would be content with."""
+    limit_bytes = budget_bytes - held_bytes
+    is_enough = is_good_enough(kept.taken().overhead, kept.chosen.peak_bytes, limit_bytes)
+    return is_enough or kept.budget_bytes >= CLOSE * budget_bytes
+
+
+def _beside(step: StepBytes) -> tuple[int, int, int]:
+    return step.calls, step.modules, step.awaited_gradient_bytes
+
+
+def _without_lines(graph: TrainingGraph) -> TrainingGraph:
+    """`graph` without the lines of the user's files, which move while the step stays the same."""
+    ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_bytes: int) -> str:
+    candidates = [stock, *search.tried.values()]
+    least = held_bytes + min(c.replay.peak_bytes for c in candidates)
+    return (
+        f"budget {bytes_text(budget_bytes)} is below {bytes_text(least)}, the lowest peak of "
+        f"{len(candidates)} compiled plans that were replayed; "
+        f"{bytes_text(held_bytes)} of it are parameters, buffers, inputs and what earlier graphs "
+        f'hold. Give options={{"budget": "{-(-least // 2**20)}MiB"}}, a smaller batch, '
+        '"budget": "min", or a larger "replays" to look further'
+    )
