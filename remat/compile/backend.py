@@ -21,6 +21,7 @@ from torch._guards import CompileContext
 from torch._inductor.compile_fx import compile_fx
 
 from remat.budgets import auto_bytes
+from remat.compile.agreed import Choice, plan_key, require_within
 from remat.compile.one_shape import of_one_shape
 from remat.compile.options import CompileOptions, read_options
 from remat.compile.pieces import handing_out
@@ -32,6 +33,7 @@ from remat.compile.whole_model import WholeModel, whole_model
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.ranks.compiling import compiled_alike
+from remat.ranks.one_plan import one_plan
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.rewriter.inductor.subgraphs import refuse_regions
@@ -120,7 +122,14 @@ def _planned(
     held_bytes = shared.held_bytes(frame, step.static_bytes, step.dynamic_bytes)
     base_bytes = shared.base_bytes(frame, step, stock.replay, held_bytes)
     given_bytes = shared.given_to_other_shapes_bytes(frame)
-    budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes, given_bytes)
+    with one_plan(plan_key(asked, [step])) as one:
+        if one.is_made_here:
+            budget_bytes, found = _chosen(asked, search, stock, held_bytes, base_bytes, given_bytes)
+            one.post(Choice.of(budget_bytes, [found]))
+        else:
+            choice = one.theirs(Choice)
+            budget_bytes, found = choice.budget_bytes, search.of(*choice.of_piece(0))
+            require_within(one, asked, budget_bytes, held_bytes + found.code_peak_bytes, held_bytes)
     is_bound = asked.parsed.kind != "min"
     shared.note(frame, step, found.replay, stock.replay, budget_bytes, is_bound=is_bound)
     remember(
@@ -132,7 +141,7 @@ def _planned(
             held_bytes=held_bytes,
             saved_bytes=found.replay.saved_bytes,
             overhead=found.overhead,
-            gap=found.result.gap if found.result else 0.0,
+            gap=found.gap,
             recomputed=found.recomputed,
             replays=1 + len(search.tried),
             seconds=clock.elapsed_s,
