@@ -32,7 +32,7 @@ from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budg
 from remat.compile.whole_model import WholeModel, whole_model
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError, DeviceError
-from remat.ranks.compiling import compiled_alike
+from remat.ranks.compiling import CompiledLater, compiled_alike
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
@@ -59,8 +59,8 @@ def backend(
         or forward has a part of which torch's own gradients are wrong.
     AgreementError : another rank has failed to compile the same graph.
     """
-    with compiled_alike(gm, example_inputs):
-        return _compiled(gm, example_inputs, options, mode)
+    with compiled_alike(gm, example_inputs) as later:
+        return _compiled(gm, example_inputs, options, mode, later)
 
 
 def _compiled(
@@ -68,6 +68,7 @@ def _compiled(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None,
     mode: str | None,
+    later: CompiledLater,
 ) -> Any:
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
@@ -83,7 +84,8 @@ def _compiled(
     outputs = gm.graph.find_nodes(op="output")[0].args
     partitioner = Partitioner(plan, len(pytree.tree_leaves(outputs)))
     with planned(partitioner) as patches:
-        call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
+        compiler = later.alike(partitioner.compile_inner)
+        call: Any = compile_fx(gm, inputs, compiler, config_patches=patches)
     if _frame() not in shared.noted:
         return call
     if pieces is None:

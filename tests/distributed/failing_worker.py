@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -29,8 +27,6 @@ from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.prices import pricing
 from remat.graph_capture.tracing.resident import storage_bytes
-from remat.rewriter.inductor import partition
-from remat.rewriter.inductor.prices import price_fused
 from tests.distributed.launch import leave
 
 Found = dict[str, Any]
@@ -79,17 +75,6 @@ def reduced(together: Callable[[Tensor], Tensor]) -> tuple[nn.Module, tuple[Tens
     model = Reduced(together)
     torch.manual_seed(1 + dist.get_rank())
     return model, (torch.randn(512, 32),)
-
-
-def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model that DDP cuts into pieces."""
-    torch.manual_seed(0)
-    layers = [module for _ in range(4) for module in (nn.Linear(512, 512), nn.GELU())]
-    return nn.Sequential(*layers), (torch.randn(1024, 512),)
-
-
-def in_pieces(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
 
 
 def said(act: Callable[[], Any]) -> Found:
@@ -237,56 +222,6 @@ def one_cannot_compile(wrap: Callable[[nn.Module], nn.Module], make: Any) -> Fou
 READ = backend.read_options
 
 
-def one_plan(wrap: Callable[[nn.Module], nn.Module], make: Any, budget: str) -> Found:
-    """Plans and bits with prices of no rank kept, of the first alone, and of both.
-
-    Prices of each rank are its own, so that plans made by themselves would differ.
-    """
-    cache = Path(os.environ["REMAT_CACHE"])
-    found: Found = {"plans": [], "same": True, "within": True}
-    expected = gradients_of(lambda model: wrap(torch.compile(model)), make)
-    for cold in ((0, 1), (1,), ()):
-        if dist.get_rank() in cold:
-            for file in cache.glob("*"):
-                file.unlink()
-        before = len(remat.compiled_plans())
-        with mock.patch.object(partition, "price_fused", own_prices):
-            trained = gradients_of(lambda model: wrap(by_remat(model, budget)), make)
-        found["same"] &= all(torch.equal(a, b) for a, b in zip(expected, trained, strict=True))
-        plans = remat.compiled_plans()[before:]
-        found["within"] &= all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
-        found["recomputed"] = sum(plan.recomputed for plan in plans)
-        found["plans"].append([[plan.budget_bytes, str(plan.schedule)] for plan in plans])
-        found["plans"][-1] += [repr(plan.schedule and plan.schedule.steps) for plan in plans]
-    return found
-
-
-def own_prices(*args: Any) -> Any:
-    """What each rank measures, far from what others do."""
-    graph = price_fused(*args)
-    factors = random.Random(dist.get_rank())
-    ops = [
-        msgspec.structs.replace(op, cost_us=op.cost_us * factors.uniform(1, 9)) for op in graph.ops
-    ]
-    return msgspec.structs.replace(graph, ops=tuple(ops))
-
-
-def by_remat(model: nn.Module, budget: str) -> Any:
-    options = {"budget": budget, "solver": "cut", "replays": 3}
-    return torch.compile(model, backend="remat", options=options)
-
-
-def gradients_of(wrap: Callable[[nn.Module], Any], make: Any) -> list[Tensor]:
-    """Of the second step."""
-    torch._dynamo.reset()
-    model, args = make()
-    step = wrap(model)
-    for _ in range(2):
-        model.zero_grad()
-        step(*args).square().mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
 CASES: dict[str, Callable[[], Found]] = {
     "type_error": lambda: failing_price(TypeError("a number is no glob")),
     "interrupt": lambda: failing_price(KeyboardInterrupt()),
@@ -302,8 +237,6 @@ CASES: dict[str, Callable[[], Found]] = {
     "collective_not_compiled": lambda: one_cannot_compile(
         lambda model: model, lambda: reduced(all_reduced)
     ),
-    "one_plan": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "85%"),
-    "one_plan_ddp": lambda: one_plan(in_pieces, wide, "85%"),
     "ddp_not_compiled": lambda: one_cannot_compile(DistributedDataParallel, plain),
 }
 
