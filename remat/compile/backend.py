@@ -27,7 +27,7 @@ from remat.compile.shared_budget import forget_graphs, shared_budget, watched
 from remat.compile.start import Start
 from remat.compile.whole_model import whole_model
 from remat.graph_capture.errors import DeviceError
-from remat.ranks.compiling import compiled_alike
+from remat.ranks.compiling import CompiledLater, compiled_alike
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import Partitioner, planned
 from remat.rewriter.inductor.subgraphs import refuse_regions
@@ -52,8 +52,8 @@ def backend(
         or forward has a part of which torch's own gradients are wrong.
     AgreementError : another rank has failed to compile the same graph.
     """
-    with compiled_alike(gm, example_inputs):
-        return _compiled(gm, example_inputs, options, mode)
+    with compiled_alike(gm, example_inputs) as later:
+        return _compiled(gm, example_inputs, options, mode, later)
 
 
 def _compiled(
@@ -61,6 +61,7 @@ def _compiled(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None,
     mode: str | None,
+    later: CompiledLater,
 ) -> Any:
     asked = read_options(options, mode=mode)
     _require_cpu(example_inputs)
@@ -80,7 +81,8 @@ def _compiled(
     else:
         start, partitioner = None, Partitioner(pieces.plan, n_visible)
     with planned(partitioner) as patches:
-        call: Any = compile_fx(gm, inputs, partitioner.compile_inner, config_patches=patches)
+        compiler = later.alike(partitioner.compile_inner)
+        call: Any = compile_fx(gm, inputs, compiler, config_patches=patches)
     if start and not partitioner.was_called:
         start.go_without_a_graph()
     if place.frame not in shared.noted:

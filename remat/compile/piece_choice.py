@@ -23,6 +23,7 @@ from remat.compile.search import CHEAP, Candidate, PlanSearch
 from remat.compile.target_search import fastest_within
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
+from remat.schedules.schedule import Schedule
 
 TRIES = 3
 """Most targets of one piece and share: the code of the first may take some per cent more."""
@@ -149,6 +150,13 @@ class PieceSearch:
         ]
         self.options = [[option] for option in self.stock]
         self._barred = [search and not search.may_take_stock for search in self.searches]
+
+    def followed(self, chosen: Iterable[tuple[Schedule | None, float]]) -> tuple[Option, ...]:
+        """The options of what another rank has chosen for each piece, and how good that is."""
+        triples = zip(self.whole.pieces, self.searches, chosen, strict=True)
+        return tuple(
+            option_of(piece, search and search.of(*taken)) for piece, search, taken in triples
+        )
 
     @property
     def stock_peak_bytes(self) -> int:

@@ -14,6 +14,7 @@ from torch._dynamo.backends.distributed import SubmodCompiler
 from torch._inductor.compile_fx import compile_fx
 
 from remat.budgets import auto_bytes
+from remat.compile.agreed import Choice, plan_key, require_within
 from remat.compile.one_shape import of_one_shape
 from remat.compile.options import CompileOptions
 from remat.compile.piece_choice import Option, PieceSearch, option_of, peak_of
@@ -24,6 +25,7 @@ from remat.compile.shared_budget import Frame, SharedBudget
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.joint.nodes import copy_of
+from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.rewriter.inductor.replay import Replay
 from remat.solver.clock import Clock
@@ -69,7 +71,7 @@ class PlannedPieces:
         self._as_one = _AsOne(
             whole.static_bytes, whole.dynamic_bytes, gradient_bytes, asked.calls - 1
         )
-        self._budget_bytes, chosen = self._chosen(asked, shared)
+        chosen = self._agreed(asked, shared)
         self._chosen_options = list(chosen)
         self._seconds = clock.elapsed_s
         shared.note(
@@ -106,6 +108,21 @@ class PlannedPieces:
             raise BudgetError(self._too_small(peak_bytes))
         self._remember(option, replay, peak_bytes)
         return pair
+
+    def _agreed(self, asked: CompileOptions, shared: SharedBudget) -> tuple[Option, ...]:
+        """What was chosen here, or on the rank that plans for all."""
+        with one_plan(plan_key(asked, [piece.step for piece in self._whole.pieces])) as one:
+            if one.is_made_here:
+                self._budget_bytes, chosen = self._chosen(asked, shared)
+                candidates = [option.candidate for option in chosen]
+                one.post(Choice.of(self._budget_bytes, candidates))
+                return chosen
+            choice = one.theirs(Choice)
+            self._budget_bytes = choice.budget_bytes
+            chosen = self._search.followed(map(choice.of_piece, range(len(self._whole.pieces))))
+            peak_bytes = self._held_bytes + peak_of(chosen, asked.calls - 1)
+            require_within(one, asked, choice.budget_bytes, peak_bytes, self._held_bytes)
+            return chosen
 
     def _chosen(
         self, asked: CompileOptions, shared: SharedBudget
@@ -170,7 +187,7 @@ class PlannedPieces:
                 held_bytes=self._held_bytes,
                 saved_bytes=replay.saved_bytes,
                 overhead=found.overhead if found else 0.0,
-                gap=found.result.gap if found and found.result else 0.0,
+                gap=found.gap if found else 0.0,
                 recomputed=found.recomputed if found else 0,
                 replays=self._search.replays_of(self.at),
                 seconds=seconds,

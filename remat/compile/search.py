@@ -8,6 +8,7 @@ limit.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ UNCERTAIN = 1.1
 class Candidate:
     """Two graphs, what their code allocates, and the schedule that they carry out.
 
-    `schedule` and `result` are None where the step is as torch compiles it.
+    `schedule` is None where the step is as torch compiles it; `result` too, and where another rank
+    has chosen. `gap` is how far the schedule can be from the best.
     """
 
     pair: Pair
@@ -51,6 +53,7 @@ class Candidate:
     schedule_peak_bytes: int = 0
     time_us: float = 0.0
     overhead: float = 0.0
+    gap: float = 0.0
 
     @property
     def code_peak_bytes(self) -> int:
@@ -151,12 +154,30 @@ class PlanSearch:
         )  # fmt: skip
         return found
 
-    def _candidate(self, graph: TrainingGraph, schedule: Schedule, result: Result) -> Candidate:
+    def of(self, schedule: Schedule | None, gap: float) -> Candidate:
+        """The candidate of a schedule that another rank has chosen; None for torch's own cut.
+
+        `gap` is how far the schedule can be from the best, as that rank has found.
+
+        Raises
+        ------
+        ScheduleError : it was made for another graph.
+        """
+        if schedule is None:
+            pair = self.step.stock()
+            return Candidate(pair, self._replayed(pair, 0))
+        schedule.check_made_for(self.step.graph)
+        found = self._candidate(self.step.graph, schedule, None)
+        return dataclasses.replace(found, gap=gap)
+
+    def _candidate(
+        self, graph: TrainingGraph, schedule: Schedule, result: Result | None
+    ) -> Candidate:
         judged = simulate(graph, schedule)
         pair = self.step.emit(schedule)
         return Candidate(
             pair, self._replayed(pair, judged.peak_bytes), schedule, result,
-            judged.peak_bytes, judged.time_us, judged.overhead,
+            judged.peak_bytes, judged.time_us, judged.overhead, result.gap if result else 0.0,
         )  # fmt: skip
 
     def _replayed(self, pair: Pair, schedule_peak_bytes: int) -> Replay:

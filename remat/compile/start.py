@@ -22,6 +22,7 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor import config as inductor_config
 
+from remat.compile.agreed import Choice, plan_key, require_within
 from remat.compile.kept_choices import KeptChoice, keep_choice, kept_choice
 from remat.compile.options import CompileOptions
 from remat.compile.place import Place, Taken
@@ -30,6 +31,7 @@ from remat.compile.start_key import start_key
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.ranks.one_plan import is_alone, one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import StepBytes
 from remat.solver.clock import Clock
@@ -44,7 +46,8 @@ def keeps_plans(asked: CompileOptions) -> bool:
     keeps_code = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
     # A bundle is kept by AOTAutograd whether or not Inductor keeps the code in it.
     is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
-    return asked.warm and keeps_code and not (is_off or is_bundled)
+    # A plan that one rank has kept, and another has not, is no plan for all of them.
+    return asked.warm and keeps_code and is_alone() and not (is_off or is_bundled)
 
 
 class Start:
@@ -78,7 +81,7 @@ class Start:
         ------
         BudgetError : no plan fits.
         """
-        self.place.set_beside(step)
+        self.place.set_calls_beside(step)
         kept = self._kept
         if kept and kept.graph == _without_lines(step.graph):
             self._note_kept(kept, step)
@@ -92,7 +95,7 @@ class Start:
         """Torch has asked for no plan: it has the code, or the graph has no gradients."""
         if self._kept and self._kept.graph:
             step = self._kept.step()
-            self.place.set_beside(step)
+            self.place.set_calls_beside(step)
             self._note_kept(self._kept, step)
         elif self._key and not self._kept:
             keep_choice(KeptChoice(self._key, self.name))
@@ -102,8 +105,8 @@ class Start:
         if kept.graph is None:
             return True
         step = kept.step()
-        self.place.set_beside(step)
-        if _beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
+        self.place.set_calls_beside(step)
+        if _calls_beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
             return False
         held_bytes = self.place.held_bytes(step)
         peak_bytes = held_bytes + kept.chosen.peak_bytes
@@ -124,10 +127,11 @@ class Start:
         self.place.warn_of_part()
         search = PlanSearch(step, self.place.asked)
         stock = search.stock()
-        budget_bytes, found = self._chosen(search, stock)
-        gap = found.result.gap if found.result else 0.0
+        budget_bytes, found = self._agreed(search, stock)
         replays = 1 + len(search.tried)
-        taken = Taken(stock.replay, found.replay, found.schedule, found.overhead, gap, replays)
+        taken = Taken(
+            stock.replay, found.replay, found.schedule, found.overhead, found.gap, replays
+        )
         self.place.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
             self._keep(step, stock, found, budget_bytes)
@@ -154,6 +158,21 @@ class Start:
                 prices=step.prices,
             )
         )
+
+    def _agreed(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
+        """The budget in bytes, and what was chosen here, or on the rank that plans for all."""
+        asked, step = self.place.asked, search.step
+        with one_plan(plan_key(asked, [step])) as one:
+            if one.is_made_here:
+                budget_bytes, found = self._chosen(search, stock)
+                one.post(Choice.of(budget_bytes, [found]))
+                return budget_bytes, found
+            choice = one.theirs(Choice)
+            found = search.of(*choice.of_piece(0))
+            held_bytes = self.place.held_bytes(step)
+            peak_bytes = held_bytes + found.code_peak_bytes
+            require_within(one, asked, choice.budget_bytes, peak_bytes, held_bytes)
+            return choice.budget_bytes, found
 
     def _chosen(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
         """The budget in bytes, and the candidate chosen under it.
@@ -182,7 +201,7 @@ def _is_near(kept: KeptChoice, budget_bytes: int, held_bytes: int) -> bool:
     return is_enough or kept.budget_bytes >= CLOSE * budget_bytes
 
 
-def _beside(step: StepBytes) -> tuple[int, int, int]:
+def _calls_beside(step: StepBytes) -> tuple[int, int, int]:
     return step.calls, step.modules, step.awaited_gradient_bytes
 
 

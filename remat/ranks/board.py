@@ -79,6 +79,10 @@ class Board:
         """The text that somebody has posted; None if nobody has."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    def first(self, key: str) -> str:
+        """The number in the group of the rank that was the first to ask for this key."""
+        return self._store.compare_set(key, "", str(self.rank)).decode()
+
     def fail(self, failure: Failure) -> None:
         """Tell the others of an error, unless somebody has told of one before."""
         self._store.compare_set("failure", "", msgspec.json.encode(failure).decode())

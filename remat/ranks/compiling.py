@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,47 @@ WHAT = 'torch.compile(backend="remat")'
 
 
 @contextlib.contextmanager
-def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[None]:
+def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[CompiledLater]:
     """Compile a graph in here; ranks that take part in its step come out together, or all fail.
 
     Raises
     ------
     AgreementError : another rank has failed to compile the graph; names it and its error.
     """
+    later = CompiledLater(_groups(gm), _graph_key(gm, inputs))
+    with _together(later.groups, f"compile/{later.key}"):
+        yield later
+    later.has_begun = True
+
+
+class CompiledLater:
+    """What is left to compile once forward is: torch compiles backward when it first runs.
+
+    Attributes
+    ----------
+    has_begun : whether `compiled_alike` has ended. Torch may compile backward before.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], key: str) -> None:
+        self.groups, self.key = groups, key
+        self.has_begun = False
+
+    def alike(self, compile_inner: Callable[..., Any]) -> Callable[..., Any]:
+        """`compile_inner`, by which ranks come out of backward's compilation together too."""
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            if not (self.has_begun and kwargs.get("is_backward")):
+                return compile_inner(*args, **kwargs)
+            with _together(self.groups, f"backward/{self.key}"):
+                return compile_inner(*args, **kwargs)
+
+        return compiled
+
+
+@contextlib.contextmanager
+def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]:
     with contextlib.ExitStack() as stack:
-        boards = [Board(group, f"compile/{_graph_key(gm, inputs)}") for group in _groups(gm)]
+        boards = [Board(group, what) for group in groups]
         for board in boards:
             stack.callback(board.close)
         try:

@@ -22,9 +22,11 @@ SCRIPTS = {
 }
 NEEDS = {
     "A plain loop": (),
+    "nanoGPT's loop": (),
     "Hugging Face Trainer": ("transformers", "accelerate"),
     "Lightning": ("lightning",),
     "Accelerate": ("accelerate",),
+    "Diffusers": ("diffusers", "accelerate"),
 }
 
 

@@ -1,0 +1,179 @@
+"""Ranks that compile one graph: the plan of all, and a failure of each in turn at each phase.
+
+Run as ``torchrun --nproc-per-node 2 tests/distributed/one_plan_worker.py FOLDER CASE...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import remat
+from remat.compile.search import PlanSearch
+from remat.rewriter.inductor import partition
+from remat.rewriter.inductor.partition import Partitioner
+from remat.rewriter.inductor.prices import price_fused
+from tests.distributed.failing_worker import (
+    TIMEOUT_S,
+    Found,
+    all_reduced,
+    plain,
+    planned,
+    reduced,
+    said,
+)
+from tests.distributed.launch import leave
+
+
+def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model that DDP cuts into pieces."""
+    torch.manual_seed(0)
+    layers = [module for _ in range(4) for module in (nn.Linear(512, 512), nn.GELU())]
+    return nn.Sequential(*layers), (torch.randn(1024, 512),)
+
+
+def in_pieces(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+
+
+def one_plan(wrap: Callable[[nn.Module], nn.Module], make: Any, budget: str) -> Found:
+    """Plans and bits with prices of no rank kept, of the first alone, and of both.
+
+    Prices of each rank are its own, so that plans made by themselves would differ.
+    """
+    cache = Path(os.environ["REMAT_CACHE"])
+    found: Found = {"plans": [], "same": True, "within": True}
+    expected = gradients_of(lambda model: wrap(torch.compile(model)), make)
+    for cold in ((0, 1), (1,), ()):
+        if dist.get_rank() in cold:
+            for file in cache.glob("*"):
+                file.unlink()
+        before = len(remat.compiled_plans())
+        with mock.patch.object(partition, "price_fused", own_prices):
+            trained = gradients_of(lambda model: wrap(by_remat(model, budget)), make)
+        found["same"] &= all(torch.equal(a, b) for a, b in zip(expected, trained, strict=True))
+        plans = remat.compiled_plans()[before:]
+        found["within"] &= all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+        found["recomputed"] = sum(plan.recomputed for plan in plans)
+        found["plans"].append([[plan.budget_bytes, str(plan.schedule)] for plan in plans])
+        found["plans"][-1] += [repr(plan.schedule and plan.schedule.steps) for plan in plans]
+    return found
+
+
+def own_prices(*args: Any) -> Any:
+    """What each rank measures, far from what others do."""
+    graph = price_fused(*args)
+    factors = random.Random(dist.get_rank())
+    ops = [
+        msgspec.structs.replace(op, cost_us=op.cost_us * factors.uniform(1, 9)) for op in graph.ops
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+def by_remat(model: nn.Module, budget: str) -> Any:
+    options = {"budget": budget, "solver": "cut", "replays": 3}
+    return torch.compile(model, backend="remat", options=options)
+
+
+def gradients_of(wrap: Callable[[nn.Module], Any], make: Any) -> list[Tensor]:
+    """Of the second step."""
+    torch._dynamo.reset()
+    model, args = make()
+    step = wrap(model)
+    for _ in range(2):
+        model.zero_grad()
+        step(*args).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def failing_at(where: Any, name: str, rank: int, when: Callable[..., bool] | None = None) -> Any:
+    """A context in which `rank` fails where it calls a function; all do where it is below 0."""
+    real = getattr(where, name)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if when is not None and not when(**kwargs):
+            return real(*args, **kwargs)
+        raise OSError(f"no space left for {name}")
+
+    if rank >= 0 and dist.get_rank() != rank:
+        return contextlib.nullcontext()
+    return mock.patch.object(where, name, fails)
+
+
+def compiled_step(wrap: Callable[[nn.Module], nn.Module], make: Any) -> None:
+    model, args = make()
+    wrap(by_remat(model, "85%"))(*args).square().mean().backward()
+
+
+def compile_phases(wrap: Callable[[nn.Module], nn.Module], make: Any) -> Found:
+    """Any error of a rank that compiles, before the other waits for it in a collective."""
+    phases: dict[str, tuple[Any, str, Any]] = {
+        "trace": (partition, "build_fused", None),
+        "price": (partition, "price_fused", None),
+        "emit": (partition.FusedStep, "replay", None),
+        "forward": (Partitioner, "compile_inner", lambda **how: not how.get("is_backward")),
+        "backward": (Partitioner, "compile_inner", lambda **how: how.get("is_backward", False)),
+    }
+    cases = [(phase, rank) for phase in phases for rank in (0, 1)]
+    found: Found = {}
+    for phase, rank in [*cases, ("solve", -1)]:
+        torch._dynamo.reset()
+        how = phases.get(phase, (PlanSearch, "within", None))
+        with failing_at(how[0], how[1], rank, how[2]):
+            found[f"{phase} {rank}"] = said(lambda: compiled_step(wrap, make))
+    return found
+
+
+def plan_phases() -> Found:
+    """Any error of a rank in `rematerialize`; only the first prices and solves."""
+    phases: dict[str, tuple[str, tuple[int, ...]]] = {
+        "remat.graph_capture.tracing.trace.trace": ("capture", (0, 1)),
+        "remat.graph_capture.prices.pricing.price": ("price", (0,)),
+        "remat.one_call.solve": ("solve", (0,)),
+        "remat.rewriter.rewriting.rewrite": ("rewrite", (0, 1)),
+        "remat.one_call.require_equal": ("check", (0, 1)),
+    }
+    model, args = plain()
+    found: Found = {}
+    for path, (phase, failing) in phases.items():
+        for rank in failing:
+            module, _, name = path.rpartition(".")
+            with failing_at(sys.modules[module], name, rank):
+                found[f"{phase} {rank}"] = said(lambda: planned(model, args, check=True))
+    return found
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "collectives": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "75%"),
+    "ddp": lambda: one_plan(in_pieces, wide, "85%"),
+    "compile_phases": lambda: compile_phases(DistributedDataParallel, plain),
+    "compile_phases_collectives": lambda: compile_phases(
+        lambda model: model, lambda: reduced(all_reduced)
+    ),
+    "plan_phases": plan_phases,
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    os.environ["REMAT_CACHE"] = str(folder / f"prices-{os.environ['RANK']}")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    leave(folder, {name: CASES[name]() for name in names or CASES})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
