@@ -57,7 +57,7 @@ class PlanCache(SharedState, nn.Module):
     other call runs the user's own forward.
     """
 
-    _remat_plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
+    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
     _remat_numbers: ClassVar[ChangingNumbers]
@@ -156,7 +156,7 @@ class PlanCache(SharedState, nn.Module):
         """
         options = dict(cls._remat_options)
         budget = options.pop("budget")
-        make = functools.partial(
+        make: Callable[..., Any] = functools.partial(
             rematerialize, cls._remat_original_module, args, kwargs,
             target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
         )  # fmt: skip
