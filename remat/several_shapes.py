@@ -43,6 +43,8 @@ MAX_PLANS = 16
 OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
+OF_ONE_SIZE = {"compile", "group", "sharding", "split"}
+"""Options that a plan for a range of sizes does not take."""
 PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
 
 
@@ -139,9 +141,11 @@ class PlanCache(SharedState, nn.Module):
         if cls._remat_sizes is None:
             return None
         args, kwargs, target = batch
+        # What a range does not take was refused if it was asked for, see `plan_cache`.
+        taken = {k: v for k, v in cls._remat_options.items() if k not in OF_ONE_SIZE}
         make = functools.partial(
             rematerialize_over, cls._remat_original_module, args, kwargs,
-            target=target, loss_fn=cls._remat_loss_fn, **cls._remat_options,
+            target=target, loss_fn=cls._remat_loss_fn, **taken,
         )  # fmt: skip
         return planned_over(cls._remat_sizes, batch, make)
 
