@@ -43,6 +43,8 @@ MAX_PLANS = 16
 OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
+OF_ONE_SIZE = {"compile", "group", "sharding", "split"}
+"""Options that a plan for a range of sizes does not take."""
 PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
 
 
@@ -57,7 +59,7 @@ class PlanCache(SharedState, nn.Module):
     other call runs the user's own forward.
     """
 
-    _remat_plans: ClassVar[OrderedDict[tuple[Hashable, int], Any]]
+    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
     _remat_numbers: ClassVar[ChangingNumbers]
@@ -139,9 +141,11 @@ class PlanCache(SharedState, nn.Module):
         if cls._remat_sizes is None:
             return None
         args, kwargs, target = batch
+        # What a range does not take was refused if it was asked for, see `plan_cache`.
+        taken = {k: v for k, v in cls._remat_options.items() if k not in OF_ONE_SIZE}
         make = functools.partial(
             rematerialize_over, cls._remat_original_module, args, kwargs,
-            target=target, loss_fn=cls._remat_loss_fn, **cls._remat_options,
+            target=target, loss_fn=cls._remat_loss_fn, **taken,
         )  # fmt: skip
         return planned_over(cls._remat_sizes, batch, make)
 
@@ -156,7 +160,7 @@ class PlanCache(SharedState, nn.Module):
         """
         options = dict(cls._remat_options)
         budget = options.pop("budget")
-        make = functools.partial(
+        make: Callable[..., Any] = functools.partial(
             rematerialize, cls._remat_original_module, args, kwargs,
             target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
         )  # fmt: skip

@@ -15,6 +15,10 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
+_SAME_NUMBERS = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default,
+)  # fmt: skip
+
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("sum_of_class_weights(Tensor weight, Tensor target, int ignore_index) -> Tensor")
 
@@ -33,13 +37,11 @@ def _of_no_dimension(weight: Tensor, target: Tensor, ignore_index: int) -> Tenso
 def make_class_weights_exact(gm: fx.GraphModule) -> None:
     """Change the sums of class weights of a joint graph to eager's."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.sum.default):
-        found = _summed_weights(node)
-        if found is not None:
-            between = list(_up_to_targets(node))
-            node.target, node.args = torch.ops.remat.sum_of_class_weights.default, found
-            for one in between:
-                if not one.users:
-                    gm.graph.erase_node(one)
+        facts = _summed_weights(node)
+        if facts is not None:
+            read = node.all_input_nodes
+            node.target, node.args = torch.ops.remat.sum_of_class_weights.default, facts
+            _erase_unread(gm.graph, read)
 
 
 def _summed_weights(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
@@ -49,24 +51,25 @@ def _summed_weights(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     safe = _called(picked.args[2], aten.masked_fill.Scalar) if picked else None
     if counted is None or picked is None or safe is None or len(node.args) > 1 or node.kwargs:
         return None
-    is_ignored = _called(counted.args[1], aten.eq.Scalar)
-    if (
-        is_ignored is None
-        or safe.args[1] is not is_ignored
-        or safe.args[0] is not (is_ignored.args[0])
-    ):
-        return None
-    facts: Any = picked.args[0], safe.args[0], is_ignored.args[1]
+    is_ignored = _called(safe.args[1], aten.eq.Scalar)
+    facts: Any = picked.args[0], safe.args[0], is_ignored.args[1] if is_ignored else None
+    is_same = is_ignored is not None and is_ignored.args[0] is safe.args[0]
+    is_same = is_same and _called(counted.args[1], aten.eq.Scalar) is is_ignored
     is_filled = counted.args[2] == safe.args[2] == picked.args[1] == 0
-    return facts if is_filled and facts[1].meta["val"].dim() == 1 else None
-
-
-def _up_to_targets(node: fx.Node) -> tuple[Any, ...]:
-    """The nodes from the targets to their sum, the last first."""
-    counted: Any = node.args[0]
-    picked = counted.args[0]
-    return counted, picked, picked.args[2]
+    return facts if is_same and is_filled else None
 
 
 def _called(node: Any, target: Any) -> fx.Node | None:
+    """The node, behind changes of its shape, if it calls `target`."""
+    while isinstance(node, fx.Node) and node.target in _SAME_NUMBERS:
+        node = node.args[0]
     return node if isinstance(node, fx.Node) and node.target is target else None
+
+
+def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Erase those that nothing reads, and what only they read."""
+    for node in nodes:
+        if node.op == "call_function" and not node.users:
+            read = node.all_input_nodes
+            graph.erase_node(node)
+            _erase_unread(graph, read)

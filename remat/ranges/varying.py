@@ -49,7 +49,7 @@ class VaryingSizes:
         self.model, self.dynamic, self.upto = model, dynamic, dict(upto or {})
         self._kinds: dict[Hashable, LearnedSizes] = {}
 
-    def key(self, batch: Any) -> tuple[Hashable, bool]:
+    def key(self, batch: Any) -> tuple[tuple[Hashable, Hashable], bool]:
         """Which plans can serve a batch, and whether those of its kind were for other sizes.
 
         A key is a pair, of which the first is the kind.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
 from remat.graph_capture.prices import kept_bits
 from remat.rewriter.checking.tolerance import SPLIT_FLOAT32
+from remat.schedules.as_planned import in_pieces
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
+from remat.solver import solve
+from remat.solver.levers.in_pieces import named
 from tests.graph_capture.splitting.language_models import (
     N_CLASSES,
     SPLIT,
@@ -258,3 +262,33 @@ def test_parameters_are_updated_during_a_backward_in_pieces() -> None:
     assert losses == expected
     for mine, eagers in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine, eagers)
+
+
+class Classifier(nn.Module):
+    """A head of any number of classes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(48, classes)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(x), target)
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(300, 257), (7, 130)])
+def test_each_number_of_pieces_of_an_odd_shape_is_exact_or_left_out(
+    rows: int, classes: int
+) -> None:
+    """A last block of one class or row takes a kernel that may sum otherwise."""
+    torch.manual_seed(0)
+    model, args = Classifier(classes), (torch.randn(rows, 48), torch.randint(classes, (rows,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where no number of pieces is exact
+        graph = remat.capture(model, args, split="exact")
+    for region in graph.regions:
+        for choice in region.choices:
+            chosen = (Pieces(region.name, choice.pieces, exact=True),)
+            found = solve(in_pieces(graph, chosen), 1 << 60, "store_all").schedule
+            assert found is not None
+            module = remat.rewrite(model, named(found, chosen, graph))
+            assert remat.check(model, module, args, steps=1).differences == ()
