@@ -41,7 +41,7 @@ def make_class_weights_exact(gm: fx.GraphModule) -> None:
         if facts is not None:
             read = node.all_input_nodes
             node.target, node.args = torch.ops.remat.sum_of_class_weights.default, facts
-            _erase_unread(gm.graph, read)
+            _erase_if_unread(gm.graph, read)
 
 
 def _summed_weights(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
@@ -66,10 +66,10 @@ def _called(node: Any, target: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and node.target is target else None
 
 
-def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+def _erase_if_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Erase those that nothing reads, and what only they read."""
     for node in nodes:
         if node.op == "call_function" and not node.users:
             read = node.all_input_nodes
             graph.erase_node(node)
-            _erase_unread(graph, read)
+            _erase_if_unread(graph, read)
