@@ -10,9 +10,11 @@ by side through joblib: on this machine, or on the cluster of the backend that i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from typing import Any, cast
 
@@ -189,14 +191,30 @@ def _side_by_side(
     tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
     found: list[Result] = []
     try:
-        answers = joblib.Parallel(n_jobs=jobs, return_as="generator")(tasks)
-        found.extend(cast("Iterable[Result]", answers))  # what came before an error stays
+        with _workers_in_safe_paths():
+            answers = joblib.Parallel(n_jobs=jobs, return_as="generator")(tasks)
+            found.extend(cast("Iterable[Result]", answers))  # what came before an error stays
     except KeyboardInterrupt:
         note_interrupt()
     except BrokenExecutor as error:
         said = str(error).split(".")[0]
         warnings.warn(f"a worker of the sweep died: {said}. The rest is solved here", stacklevel=3)
     return found + _one_by_one(graph, budgets[len(found) :], solver, options, clock, None)
+
+
+@contextlib.contextmanager
+def _workers_in_safe_paths() -> Generator[None]:
+    """In the block, processes begin without the working folder, which may hold a joblib.py."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def merged(

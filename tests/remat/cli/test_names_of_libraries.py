@@ -16,7 +16,7 @@ NAMES = ("signal", "random", "ortools", "queue", "joblib", "numpy", "remat", "se
 MODEL = """
 import torch
 
-def factory(batch: int = 4):
+def factory(batch: int = 1024):
     layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(6)]
     return torch.nn.Sequential(*layers), (torch.ones(batch, 8),)
 """
