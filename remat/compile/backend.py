@@ -21,7 +21,7 @@ from torch._inductor.compile_fx import compile_fx
 from remat.compile.one_shape import of_one_shape
 from remat.compile.options import read_options
 from remat.compile.pieces import handing_out
-from remat.compile.piecewise import planned_pieces
+from remat.compile.piecewise import PlannedPieces, planned_pieces
 from remat.compile.place import Place
 from remat.compile.shared_budget import forget_graphs, shared_budget, watched
 from remat.compile.start import Start
@@ -69,9 +69,8 @@ def _compiled(
         refuse_compiled_autograd()
         refuse_regions(gm.graph)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
-    shared = place.shared
     cut = handing_out()
-    pieces = None if cut is None else planned_pieces(cut, asked, shared, place.frame)
+    pieces = None if cut is None else planned_pieces(cut, asked, place.shared, place.frame)
     inputs = of_one_shape(gm, example_inputs)
     outputs = gm.graph.find_nodes(op="output")[0].args
     n_visible = len(pytree.tree_leaves(outputs))
@@ -85,11 +84,17 @@ def _compiled(
         call: Any = compile_fx(gm, inputs, compiler, config_patches=patches)
     if start and not partitioner.was_called:
         start.go_without_a_graph()
-    if place.frame not in shared.noted:
+    return _watched(call, place, pieces)
+
+
+def _watched(call: Any, place: Place, pieces: PlannedPieces | None) -> Any:
+    """`call`, told of to the graphs that share its budget; as it is without gradients."""
+    shared, frame = place.shared, place.frame
+    if frame not in shared.noted:
         return call
     if pieces is None:
-        return watched(call, shared, place.frame)
-    run = watched(call, shared, place.frame, is_first=pieces.is_first, is_last=pieces.is_last)
+        return watched(call, shared, frame)
+    run = watched(call, shared, frame, is_first=pieces.is_first, is_last=pieces.is_last)
     pieces.at += 1
     return run
 
