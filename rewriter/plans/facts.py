@@ -170,7 +170,9 @@ def dtype_of(text: str) -> torch.dtype:
     """The dtype of a name such as ``bfloat16``."""
     found = vars(torch).get(text)
     if not isinstance(found, torch.dtype):
-        raise PlanError(f"the plan file names a dtype {text!r}, which this torch does not have")
+        raise PlanError(
+            f"the batch in the plan file names a dtype {text!r}, which this torch does not have"
+        )
     return found
 
 
