@@ -6,7 +6,6 @@ Run as ``torchrun --nproc-per-node 2 tests/distributed/one_plan_worker.py FOLDER
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 import os
 import random
@@ -104,17 +103,27 @@ def gradients_of(wrap: Callable[[nn.Module], Any], make: Any) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+class Block(nn.Module):
+    """Of a class of its own: dynamo compiles no forward of torch's modules behind hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
 class Blocks(nn.Module):
     """Alike blocks, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        parts = ([nn.LayerNorm(128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)],) * 3
-        self.blocks = nn.ModuleList(nn.Sequential(*map(copy.deepcopy, layers)) for layers in parts)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
         return x.square().mean()
 
 
@@ -132,11 +141,11 @@ def sharded(options: dict[str, Any] | None) -> nn.Module:
 def fsdp2_blocks() -> Found:
     """The budget of a model whose blocks are compiled and sharded, at two budgets."""
     torch.manual_seed(1 + dist.get_rank())
-    x = torch.randn(1024, 128)
+    x = torch.randn(1024, 256)
     eager = sharded(None)
     eager(x).backward()
     found: Found = {}
-    for budget in ("100%", "80%"):
+    for budget in ("100%", "88%"):
         torch._dynamo.reset()
         before = len(remat.compiled_plans())
         model = sharded({"budget": budget, "solver": "cut", "replays": 3})
