@@ -110,10 +110,10 @@ def sharding_buffers_bytes(outer: nn.Module) -> int:
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in outer.modules() if isinstance(module, FSDPModule)]
-    return BUFFERS * max(map(_own_bytes, sharded), default=0)
+    return BUFFERS * max(map(_sharded_bytes, sharded), default=0)
 
 
-def _own_bytes(module: nn.Module) -> int:
+def _sharded_bytes(module: nn.Module) -> int:
     """Bytes of all parameters that are sharded with a module, and not with one inside, as whole."""
     from torch.distributed.fsdp import FSDPModule
 
