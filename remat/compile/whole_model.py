@@ -15,11 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo import symbolic_convert
 
 from remat.graph_capture.tracing.resident import storage_bytes
 
+BUFFERS = 3
+"""How many buffers of the size of a block FSDP2 needs beside the block that runs."""
 _CALL: Any = nn.Module._call_impl.__code__
 """The code that calls the forward of every module."""
 
@@ -54,6 +57,7 @@ def whole_model() -> WholeModel:
     outer = _outermost(modules)
     static_bytes, gradient_bytes = _bytes_held_by(modules)
     outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
+    outer_bytes += 0 if outer is None else sharding_buffers_bytes(outer)
     reason = translator.output.compile_subgraph_reason
     is_part = outer_bytes > static_bytes
     return WholeModel(
@@ -93,6 +97,31 @@ def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
     trained = [p for p in parameters.values() if p.requires_grad]
     gradient_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in trained)
     return storage_bytes(here, set()), gradient_bytes
+
+
+def sharding_buffers_bytes(outer: nn.Module) -> int:
+    """What FSDP2 holds beside a block that runs; 0 where nothing is sharded.
+
+    These are the parameters that it gathers ahead, the buffer that it reduces gradients in, and on
+    a CPU the copy that gloo makes: each at most as large as the largest block.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in outer.modules() if isinstance(module, FSDPModule)]
+    return BUFFERS * max(map(_sharded_bytes, sharded), default=0)
+
+
+def _sharded_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters that are sharded with a module, and not with one inside, as whole."""
+    from torch.distributed.fsdp import FSDPModule
+
+    inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    others = {id(p) for m in inner for p in m.parameters()}
+    own = [p for p in module.parameters() if id(p) not in others]
+    # `numel` of a sharded parameter is that of the whole.
+    return sum(p.numel() * p.element_size() for p in own)
 
 
 def _n_alike(part: nn.Module, outer: nn.Module | None) -> int:

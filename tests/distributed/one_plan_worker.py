@@ -19,11 +19,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.compile.search import PlanSearch
+from remat.graph_capture.memory_events import measure_rank_peak
+from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor import partition
 from remat.rewriter.inductor.partition import Partitioner
 from remat.rewriter.inductor.prices import price_fused
@@ -100,6 +103,78 @@ def gradients_of(wrap: Callable[[nn.Module], Any], make: Any) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+class Block(nn.Module):
+    """Of a class of its own: dynamo compiles no forward of torch's modules behind hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Alike blocks, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def sharded(options: dict[str, Any] | None) -> nn.Module:
+    """Its blocks compiled, if there are options, and sharded one by one."""
+    torch.manual_seed(0)
+    model = Blocks()
+    for block in model.blocks:
+        if options is not None:
+            block.compile(backend="remat", options=options)
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def fsdp2_blocks() -> Found:
+    """The budget of a model whose blocks are compiled and sharded, at two budgets."""
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(1024, 256)
+    eager = sharded(None)
+    eager(x).backward()
+    found: Found = {}
+    for budget in ("100%", "min"):
+        torch._dynamo.reset()
+        before = len(remat.compiled_plans())
+        model = sharded({"budget": budget, "solver": "cut", "replays": 3})
+        for _ in range(2):
+            model.zero_grad()
+            model(x).backward()
+        pairs = zip(map(local_gradient, model.parameters()), eager.parameters(), strict=True)
+        error = max(float((a - local_gradient(p)).norm() / a.norm()) for a, p in pairs)
+        model.zero_grad()
+        resident_bytes = storage_bytes([*map(local, model.parameters()), x])
+        peak_bytes = measure_rank_peak(lambda step=model: step(x).backward(), model.zero_grad, 20)
+        plans = remat.compiled_plans()[before:]
+        found[budget] = {
+            "error": error,
+            "peak_bytes": resident_bytes + peak_bytes,
+            "budget_bytes": plans[-1].budget_bytes,
+            "plans": [repr(plan.schedule and plan.schedule.steps) for plan in plans],
+        }
+    return found
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor._local_tensor.detach()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    return local(parameter.grad)
+
+
 def failing_at(where: Any, name: str, rank: int, when: Callable[..., bool] | None = None) -> Any:
     """A context in which `rank` fails where it calls a function; all do where it is below 0."""
     real = getattr(where, name)
@@ -160,6 +235,7 @@ def plan_phases() -> Found:
 CASES: dict[str, Callable[[], Found]] = {
     "collectives": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "75%"),
     "ddp": lambda: one_plan(in_pieces, wide, "85%"),
+    "fsdp2_blocks": fsdp2_blocks,
     "compile_phases": lambda: compile_phases(DistributedDataParallel, plain),
     "compile_phases_collectives": lambda: compile_phases(
         lambda model: model, lambda: reduced(all_reduced)

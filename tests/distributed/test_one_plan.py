@@ -29,6 +29,14 @@ def test_ranks_with_other_prices_follow_one_plan(two: Found, case: str) -> None:
         assert found[case]["same"], "gradients are those of torch.compile without a budget"
 
 
+def test_sharded_blocks_keep_to_the_budget_by_one_plan(two: Found) -> None:
+    for budget in ("100%", "min"):
+        for found in (one["fsdp2_blocks"][budget] for one in two):
+            assert found["peak_bytes"] <= found["budget_bytes"]
+            assert found["error"] < 1e-5
+            assert found["plans"] == two[0]["fsdp2_blocks"][budget]["plans"]
+
+
 def require_told(found: list[dict[str, Any]], phase: str) -> None:
     """Both ranks end with the error, long before a collective would have given up."""
     rank = int(phase.rpartition(" ")[2])

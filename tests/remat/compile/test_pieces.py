@@ -32,14 +32,16 @@ class Loss(nn.Module):
         return x.square().mean()
 
 
-def wrapped(budget: str, *, view: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
+def wrapped(
+    budget: str, *, view: bool = True, bucket_mb: int = 1
+) -> tuple[nn.Module, nn.Module, Tensor]:
     """A model of four pieces, the same under DDP, and a batch."""
     torch.manual_seed(0)
     layers = [module for _ in range(4) for module in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     model = nn.Sequential(*layers, Loss())
     options = {"budget": budget, "solver": "cut", "replays": 3}
     compiled = torch.compile(model, backend="remat", options=options)
-    step = DistributedDataParallel(compiled, bucket_cap_mb=1, gradient_as_bucket_view=view)
+    step = DistributedDataParallel(compiled, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=view)
     return model, step, torch.randn(256, WIDTH)
 
 
@@ -70,6 +72,18 @@ def trained(model: nn.Module, step: nn.Module, x: Tensor) -> tuple[int, float]:
 def test_the_planned_peak_is_the_measured_one(budget: str, view: bool) -> None:
     before = len(remat.compiled_plans())
     peak_bytes, error = trained(*wrapped(budget, view=view))
+    plans = remat.compiled_plans()[before:]
+    assert len(plans) > 1, "DDP cuts nothing any more"
+    assert error < 1e-5
+    assert peak_bytes <= plans[-1].budget_bytes
+    assert plans[-1].peak_bytes == pytest.approx(peak_bytes, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_mb", [2, 4, 25])
+def test_the_budget_holds_with_larger_buckets(bucket_mb: int) -> None:
+    before = len(remat.compiled_plans())
+    peak_bytes, error = trained(*wrapped("min", bucket_mb=bucket_mb))
     plans = remat.compiled_plans()[before:]
     assert len(plans) > 1, "DDP cuts nothing any more"
     assert error < 1e-5
