@@ -7,8 +7,8 @@ the longest. Printed are
 - what is done before a step at a length that was never seen, beyond what a plan for that one length
   does, in microseconds;
 - the overhead at ten lengths, beside plans for each alone;
-- a run over random lengths by `plan_cache(dynamic="auto", upto=...)`: traces, seconds, peaks; and
-  its first batches by `plan_cache` as it is without.
+- a run over random lengths by `plan_cache(dynamic="auto", upto=...)`: plans, seconds, peaks; and
+  its first batches by `plan_cache` as it is without. Prices of the range are known by then.
 
 Ends with status 1 unless the family costs at most 4 plans, the pick at most 50 us, the overhead at
 most 1 point more than planned alone, and the run one trace and no peak above the budget.
@@ -17,6 +17,7 @@ most 1 point more than planned alone, and the run one trace and no peak above th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,19 @@ def batch(length: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+@contextlib.contextmanager
+def no_prices() -> Generator[None]:
+    """Prices that are kept are another process's meanwhile: none."""
+    before = os.environ.get("REMAT_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["REMAT_CACHE"] = folder
+        yield
+    if before is None:
+        del os.environ["REMAT_CACHE"]
+    else:
+        os.environ["REMAT_CACHE"] = before
+
+
 def names() -> tuple[str, str]:
     """Of the two arguments."""
     first, second = GPT.forward.__code__.co_varnames[1:3]
@@ -69,11 +83,13 @@ def planning() -> dict[str, Any]:
     """Seconds of one plan for the longest, and of the family; the family's figures."""
     one, dynamic = model(), dict.fromkeys(names(), SEQ)
     start = time.perf_counter()
-    longest = remat.capture(one, batch(SIZES.seq), measure_again=True)
+    with no_prices():
+        longest = remat.capture(one, batch(SIZES.seq), split="none")
     alone = remat.solve(longest, BUDGET)
     marks = [time.perf_counter() - start]
+    print(f"one plan for the longest: {marks[0]:.1f} s, {alone}", flush=True)
     start = time.perf_counter()
-    graph = remat.capture(one, batch(100), dynamic=dynamic, measure_again=True)
+    graph = remat.capture(one, batch(100), dynamic=dynamic)
     marks.append(time.perf_counter() - start)
     family = remat.solve(graph, BUDGET)
     marks.append(time.perf_counter() - start)
@@ -144,8 +160,8 @@ def run(cache: PlanCache, lengths: list[int], budget_bytes: int, resident: int) 
         peak, above = max(peak, total), above + (total > budget_bytes)
     return {
         "batches": len(lengths), "plans": made, "refused": refused, "peaks_above": above,
-        "peak_bytes": peak, "seconds": sum(seconds), "longest_step_s": max(seconds),
-        "median_step_s": statistics.median(seconds),
+        "peak_bytes": peak, "seconds": sum(seconds), "longest_step_s": max(seconds, default=0),
+        "median_step_s": statistics.median(seconds or [0]),
     }  # fmt: skip
 
 
@@ -173,12 +189,10 @@ def runs(budget_bytes: int, batches: int, plain_batches: int) -> dict[str, Any]:
         ("dynamic", batches, {"dynamic": "auto", "upto": dict.fromkeys(names(), most)}),
         ("plain", plain_batches, {}),
     ):
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["REMAT_CACHE"] = folder
-            cache = remat.plan_cache(model(), budget=budget_bytes, check=False, **options)
-            found[name] = run(cache, lengths[:count], budget_bytes, resident)
+        cache = remat.plan_cache(model(), budget=budget_bytes, check=False, split="none", **options)
+        found[name] = run(cache, lengths[:count], budget_bytes, resident)
         print(name, found[name], flush=True)
-    return found
+    return {name: of for name, of in found.items() if of["batches"]}
 
 
 def failures(found: dict[str, Any]) -> list[str]:
@@ -208,11 +222,10 @@ def main() -> int:
     parser.add_argument("--plain-batches", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file for all figures")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["REMAT_CACHE"] = folder
+    with no_prices():
         found = planning()
-    print({name: value for name, value in found.items() if name != "curve"}, flush=True)
-    found |= runs(found["budget_bytes"], asked.batches, asked.plain_batches)
+        print({name: value for name, value in found.items() if name != "curve"}, flush=True)
+        found |= runs(found["budget_bytes"], asked.batches, asked.plain_batches)
     for text in (missed := failures(found)):
         print("MISSED:", text)
     if asked.out:
