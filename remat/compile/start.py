@@ -81,7 +81,7 @@ class Start:
         ------
         BudgetError : no plan fits.
         """
-        self.place.set_calls_beside(step)
+        self.place.set_beside(step)
         kept = self._kept
         if kept and kept.graph == _without_lines(step.graph):
             self._note_kept(kept, step)
@@ -95,7 +95,7 @@ class Start:
         """Torch has asked for no plan: it has the code, or the graph has no gradients."""
         if self._kept and self._kept.graph:
             step = self._kept.step()
-            self.place.set_calls_beside(step)
+            self.place.set_beside(step)
             self._note_kept(self._kept, step)
         elif self._key and not self._kept:
             keep_choice(KeptChoice(self._key, self.name))
@@ -105,7 +105,7 @@ class Start:
         if kept.graph is None:
             return True
         step = kept.step()
-        self.place.set_calls_beside(step)
+        self.place.set_beside(step)
         if _calls_beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
             return False
         held_bytes = self.place.held_bytes(step)
