@@ -160,7 +160,7 @@ class PlanCache(SharedState, nn.Module):
         """
         options = dict(cls._remat_options)
         budget = options.pop("budget")
-        make: Callable[..., Any] = functools.partial(
+        make: Any = functools.partial(
             rematerialize, cls._remat_original_module, args, kwargs,
             target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
         )  # fmt: skip
