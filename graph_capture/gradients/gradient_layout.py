@@ -50,15 +50,15 @@ def lay_out_gradients(
     taken = {
         storage_key(node.meta["val"])
         for node in gm.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("val"), Tensor) and not is_tangent(node)
+        if _is_strided(node.meta.get("val")) and not is_tangent(node)
     }
     copied = False
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
         is_own = i - num_forward_outputs not in handed_over and isinstance(node, fx.Node)
-        if not is_own or like is None:
-            continue
+        if not is_own or like is None or not _is_strided(node.meta["val"]):
+            continue  # others are refused elsewhere
         key = storage_key(node.meta["val"])
         if key in taken or not _autograd_keeps(node.meta["val"], like):
             results[i] = _laid_out_copy(gm, node, like)
@@ -69,10 +69,12 @@ def lay_out_gradients(
         gm.recompile()
 
 
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
 def _autograd_keeps(gradient: Tensor, parameter: Tensor) -> bool:
     """Whether autograd keeps a gradient of such strides."""
-    if gradient.layout != torch.strided:  # refused elsewhere
-        return True
     strides = zip(gradient.shape, gradient.stride(), _strides_for(parameter), strict=True)
     return all(size == 1 or own == wanted for size, own, wanted in strides)
 
