@@ -31,6 +31,8 @@ DELIVER = "remat.deliver"
 """The op that hands over gradients where they are added to those of earlier batches."""
 UPDATE = "remat.update"
 """The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
+WRITES_FIRST = "it writes in place, where eager makes a new tensor"
+"""Why an op is pinned that adds a term of a gradient to a view, as autograd would not."""
 
 Phase = Literal["forward", "backward"]
 Origin = Literal["unpriced", "measured", "modelled", "estimated"]

@@ -12,8 +12,7 @@ import math
 
 import msgspec
 
-from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.joint.in_place import WRITES_FIRST
+from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
 
 _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 

@@ -22,6 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from remat.graph_capture.graph import WRITES_FIRST
 from remat.graph_capture.joint.eager_memory import WRITTEN_KEY, is_view
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem
 
@@ -29,7 +30,6 @@ aten = torch.ops.aten
 
 BEGUN = "what follows writes to its result in place"
 WRITES = "it writes in place"
-WRITES_FIRST = "it writes in place, where eager makes a new tensor"
 _BEGIN_EMPTY = frozenset(
     f"{prefix}{name}{suffix}"
     for name in ("zeros", "ones", "empty", "full")
