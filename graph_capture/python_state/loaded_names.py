@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
-from remat.graph_capture.python_state.reached import OF_DATA, RUN_BY_TORCH, STATE, is_library
+from remat.graph_capture.python_state.places import PLAIN
+from remat.graph_capture.python_state.reached import (
+    OF_DATA,
+    RUN_BY_TORCH,
+    STATE,
+    is_installed,
+    is_library,
+)
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -32,7 +42,7 @@ class LoadedNames:
         self._own: dict[type, set[str]] = {}
         self._heirs: dict[type, list[type]] = {}
         self._methods: set[FunctionType] = set()
-        # Classes whose attributes code may ask for by any name; None: those of all.
+        # Classes whose attributes code may ask for by any name; None: those of anything.
         self._asking: set[type | None] = set()
 
     def __len__(self) -> int:
@@ -67,15 +77,29 @@ class LoadedNames:
         sets = [self.others, self.texts, *own]
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
         hides = is_library(kind.__module__)
-        is_users = not hides or kind.__module__ in OF_DATA
-        any_counts = is_users and not self._asking.isdisjoint((None, *related))
 
         def is_loaded(name: str) -> bool:
-            if name in STATE or (hides and name[:1] == "_"):
-                return False
-            return any(name in one for one in sets) or (any_counts and name not in _OF_MODULES)
+            is_out = name in STATE or (hides and name[:1] == "_")
+            return not is_out and any(name in one for one in sets)
 
         return is_loaded
+
+    def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
+        """Whether code may ask for a name of objects of that class that it puts together.
+
+        By a method's own first argument, or of what holds data. Of a library's objects numbers,
+        texts and the like count alone: what else they hold is seldom read so, and often changed.
+        """
+        is_own = not self._asking.isdisjoint(self._related(kind))
+        holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
+        is_asked = is_own or (None in self._asking and holds_data)
+        is_any_kind = not is_installed(sys.modules.get(kind.__module__))
+
+        def is_asked_for(name: str, value: Any) -> bool:
+            is_out = name in _OF_MODULES or name.startswith("_remat_")
+            return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
+
+        return is_asked_for
 
     def named_for(self, kind: type) -> set[str]:
         """All that code itself names of objects of that class."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, cast
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from remat.graph_capture.python_state.places import MISSING, Contents, is_same
+from remat.graph_capture.python_state.reached import is_installed
 from remat.graph_capture.python_state.watch import Change
 
 _OF_A_TRACE = (FunctionalTensor, FakeTensor)
@@ -59,15 +59,11 @@ def added_to_library(change: Change) -> Memo | None:
 
 
 def _is_global_of_library(owner: Any) -> bool:
-    installed = [module for module in list(sys.modules.values()) if _is_installed(module)]
+    installed = [module for module in list(sys.modules.values()) if is_installed(module)]
     return any(owner is value for module in installed for value in list(vars(module).values()))
 
 
 def _is_of_library(value: Any) -> bool:
     """Whether it is an object of a class that was installed, and so is not the user's."""
     module = sys.modules.get(type(value).__module__)
-    return not isinstance(value, Tensor) and module is not None and _is_installed(module)
-
-
-def _is_installed(module: ModuleType) -> bool:
-    return "site-packages" in (getattr(module, "__file__", None) or "")
+    return not isinstance(value, Tensor) and module is not None and is_installed(module)

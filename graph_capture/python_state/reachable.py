@@ -271,12 +271,14 @@ class Walk:
         self._visit(function, function.__qualname__)
 
     def _read_instance(self, instance: Instance) -> None:
-        keys = instance.space.keys() - instance.done
+        kind, space = type(instance.value), instance.space
+        keys = space.keys() - instance.done
         if not isinstance(instance.value, AROUND_DATA):
-            keys = filter(self._names.is_loaded_of(type(instance.value)), keys)
+            is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
+            keys = [key for key in keys if is_loaded(key) or is_asked(key, space[key])]
         for key in sorted(keys):
             instance.done.add(key)
-            self._add_entry(f"{instance.text}.{key}".lstrip("."), instance.space, key)
+            self._add_entry(f"{instance.text}.{key}".lstrip("."), space, key)
 
     def _read_module(self, module: ModuleType, done: set[str]) -> None:
         for key in sorted((vars(module).keys() & self._names.others) - done):

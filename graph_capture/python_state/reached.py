@@ -87,6 +87,11 @@ def is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
+def is_installed(module: ModuleType | None) -> bool:
+    """Whether a module is of a package that was installed, and not of the user's own files."""
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
 def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:
     """The modules that a function imports as it runs, of those that are there."""
     package = function.__globals__.get("__package__") or ""
