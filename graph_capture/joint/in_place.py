@@ -130,7 +130,9 @@ def _is_made_for_it(node: fx.Node) -> bool:
 
 def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
     """Whether `write` adds to what `node` has made, which autograd does not record."""
-    return WRITTEN_KEY in _annotations(node) and _name(write) in _ADD
+    # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
+    is_recorded = WRITTEN_KEY not in _annotations(node)
+    return _is_sum_of_autograd(write) or (not is_recorded and _name(write) in _ADD)
 
 
 def _name(node: fx.Node) -> str:
