@@ -40,7 +40,8 @@ def extents_of(
         first = same[0]
         if all((v.shape, v.size_bytes) == (first.shape, first.size_bytes) for v in same):
             texts = traced.get(first.name)
-            if texts is None or _is_constant(texts):
+            is_write = not first.size_bytes and not first.shape  # stands for one, and is no tensor
+            if is_write or texts is None or _is_constant(texts):
                 continue
         extent = traced.get(first.name) or traced.get(first.name.rpartition(".")[0])
         if extent is None or not _holds_at(extent, same, graphs):

@@ -140,7 +140,7 @@ def test_everything_said_of_the_plan_is_what_the_simulator_says() -> None:
     assert found.least.proved_bytes <= found.least.least_bytes < found.peak_bytes
     said = found.as_json()
     assert said["price"]["saved_us"] == found.price.saved_us
-    assert {"why", "price", "least", "rules", "greedy"} == set(said["seconds"])
+    assert {"why", "price", "least", "rules", "greedy", "levers"} == set(said["seconds"])
     assert "The peak is reached in" in str(found)
 
 
