@@ -41,18 +41,19 @@ def lay_out_gradients(
     handed_over : places of gradients that autograd adds to others, and copies itself if it must.
     """
     end = gm.graph.output_node()
-    results: list[Any] = list(end.args[0])  # pyright: ignore[reportArgumentType]
+    given: Any = end.args[0]
+    results = list(given)
+    inputs = gm.graph.find_nodes(op="placeholder")
     parameter = {
         node.meta["desc"]: node.meta["val"]
-        for node in gm.graph.find_nodes(op="placeholder")
+        for node in inputs
         if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
     }
     taken = {
         storage_key(node.meta["val"])
-        for node in gm.graph.find_nodes(op="placeholder")
+        for node in inputs
         if _is_strided(node.meta.get("val")) and not is_tangent(node)
     }
-    copied = False
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
@@ -62,9 +63,8 @@ def lay_out_gradients(
         key = storage_key(node.meta["val"])
         if key in taken or not _autograd_keeps(node.meta["val"], like):
             results[i] = _laid_out_copy(gm, node, like)
-            copied = True
         taken.add(key)
-    if copied:
+    if results != list(given):
         end.args = (tuple(results),)
         gm.recompile()
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.joint.nodes import erase_unread
+
 aten = torch.ops.aten
 
 _SAME_NUMBERS = (
@@ -41,7 +43,7 @@ def make_class_weights_exact(gm: fx.GraphModule) -> None:
         if facts is not None:
             read = node.all_input_nodes
             node.target, node.args = torch.ops.remat.sum_of_class_weights.default, facts
-            _erase_if_unread(gm.graph, read)
+            erase_unread(*read)
 
 
 def _summed_weights(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
@@ -64,12 +66,3 @@ def _called(node: Any, target: Any) -> fx.Node | None:
     while isinstance(node, fx.Node) and node.target in _SAME_NUMBERS:
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.target is target else None
-
-
-def _erase_if_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase those that nothing reads, and what only they read."""
-    for node in nodes:
-        if node.op == "call_function" and not node.users:
-            read = node.all_input_nodes
-            graph.erase_node(node)
-            _erase_if_unread(graph, read)

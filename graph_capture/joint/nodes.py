@@ -49,6 +49,15 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def erase_unread(*nodes: fx.Node) -> None:
+    """Erase those calls that nothing reads, and what only they read."""
+    for node in nodes:
+        if node.op == "call_function" and not node.users:
+            read = node.all_input_nodes
+            node.graph.erase_node(node)
+            erase_unread(*read)
+
+
 def result_bytes(node: fx.Node, tensor: Tensor) -> int:
     """Bytes of the storage that running `node` gives to its result `tensor`."""
     # Whether a fake tensor says that the whole storage is cloned depends on torch's cache.

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
-from remat.graph_capture.joint.nodes import is_tangent, storage_key
+from remat.graph_capture.joint.nodes import erase_unread, is_tangent, storage_key
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def take_out_of(graph: fx.Graph) -> None:
         made, picked = node.args[0], list(node.users)
         if _is_one_row(made) and len(picked) == 1:
             _replace(picked[0], made.args[0])
-            _erase_unread(node, made)
+            erase_unread(node)
     copied: set[fx.Node] = set()
     for node in graph.find_nodes(op="call_function", target=aten.stack.default):
         stacked: Any = node.args[0]
@@ -60,7 +60,7 @@ def take_out_of(graph: fx.Graph) -> None:
             if user.target is aten.squeeze.dim and user.args[1] == 0:
                 _replace(user, stacked[0])
                 copied.add(stacked[0])
-                _erase_unread(node)
+                erase_unread(node)
     if copied:
         _lay_out_again(graph, copied)
 
@@ -73,12 +73,6 @@ def _is_one_row(node: Any) -> bool:
 def _replace(node: fx.Node, by: Any) -> None:
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
-
-
-def _erase_unread(*nodes: fx.Node) -> None:
-    for node in nodes:
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:

@@ -47,46 +47,44 @@ def names_of(code: CodeType) -> Names:
     found = Names()
     first = code.co_varnames[0] if code.co_argcount else None
     for part in _with_inner(code):
-        _add(found, part, first)
-        _add_asked(found, part, first)
+        instructions = list(dis.get_instructions(part))
+        _add(found, instructions, part.co_firstlineno, first)
+        _add_asked(found, instructions, first)
     # `getattr(self, "p")` names an attribute by a text; any short text may be such a name.
     texts = {c for part in _with_inner(code) for c in _constants(part.co_consts)}
     found.others |= {text for text in texts if text.isidentifier()}
     return found
 
 
-def _add(found: Names, code: CodeType, first: str | None) -> None:
-    before: dis.Instruction | None = None
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
+def _add(found: Names, instructions: list[dis.Instruction], line: int, first: str | None) -> None:
+    """Note what is loaded and stored by name; `line` is that of the code's first."""
+    for i, instruction in enumerate(instructions):
         name = instruction.opname
         line = getattr(instruction.positions, "lineno", None) or line
         if name in _GLOBAL:
             found.global_names.add(str(instruction.argval))
         elif name in _ATTRIBUTE:
-            is_own = before is not None and _loads(before, first)
+            is_own = i > 0 and _loads(instructions[i - 1], first)
             (found.own if is_own else found.others).add(str(instruction.argval))
         elif name == "LOAD_SUPER_ATTR":
             found.own.add(str(instruction.argval))
         elif name == "IMPORT_NAME":
-            found.modules.add((str(instruction.argval), _level(code, instruction)))
+            found.modules.add((str(instruction.argval), _level(instructions[:i])))
         elif name == "IMPORT_FROM":
             found.others.add(str(instruction.argval))
         elif name in _STORE:
             found.stored.setdefault(str(instruction.argval), line)
-        before = instruction
 
 
-def _level(code: CodeType, imports: dis.Instruction) -> int:
+def _level(before: list[dis.Instruction]) -> int:
     """How many packages up an import begins: what is pushed first of its two arguments."""
-    before = [one for one in dis.get_instructions(code) if one.offset < imports.offset]
     level = before[-2].argval if len(before) > 1 else 0
     return level if isinstance(level, int) else 0
 
 
-def _add_asked(found: Names, code: CodeType, first: str | None) -> None:
+def _add_asked(found: Names, instructions: list[dis.Instruction], first: str | None) -> None:
     """Note calls of `getattr` whose name is no constant."""
-    all_of_it = [one for one in dis.get_instructions(code) if one.opname not in _IDLE]
+    all_of_it = [one for one in instructions if one.opname not in _IDLE]
     for i, one in enumerate(all_of_it):
         if one.argval == "getattr" and one.opname in _GLOBAL:
             after = all_of_it[i + 1 :]

@@ -9,9 +9,9 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -241,13 +241,16 @@ CASES: dict[str, Callable[[], Found]] = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def run_cases(
+    cases: Mapping[str, Callable[[], object]], folder: Path, names: list[str]
+) -> NoReturn:
+    """Run cases on this rank, all of them if none is named, and leave what they found."""
     # Ranks measure by themselves: what one has in its cache, the other may lack.
     os.environ["REMAT_CACHE"] = str(folder / f"prices-{os.environ['RANK']}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    leave(folder, {name: CASES[name]() for name in names or CASES})
+    leave(folder, {name: cases[name]() for name in names or cases})
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_cases(CASES, Path(sys.argv[1]), sys.argv[2:])

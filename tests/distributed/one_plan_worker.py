@@ -6,7 +6,6 @@ Run as ``torchrun --nproc-per-node 2 tests/distributed/one_plan_worker.py FOLDER
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import random
 import sys
@@ -31,15 +30,14 @@ from remat.rewriter.inductor import partition
 from remat.rewriter.inductor.partition import Partitioner
 from remat.rewriter.inductor.prices import price_fused
 from tests.distributed.failing_worker import (
-    TIMEOUT_S,
     Found,
     all_reduced,
     plain,
     planned,
     reduced,
+    run_cases,
     said,
 )
-from tests.distributed.launch import leave
 
 
 def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -244,12 +242,5 @@ CASES: dict[str, Callable[[], Found]] = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    os.environ["REMAT_CACHE"] = str(folder / f"prices-{os.environ['RANK']}")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    leave(folder, {name: CASES[name]() for name in names or CASES})
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_cases(CASES, Path(sys.argv[1]), sys.argv[2:])

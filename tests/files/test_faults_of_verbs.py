@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from remat.cli.main import PLANNING, READING, SHOWING, USING, app
 from remat.cli.verb import FIELDS
-from remat.solver.backends import apart
 from tests.files.faults import CALLS, require_unharmed, verb
+from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.random_graphs import gpt_like
@@ -87,18 +87,9 @@ def test_every_verb_that_writes_is_among_them() -> None:
 def test_a_process_of_highs_that_dies_costs_no_result(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, calls = tmp_path / "graph.json", list[object]()
+    graph = tmp_path / "graph.json"
     graph.write_bytes(gpt_like(3).to_json())
-    answer = apart._Process.answer
-
-    def killed_first(self: Any, call: Any) -> Any:
-        calls.append(call)
-        if len(calls) == 1:
-            self._popen.kill()
-            self._popen.wait()
-        return answer(self, call)
-
-    monkeypatch.setattr(apart._Process, "answer", killed_first)
+    kill_the_first(monkeypatch)
     named = {"GRAPH": str(graph), "OUT": str(tmp_path / "out.html")}
     done = CliRunner().invoke(app, [named.get(word, word) for word in SEARCHING[name]])
     assert done.exit_code == 0, done.stderr

@@ -14,10 +14,10 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.backends import apart
 from remat.solver.backends.apart import end_idle, run_apart
 from remat.solver.backends.mip import LATE, Limits, MixedProgram, solve_program
 from tests.graphs import peak_bytes_of
+from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
 from tests.solver.random_graphs import gpt_like
 
@@ -41,16 +41,7 @@ def test_a_process_that_is_killed_costs_its_program_alone(
     monkeypatch: pytest.MonkeyPatch, solver: str
 ) -> None:
     graph, budget_bytes = tight()
-    answer, calls = apart._Process.answer, []
-
-    def killed_first(self: Any, call: Any) -> Any:
-        calls.append(call)
-        if len(calls) == 1:
-            self._popen.kill()
-            self._popen.wait()
-        return answer(self, call)
-
-    monkeypatch.setattr(apart._Process, "answer", killed_first)
+    kill_the_first(monkeypatch)
     with pytest.warns(UserWarning, match="ended with status -9 .*the search goes on without"):
         result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
     assert result.schedule is not None
