@@ -46,6 +46,11 @@ class VaryingSizes:
                 f"dynamic={dynamic!r} is unknown: give 'auto', or sizes by argument and dimension, "
                 'such as {"tokens": {1: ("seq", 16, 2048)}}'
             )
+        if upto is not None and not isinstance(upto, Mapping):  # pyright: ignore
+            raise CaptureError(
+                f"upto={upto!r} is no dict: give the largest sizes by argument and dimension, such "
+                'as {"tokens": {1: 2048}}'
+            )
         self.model, self.dynamic, self.upto = model, dynamic, dict(upto or {})
         self._kinds: dict[Hashable, LearnedSizes] = {}
 

@@ -161,6 +161,7 @@ def test_copies_and_pickles_learn_anew() -> None:
         ({"compile": True}, "compile is not taken with dynamic sizes"),
         ({"split": "exact"}, "split is not taken with dynamic sizes"),
         ({"sharding": remat.Sharding("ddp", 2)}, "sharding is not taken with dynamic sizes"),
+        ({"dynamic": "auto", "upto": 2048}, "upto=2048 is no dict: give the largest sizes"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(options: Any, said: str) -> None:
