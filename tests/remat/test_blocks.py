@@ -84,6 +84,7 @@ def test_autocast_around_the_step_is_followed() -> None:
         assert remat.check(model, fast, (x,), steps=1).differences == ()
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
     torch.manual_seed(0)
     model, x = Stack(), rows()

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from remat.several_shapes import PlanCache
+from tests.distributed.launch import torchrun
 from tests.paths import ROOT
+from tests.rows import rows
 
 PAGE = ROOT / "docs" / "trainers.md"
 ONE_LINE = "  # the one line"
@@ -46,13 +48,20 @@ def trained(names: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     return model, model.state_dict()
 
 
+def without_the_line(script: str) -> str:
+    lines = script.splitlines(keepends=True)
+    others = [line for line in lines if ONE_LINE not in line]
+    assert len(others) == len(lines) - 1
+    return "".join(others)
+
+
 def test_every_section_has_one_script() -> None:
     assert SCRIPTS.keys() == NEEDS.keys()
     assert all(len(scripts) == 1 for scripts in SCRIPTS.values())
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("title", NEEDS)
+@pytest.mark.parametrize("title", rows(NEEDS, lambda title: title == "A plain loop"))
 def test_losses_and_weights_are_those_without_the_line(title: str, tmp_path: Path) -> None:
     missing = [name for name in NEEDS[title] if importlib.util.find_spec(name) is None]
     if missing:
@@ -62,11 +71,8 @@ def test_losses_and_weights_are_those_without_the_line(title: str, tmp_path: Pat
 
         _name_ops_of_torchvision()
     (script,) = SCRIPTS[title]
-    lines = script.splitlines(keepends=True)
-    added = [line for line in lines if ONE_LINE in line]
-    assert len(added) == 1
     planned = run(script, tmp_path / "planned")
-    plain = run("".join(line for line in lines if line not in added), tmp_path / "plain")
+    plain = run(without_the_line(script), tmp_path / "plain")
     assert len(planned["losses"]) > 2
     assert planned["losses"] == plain["losses"]
     model, weights = trained(planned)
@@ -77,3 +83,35 @@ def test_losses_and_weights_are_those_without_the_line(title: str, tmp_path: Pat
     if title == "Hugging Face Trainer":
         saved = type(model.original_module).from_pretrained(planned["folder"])
         assert all(torch.equal(saved.state_dict()[name], expected[name]) for name in expected)
+
+
+LEAVING = """
+kept = getattr(model, "original_module", model)
+is_planned = kept is not model
+found = {{"losses": losses, "weights": kept.state_dict(), "is_planned": is_planned}}
+torch.save(found, f"{folder}/{{rank}}.pt")
+"""
+
+
+def on_two_processes(script: str, folder: Path) -> list[dict[str, Any]]:
+    """What the script leaves behind on each process: its losses, and the weights of its model."""
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(script + LEAVING.format(folder=str(folder)))
+    torchrun(2, "tests/distributed/script.py", str(path))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_nanogpts_loop_on_two_processes(tmp_path: Path) -> None:
+    (script,) = SCRIPTS["nanoGPT's loop"]
+    planned = on_two_processes(script, tmp_path / "planned")
+    plain = on_two_processes(without_the_line(script), tmp_path / "plain")
+    for one, expected in zip(planned, plain, strict=True):
+        assert (one["is_planned"], expected["is_planned"]) == (True, False)
+        assert one["losses"] == expected["losses"]
+        assert one["weights"].keys() == expected["weights"].keys()
+        assert all(torch.equal(one["weights"][n], w) for n, w in expected["weights"].items())
+    assert planned[0]["losses"] != planned[1]["losses"]
+    weights = (one["weights"].values() for one in planned)
+    assert all(map(torch.equal, *weights))

@@ -56,7 +56,11 @@ def short_gpt(batch: int, length: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize(
     ("batch", "length", "share"),
-    [(1, 16, 1.0), (1, 16, 0.0), pytest.param(2, 64, 0.6, marks=pytest.mark.slow)],
+    [
+        (1, 16, 1.0),
+        pytest.param(1, 16, 0.0, marks=pytest.mark.slow),
+        pytest.param(2, 64, 0.6, marks=pytest.mark.slow),
+    ],
 )
 def test_no_plan_needs_more_than_eager_and_its_peak_is_as_predicted(
     batch: int, length: int, share: float
@@ -182,6 +186,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_gradients_that_a_hook_lets_go_of_cost_nothing() -> None:
     """As where an optimizer's step is in the hook."""
     model, args = short_gpt(1, 16)

@@ -49,7 +49,7 @@ def test_eagers_bits_within_what_no_plan_without_pieces_reaches(name: str) -> No
     assert found.plan_peak_bytes == pytest.approx(result.peak_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_smoothed_labels_with_weights_of_classes_are_eagers(reduction: str) -> None:
     """With rows that are ignored, over which eager sums the weights in an order of its own."""
     model, args = made("with_bias")

@@ -74,6 +74,7 @@ def test_copies_and_pickles_run_over_the_range_too() -> None:
             assert torch.equal(other(*x), sized.model(*x))
 
 
+@pytest.mark.slow
 def test_backwards_of_two_sizes_may_be_open_at_once() -> None:
     sized, _, _, module = planned("experts")
     first, second = sized.batch(tokens=5), sized.batch(tokens=70)
@@ -85,6 +86,7 @@ def test_backwards_of_two_sizes_may_be_open_at_once() -> None:
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 def test_gradients_that_are_added_up_at_each_size() -> None:
     sized = SIZED["experts"]()
     graph = remat.capture(
@@ -126,6 +128,7 @@ def test_a_plan_of_another_step_or_process_is_refused() -> None:
         remat.rewrite(sized.model, result.schedule, over=graph, compile=True)
 
 
+@pytest.mark.slow
 def test_no_plan_file_is_made_of_it() -> None:
     _, _, _, module = planned("experts")
     with pytest.raises(RematError, match="runs one schedule over a range of sizes"):

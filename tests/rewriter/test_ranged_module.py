@@ -159,6 +159,7 @@ def test_it_is_the_model_with_its_names_and_its_own_forward_outside_of_training(
         assert torch.equal(module(*x), sized.model(*x))
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_are_families_over_their_own_model(
     experts: tuple[Sized, RangedModule],
 ) -> None:

@@ -80,6 +80,7 @@ def thousands() -> tuple[Planned, Layout]:
     return planned, side_by_side(buffers_of(graph, planned.schedule))
 
 
+@pytest.mark.slow
 def test_the_picture_of_thousands_of_ops_stays_small() -> None:
     planned, layout = thousands()
     assert len(planned.graph.ops) >= 5000

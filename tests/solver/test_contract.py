@@ -75,7 +75,7 @@ def test_result_is_consistent(solver: str, name: str, percent: int) -> None:
         assert result.overhead == 0
 
 
-@pytest.mark.parametrize("percent", [80, 60, 45])
+@pytest.mark.parametrize("percent", [80, 60, pytest.param(45, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "solvers",
     [pytest.param(GRID, marks=pytest.mark.slow, id="all"), pytest.param(QUICK, id="quick")],

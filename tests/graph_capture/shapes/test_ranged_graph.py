@@ -15,6 +15,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.shapes.guards import RangeError
 from remat.graph_capture.shapes.ranged_graph import RangedGraph, structure_of
 from remat.graph_capture.shapes.ranges import Symbol, generic_sizes
+from tests.rows import rows
 from tests.sized_models import SIZED, resnet
 
 
@@ -29,7 +30,7 @@ def sizes_of(graph: TrainingGraph) -> list[tuple[str, tuple[int, ...], int]]:
     return sorted((v.dtype, v.shape, v.size_bytes) for v in graph.values)
 
 
-@pytest.mark.parametrize("name", ["experts", pytest.param("lstm", marks=pytest.mark.slow), "u_net"])
+@pytest.mark.parametrize("name", rows(["experts", "lstm", "u_net"], lambda one: one == "experts"))
 def test_at_a_size_it_is_the_graph_of_a_capture_at_that_size(name: str) -> None:
     sized, graph = SIZED[name](), captured(name)
     for sizes in sized.sizes[:3]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.remat.cli.conftest import EXAMPLES, Remat
+from tests.rows import rows
 
 QUICK = ("--time-limit", "600")
 
@@ -78,6 +79,7 @@ def test_a_profile_is_measured_not_modelled(remat: Remat) -> None:
     assert "h100 is planned for by model, and a profile is measured" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cpu_reserves_nothing_and_needs_no_advice(remat: Remat) -> None:
     said = json.loads(remat("run", remat.gpt, "--budget", "70%", *QUICK, "--json").stdout)
     assert said["plan"]["measured_peak_bytes"] > 0
@@ -110,7 +112,9 @@ def test_a_profile_is_kept_and_used_again(remat: Remat, tmp_path: Path) -> None:
         assert f"measured on {said['title']} with torch {torch.__version__}" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["run", "capture", "solve", "sweep", "inspect"])
+@pytest.mark.parametrize(
+    "verb", rows(["run", "capture", "solve", "sweep", "inspect"], lambda verb: verb == "run")
+)
 def test_profiles_that_cannot_serve_are_refused(remat: Remat, tmp_path: Path, verb: str) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"device": "cpu"')

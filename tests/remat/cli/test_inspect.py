@@ -88,6 +88,7 @@ def test_bad_input_is_refused(remat: Remat, plan: str, words: list[str], says: s
     assert says in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_is_infeasible(remat: Remat) -> None:
     refused = remat("inspect", remat.gpt, "--budget", "0.1MiB")
     assert refused.exit_code == 3

@@ -78,6 +78,7 @@ def test_inspect_places_a_kept_plan(remat: Remat, kept: Path, tmp_path: Path) ->
     assert "this needs a plan" in without.stderr
 
 
+@pytest.mark.slow
 def test_fit_places_the_plan_of_its_answer(remat: Remat, tmp_path: Path) -> None:
     plan, layout = tmp_path / "plan.json", tmp_path / "layout.json"
     words = ("--max-overhead", "0%", "--budget", "1MiB", "--no-check", "--sizes", "2,3", "--most")

@@ -59,6 +59,7 @@ def test_a_plan_of_run_is_read_by_every_verb_and_loaded(
     assert api.plan_of(api.load(plan, loaded.model, loss_fn=loaded.loss_fn)) == made
 
 
+@pytest.mark.slow
 def test_an_archive_is_read_as_well(remat: Remat, kept: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.pt2"
     api.save_plan(Plan.from_json(kept), path)

@@ -55,6 +55,7 @@ def test_sweep_keeps_a_front_that_reads_back(remat: Remat, graph: str, tmp_path:
     assert front.points[0].result.overhead > 0
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_plan_is_swept_and_solved_anew(remat: Remat, tmp_path: Path) -> None:
     plan, alone = tmp_path / "plan.json", tmp_path / "schedule.json"
     words = ("--budget", "70%", "--solver", "cut", *QUICK)

@@ -54,6 +54,7 @@ def test_run_prints_a_screen_of_sixty_columns(remat: Remat) -> None:
     assert "gradients bit-identical" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_what_runs_again_is_said_and_that_attention_does_not(remat: Remat) -> None:
     words = ("solve", remat.gpt, "--budget", "70%", *QUICK)
     said = json.loads(remat(*words, "--json").stdout)

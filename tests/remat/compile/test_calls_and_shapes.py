@@ -185,6 +185,7 @@ def test_globs_pin_modules() -> None:
     assert not first & second
 
 
+@pytest.mark.slow
 def test_a_glob_that_matches_nothing_is_refused() -> None:
     with pytest.raises(BackendCompilerFailed, match=r"thrid.*matches no") as caught:
         planned(keep="thrid")

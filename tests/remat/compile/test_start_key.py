@@ -61,6 +61,7 @@ def key_of(
     return start_key(graph, given, read_options({"budget": "60%", **options}), around)
 
 
+@pytest.mark.slow
 def test_the_key_is_the_same_in_another_process() -> None:
     code = "from tests.remat.compile.test_start_key import key_of; print(key_of())"
     done = subprocess.run(

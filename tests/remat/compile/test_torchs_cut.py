@@ -181,6 +181,7 @@ def test_compiled_code_runs_a_custom_op_once() -> None:
     assert again(remat.compiled_plans()[-1].schedule) == set()
 
 
+@pytest.mark.slow
 def test_a_plan_runs_a_custom_op_once_unless_it_is_asked_for() -> None:
     model, x = Noisy(), torch.randn(64, 32)
     graph = remat.capture(model, (x,))

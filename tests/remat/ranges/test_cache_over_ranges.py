@@ -66,6 +66,7 @@ def test_a_range_is_learned_from_the_second_size_and_extended_by_a_larger_one() 
     assert planned_ranges(cache) == ["x_0 from 2 to 128", "one size"]
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_fit_is_refused_with_the_largest_that_does() -> None:
     model = Rows()
     graph = remat.capture(model, rows(100))
@@ -95,6 +96,7 @@ def test_the_worst_case_is_planned_before_the_first_step() -> None:
     assert ran == []
 
 
+@pytest.mark.slow
 def test_named_sizes_are_taken_and_other_dimensions_have_a_family_each() -> None:
     sized = SIZED["experts"]()
     cache = cached(sized.model, dynamic={"x": {0: ("tokens", 4, 60)}})
@@ -125,6 +127,7 @@ class Branching(Rows):
         return y.relu().mean() if x.shape[0] % 2 == 0 else y.mean()
 
 
+@pytest.mark.slow
 def test_what_changes_is_traced_again_and_named_where_it_keeps_changing() -> None:
     model = Rows()
     cache = cached(model)
@@ -144,6 +147,7 @@ def test_what_changes_is_traced_again_and_named_where_it_keeps_changing() -> Non
         cache(*rows(3))
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_learn_anew() -> None:
     model = Rows()
     cache = cached(model, upto={"x": {0: 20}})

@@ -16,6 +16,7 @@ from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.bounds.lazy_cuts import LazyCuts, add_stage_row
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
+from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import training_graphs
 from tests.solver.tight_cases import TightCase, tight_cases
@@ -84,7 +85,7 @@ def test_any_graph_and_budget_climbs_to_the_end(
     climbed_to_the_end(case, first % len(graph.ops))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", rows(range(4), lambda seed: seed < 2))
 def test_all_rows_in_all_stages_never_cut_off_the_optimum(seed: int) -> None:
     for graph, budget_bytes, optimum_us in tight_cases(15, seed):
         without_us = full_program(graph, budget_bytes, ())
@@ -118,7 +119,7 @@ def test_rows_of_two_ops_in_one_stage_hold_together() -> None:
     check_bound(full_program(graph, 11, every_row(graph)), optimum_us)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", rows(range(4), lambda seed: seed < 2))
 def test_proofs_that_nothing_fits_are_right(seed: int) -> None:
     """Relaxed and integer programs of every single cut and of all; some proofs are found."""
     proved = 0

@@ -68,6 +68,7 @@ def test_where_all_fits_one_schedule_keeps_everything() -> None:
     assert "up to all: overhead 0.0 %" in str(family)
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_the_largest_that_does() -> None:
     graph = chain()
     some = remat.solve(graph.at(n=20), "min", SOLVER)
