@@ -13,6 +13,11 @@ def rows(every: Iterable[Any], is_quick: Callable[[Any], bool]) -> list[Any]:
     return [row if is_quick(row) else _slow(row) for row in every]
 
 
+def each_nth(n: int, every: Iterable[Any]) -> list[Any]:
+    """All rows, in order; each n-th is quick, from the first one on."""
+    return [_slow(row) if i % n else row for i, row in enumerate(every)]
+
+
 def _slow(row: Any) -> Any:
     values = row if isinstance(row, tuple) else (row,)
     return pytest.param(*values, marks=pytest.mark.slow)

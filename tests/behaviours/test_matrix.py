@@ -76,10 +76,8 @@ OFTEN = (
     *PICKLED_TWICE,
     "attention_with_dropout",
     "nested_outputs_and_kwargs",
-    "input_requires_grad",
     "in_place_views",
     "overwritten_buffer",
-    "constant_attribute",
 )
 """Models that stand for all in a quick run."""
 PAIRS = rows(

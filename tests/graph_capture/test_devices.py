@@ -27,6 +27,7 @@ from remat.rewriter import check, rewrite
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.models import make
+from tests.rows import each_nth
 
 WIDTH, HEADS, SEQ = 64, 2, 96
 
@@ -151,7 +152,7 @@ def test_auto_is_the_memory_of_the_device_less_a_tenth() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "tied_weights", "batch_norm_in_place_relu", "dropout"]
+    "name", each_nth(4, ["attention", "tied_weights", "batch_norm_in_place_relu", "dropout"])
 )
 def test_each_kind_of_model_can_be_planned_for_a_device(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)

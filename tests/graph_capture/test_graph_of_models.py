@@ -26,9 +26,8 @@ graph_of = functools.cache(captured_anew)
 
 
 OFTEN = (
-    "plain", "loss_function_with_target", "dropout", "batch_norm_in_place_relu", "tied_weights",
-    "attention_with_dropout", "nested_outputs_returned", "user_checkpoint", "overwritten_input",
-    "noise", "lstm_cells",
+    "loss_function_with_target", "batch_norm_in_place_relu", "tied_weights",
+    "attention_with_dropout", "nested_outputs_returned", "user_checkpoint",
 )  # fmt: skip
 
 

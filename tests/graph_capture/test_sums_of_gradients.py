@@ -101,7 +101,7 @@ def added_in_place(graph: TrainingGraph) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_eagers_and_the_peak_is_no_higher(name: str, accumulate: bool) -> None:
     model, args, graph = case(name, accumulate)

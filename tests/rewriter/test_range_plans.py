@@ -17,6 +17,7 @@ from remat.rewriter.user_module.ranged import RangedModule
 from remat.schedules.family import Family, Member
 from remat.schedules.plan import Plan
 from tests.beside_eager import same_bits
+from tests.rows import each_nth
 from tests.sized_models import SIZED, Experts, Sized
 
 
@@ -31,7 +32,7 @@ def kept() -> tuple[Sized, RangedModule, Plan]:
     return sized, module, remat.plan_of(module)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "plan.pt2"])
+@pytest.mark.parametrize("name", each_nth(2, ["plan.json", "plan.pt2"]))
 def test_a_plan_for_a_range_is_read_back_and_trains_another_model(
     name: str, kept: tuple[Sized, RangedModule, Plan], tmp_path: Path
 ) -> None:

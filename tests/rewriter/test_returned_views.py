@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.rewriter import RematModule, check
-from tests.rows import rows
+from tests.rows import each_nth
 
 ROWS, WIDTH = 200, 32
 
@@ -73,10 +73,7 @@ AT_LEAST = ("a view twice", "mean and spread", "read before it is viewed", "view
 
 @pytest.mark.parametrize(
     ("what", "budget"),
-    rows(
-        [*((what, "100%") for what in RETURNED), *((what, "min") for what in AT_LEAST)],
-        lambda row: row not in [("a view twice", "min"), ("views of views", "min")],
-    ),
+    each_nth(2, [*((what, "100%") for what in RETURNED), *((what, "min") for what in AT_LEAST)]),
 )
 def test_views_that_are_returned_cost_what_was_planned(what: str, budget: str) -> None:
     model, x = Net(RETURNED[what]), torch.randn(ROWS, WIDTH)

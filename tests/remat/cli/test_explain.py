@@ -11,6 +11,7 @@ import pytest
 from remat.schedules.plan import Plan
 from remat.schedules.simulate import simulate
 from tests.remat.cli.conftest import SIZES, Remat
+from tests.rows import each_nth
 
 PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "600")
 QUICK = ("--each-limit", "3")
@@ -46,7 +47,7 @@ def test_its_figures_are_the_simulators(plan: str, said: dict[str, Any]) -> None
     assert said["is_whole_gib"] is False
 
 
-@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("columns", each_nth(2, [60, 120]))
 def test_the_screen_answers_every_question(remat: Remat, plan: str, columns: int) -> None:
     done = remat("explain", plan, *QUICK, columns=columns)
     assert done.exit_code == 0, done.stderr

@@ -13,11 +13,12 @@ from remat.schedules.buffers import buffers_of
 from remat.schedules.layout import Layout, check_layout
 from remat.schedules.plan import Plan
 from tests.remat.cli.conftest import Remat
+from tests.rows import each_nth
 
 QUICK = ("--budget", "70%", "--time-limit", "600")
 
 
-@pytest.mark.parametrize("verb", ["solve", "run"])
+@pytest.mark.parametrize("verb", each_nth(2, ["solve", "run"]))
 def test_the_layout_is_of_the_plan_beside_it(remat: Remat, tmp_path: Path, verb: str) -> None:
     plan, layout = tmp_path / "plan.json", tmp_path / "layout.json"
     done = remat(verb, remat.gpt, *QUICK, "-o", str(plan), "--layout", str(layout))

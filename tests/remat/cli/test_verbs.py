@@ -124,6 +124,7 @@ def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: 
     assert "is a schedule alone, without sizes and prices: name its graph or model" in alone.stderr
 
 
+@pytest.mark.slow
 def test_a_stale_plan_is_refused_with_the_first_difference(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

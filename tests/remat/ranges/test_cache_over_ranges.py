@@ -83,6 +83,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_largest_that_does() -> None
     assert planned_ranges(cache) == [f"x_0 from 2 to {largest}"]
 
 
+@pytest.mark.slow
 def test_the_worst_case_is_planned_before_the_first_step() -> None:
     model = Rows()
     cache = cached(model, upto={"x": {0: 200}})

@@ -128,6 +128,7 @@ def test_a_child_process_gives_blocks_back() -> None:
     library.close(number)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     path = building.built_library()

@@ -104,7 +104,7 @@ def refuse(*args: object) -> None:
     ("in_order", "dtype"),
     [
         (True, torch.float32),
-        (False, torch.float32),
+        pytest.param(False, torch.float32, marks=pytest.mark.slow),
         (True, torch.bfloat16),
         pytest.param(False, torch.bfloat16, marks=pytest.mark.slow),
     ],

@@ -17,6 +17,7 @@ from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
+from tests.rows import rows
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
 
 GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "unet": unet_like(3)}
@@ -38,7 +39,7 @@ def repaired(name: str, part: float) -> tuple[Search, State]:
     return search, state
 
 
-@pytest.mark.parametrize("part", [0.6, 0.3, 0.1])
+@pytest.mark.parametrize("part", rows([0.6, 0.3, 0.1], lambda part: part == 0.3))
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_exchange_is_never_worse_and_keeps_the_budget(name: str, part: float) -> None:
     search, state = repaired(name, part)
