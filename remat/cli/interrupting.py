@@ -20,8 +20,9 @@ SPELL_S = 0.02
 
 @contextlib.contextmanager
 def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[None]:
-    """Note Ctrl-C at once: where Python raises it within a callback, the exception is lost.
+    """Note Ctrl-C at once, and raise it again where Python lost it.
 
+    What is raised while Python lets go of an object is printed and dropped; it is not here.
     While torch is imported, which takes many seconds the first time, `abandon` is called, if there
     is one; it may end the process. Ctrl-C is raised once torch is there. Nothing is changed where
     somebody else listens to the signal.
@@ -41,10 +42,20 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
         else:
             own(number, frame)
 
+    lost = sys.unraisablehook
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            threading.Thread(target=_interrupt_later, daemon=True).start()
+        else:
+            lost(what)
+
     signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = dropped
     try:
         yield
     finally:
+        sys.unraisablehook = lost
         signal.signal(signal.SIGINT, own)
 
 
@@ -54,6 +65,7 @@ def _is_importing() -> bool:
 
 
 def _interrupt_later() -> None:
+    time.sleep(SPELL_S)  # by then, a callback that dropped it has ended
     while _is_importing():
         time.sleep(SPELL_S)
     if sys.platform == "win32":

@@ -159,6 +159,25 @@ def test_ctrl_c_amid_the_import_of_torch_comes_after_it(monkeypatch: pytest.Monk
     assert heard
 
 
+class Interrupted:
+    """Ctrl-C comes while Python lets go of it, where what is raised is dropped."""
+
+    def __del__(self) -> None:
+        ctrl_c()
+        time.sleep(0)
+
+
+def test_ctrl_c_that_python_dropped_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
+    heard = list[str]()
+    with one_job(), interrupts_noted():
+        Interrupted()
+        heard.append("the callback has ended")
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(SOON_S)
+    assert heard
+    assert capsys.readouterr().err == ""
+
+
 def test_ctrl_c_amid_the_import_of_torch_ends_a_command_that_has_nothing_yet(
     tmp_path: Path,
 ) -> None:
