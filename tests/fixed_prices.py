@@ -42,7 +42,7 @@ REPLACED: dict[tuple[Any, str], Any] = {
     (CpuMeter, "step_us"): same_us,
     (pricing, "step_rounds"): lambda *_: None,
     (CallPrices, "bytes_per_us"): lambda _: BYTES_PER_US,
-    (CallPrices, "us_per_element"): lambda *_: ELEMENT_US,
+    (CallPrices, "us_per_element"): lambda _, parts: dict.fromkeys(parts, ELEMENT_US),
 }
 CLOCKED = {(owner, name): getattr(owner, name) for owner, name in REPLACED}
 

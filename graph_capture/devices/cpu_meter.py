@@ -79,13 +79,16 @@ class CpuMeter:
 
         return median_of(timed_us, self.passes)
 
-    def often_us(self, run: Run) -> float:
-        """The median of many `median_us`, for a number that later prices are made of."""
-        found: list[float] = []
+    def often_us(self, *runs: Run) -> list[float]:
+        """The median of many `median_us` of each, for numbers that later prices are made of.
+
+        They are measured in turn, so that a slow spell is one of all.
+        """
+        found: list[list[float]] = []
         for _ in range(OFTEN):
-            found.append(self.median_us(run))
+            found.append([self.median_us(run) for run in runs])
             time.sleep(APART_S)
-        return statistics.median(found)
+        return [statistics.median(times) for times in zip(*found, strict=True)]
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """As `measure_regions`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from remat.checkout import BESIDE, FOLDER
+from remat.solver.interrupts import is_interrupted
 
 OURS = (FOLDER, *(FOLDER.parent / name for name in BESIDE))
 
@@ -26,7 +27,7 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
-        if (key := (str(message), filename, lineno)) in shown:
+        if (key := (str(message), filename, lineno)) in shown or _is_of_ctrl_c(message):
             return
         shown.add(key)
         if _is_ours(filename):
@@ -39,6 +40,11 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
         yield
     finally:
         warnings.showwarning = show
+
+
+def _is_of_ctrl_c(message: Warning | str) -> bool:
+    """Whether it is torch's, of a backward that Ctrl-C ended, with the traceback of its forward."""
+    return is_interrupted() and str(message).startswith("Error detected in ")
 
 
 def _is_ours(filename: str) -> bool:

@@ -32,6 +32,8 @@ CLOSE = 0.97
 """A plan whose peak is at least this part of the limit is good enough."""
 CHEAP = 0.005
 """So is one of at most this overhead: each try costs seconds."""
+GAP = 0.002
+"""Schedules are proved to this part of the best: prices of kernels are less exact than that."""
 LOOSER = (1.02, 1.06)
 """Targets above the lowest peak of a schedule, as factors: their code may need less memory."""
 UNCERTAIN = 1.1
@@ -140,6 +142,7 @@ class PlanSearch:
             graph, max(0, target_bytes), self.options.solver,
             time_limit_s=self.options.time_limit_s,
             keep=self.options.keep, recompute=self.options.recompute,
+            **self._options_of_solver(),
         )  # fmt: skip
         schedule = result.schedule or result.least_schedule
         if schedule is None or schedule.graph_hash != self.step.graph.hash:
@@ -153,6 +156,10 @@ class PlanSearch:
             found.code_peak_bytes, found.overhead,
         )  # fmt: skip
         return found
+
+    def _options_of_solver(self) -> dict[str, float]:
+        fields = dataclasses.fields(solvers.solver_class(self.options.solver))
+        return {"gap": GAP} if any(field.name == "gap" for field in fields) else {}
 
     def of(self, schedule: Schedule | None, gap: float) -> Candidate:
         """The candidate of a schedule that another rank has chosen; None for torch's own cut.

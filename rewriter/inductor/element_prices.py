@@ -3,14 +3,14 @@
 On a CPU a random number takes some twenty times as long as other arithmetic, and an error function
 five times. So they set the price of a dropout or a GELU that is computed again: a GPT-2 plan whose
 overhead was predicted at 0.7 % took 3.8 %, since eight GELUs and the masks of eight dropouts took
-11.6 ms and were priced at 2.5. Each function is measured once a machine, by a kernel with it and
+11.6 ms and were priced at 2.5. Each function is measured once a machine, by a kernel with it beside
 one without.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,20 +64,21 @@ def element_key(part: str) -> str:
     return f"{KEY} {part}"
 
 
-def us_per_element(part: str, cache: PriceCache) -> float:
-    """Microseconds that a `slow_part` takes, with the threads that there are now.
+def us_per_element(parts: Iterable[str], cache: PriceCache) -> dict[str, float]:
+    """Microseconds that each `slow_part` takes, with the threads that there are now.
 
-    It is measured at the first call and kept in `cache`, whose file is for this machine and this
-    number of threads. It may be called in the middle of a compilation.
+    What is missing is measured together and kept in `cache`, whose file is for this machine and
+    this number of threads. It may be called in the middle of a compilation.
     """
-    key = element_key(part)
-    if key not in cache.prices:
-        meter = CpuMeter()
+    keys = {part: element_key(part) for part in sorted(parts)}
+    missing = [part for part, key in keys.items() if key not in cache.prices]
+    if missing:
         with _on_its_own():
-            with_it, without = (meter.often_us(_kernel(name)) for name in (part, ""))
-        cache.prices[key] = Price(max(0.0, with_it - without), 0)
+            without_us, *found_us = CpuMeter().often_us(*map(_kernel, ("", *missing)))
+        for part, with_it_us in zip(missing, found_us, strict=True):
+            cache.prices[keys[part]] = Price(max(0.0, with_it_us - without_us), 0)
         cache.save()
-    return cache.prices[key].cost_us / ELEMENTS
+    return {part: cache.prices[key].cost_us / ELEMENTS for part, key in keys.items()}
 
 
 def _kernel(part: str) -> Callable[[], Any]:

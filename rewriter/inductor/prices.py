@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -92,17 +92,17 @@ class CallPrices:
             with _for_real():
                 source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8)
                 target = torch.ones_like(source)
-                copy_us = self.meter.often_us(lambda: target.copy_(source))
+                (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
                 self.cache.prices[BANDWIDTH_KEY] = Price(copy_us, 0)
             self.cache.save()
         self._taken.add(BANDWIDTH_KEY)
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
 
-    def us_per_element(self, part: str) -> float:
-        """What a slow part of a kernel that Inductor generates costs here."""
-        cost_us = us_per_element(part, self.cache)
-        self._taken.add(element_key(part))
-        return cost_us
+    def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
+        """What each slow part of a kernel that Inductor generates costs here."""
+        found = us_per_element(parts, self.cache)
+        self._taken.update(map(element_key, parts))
+        return found
 
     def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
         found: dict[str, Price] = {}
@@ -147,6 +147,9 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
     found = dict(zip(calls, prices.of(calls.values()), strict=True))
     bytes_per_us = prices.bytes_per_us()
     stored, values = set(joint.node_of_op.values()), joint.graph.value_by_name
+    kernels = {name: n for name, n in joint.node_of_op.items() if name not in found}
+    slow = {name: _slow_elements(node, stored) for name, node in kernels.items()}
+    element_us = prices.us_per_element(set[str]().union(*slow.values()))
     ops: list[Op] = []
     for op in joint.graph.ops:
         node = joint.node_of_op.get(op.name)
@@ -154,8 +157,7 @@ def price_fused(joint: FusedJoint, prices: CallPrices) -> TrainingGraph:
             op = _called(op, found[op.name])
         elif node is not None:
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
-            slow = _slow_elements(node, stored)
-            cost_us += sum(n * prices.us_per_element(part) for part, n in slow.items())
+            cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
             op = msgspec.structs.replace(op, cost_us=cost_us, price="modelled")
         ops.append(op)
     priced = msgspec.structs.replace(joint.graph, ops=tuple(ops), prices="mixed")

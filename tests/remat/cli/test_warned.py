@@ -10,6 +10,7 @@ import pytest
 
 from remat.cli.session import Session
 from remat.cli.warned import each_warning_once
+from remat.solver.interrupts import note_interrupt, one_job
 from tests.remat.cli.conftest import Remat
 
 
@@ -31,6 +32,18 @@ def test_what_was_warned_of_is_not_warned_of_again() -> None:
         warn("one")
     assert [str(one.message) for one in told] == ["one", "two", "one"]
     assert said == ["ours: one", "ours: two"]
+
+
+def test_torchs_traceback_of_a_backward_that_ctrl_c_ended_is_not_shown() -> None:
+    text = "Error detected in NativeDropoutBackward0. Traceback of forward call that caused it"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with one_job(), each_warning_once(print):
+            warn(text)
+            note_interrupt()
+            warn(f"{text} again")
+            warn("another")
+    assert [str(one.message) for one in told] == [text, "another"]
 
 
 def test_prices_that_cannot_be_kept_are_told_in_one_line(

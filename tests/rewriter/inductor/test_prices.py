@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -29,8 +29,9 @@ class Fixed:
     def bytes_per_us(self) -> float:
         return BYTES_PER_US
 
-    def us_per_element(self, part: str) -> float:
-        return {"exp": EXP_US}[part]
+    def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
+        assert set(parts) <= {"exp"}
+        return dict.fromkeys(parts, EXP_US)
 
 
 def step(x: Tensor) -> list[Tensor]:
