@@ -7,6 +7,8 @@ bytes each, so it is kept with 8 bytes more.
 
 from __future__ import annotations
 
+import gc
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +44,12 @@ OF_CPU = StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
 OF_CUDA = StateForm(16, 24, slice(4, 6), slice(8, 16), 1 << 64)
 
 
+_one_at_a_time = threading.RLock()
+"""Torch's reading of a state locks the generator, and then makes a tensor of Python's. If Python
+collects garbage there, another thread may run. If that one asks for the lock, it waits for it with
+Python's own in its hands, and both wait for ever."""
+
+
 def form_of(device: str) -> StateForm:
     """The form of the states of `device`."""
     return OF_CUDA if is_cuda(device) else OF_CPU
@@ -50,18 +58,30 @@ def form_of(device: str) -> StateForm:
 def save_rng_state(device: str = "cpu") -> Tensor:
     """State of the default generator of `device`: uint8, of shape (5056,), on CUDA (24,)."""
     if not is_cuda(device):
-        return torch.get_rng_state()
+        return _torchs_state(device)
     kept = np.zeros(OF_CUDA.kept_bytes, np.uint8)
-    kept[: OF_CUDA.torch_bytes] = torch.cuda.get_rng_state(device).numpy()
+    kept[: OF_CUDA.torch_bytes] = _torchs_state(device).numpy()
     return torch.from_numpy(kept)
+
+
+def _torchs_state(device: str) -> Tensor:
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return torch.cuda.get_rng_state(device) if is_cuda(device) else torch.get_rng_state()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def set_rng_state(state: Tensor, device: str = "cpu") -> None:
     """Put the default generator of `device` into `state`."""
-    if is_cuda(device):
-        torch.cuda.set_rng_state(state[: OF_CUDA.torch_bytes], device)
-    else:
-        torch.set_rng_state(state)
+    with _one_at_a_time:
+        if is_cuda(device):
+            torch.cuda.set_rng_state(state[: OF_CUDA.torch_bytes], device)
+        else:
+            torch.set_rng_state(state)
 
 
 def takes_note(state: Tensor, device: str) -> bool:

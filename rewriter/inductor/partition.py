@@ -16,6 +16,7 @@ from typing import Any
 import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -123,7 +124,7 @@ class FusedStep(StepBytes):
         They keep masks as bool. With nothing computed again, a GPT-2 takes 25.5 % more than eager
         by this cut, and 5.5 % by a plan with bytes.
         """
-        with functorch_config.patch(activation_memory_budget=1.0):
+        with functorch_config.patch(activation_memory_budget=1.0), _sizes_as_numbers():
             return Pair(
                 *min_cut_rematerialization_partition(
                     copy_of(self._gm), self._joint_inputs, compiler="inductor",
@@ -154,6 +155,23 @@ class FusedStep(StepBytes):
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
         return [price.workspace_bytes for price in self._prices.of(calls)]
+
+
+@contextlib.contextmanager
+def _sizes_as_numbers() -> Generator[None]:
+    """What torch makes in here has no symbols, such as the saved state of a generator.
+
+    Without symbols in the inputs there would be nothing to read the value of one from.
+    """
+    mode = detect_fake_mode()
+    if mode is None:
+        yield
+        return
+    before, mode.static_shapes = mode.static_shapes, True
+    try:
+        yield
+    finally:
+        mode.static_shapes = before
 
 
 def _device_of(inputs: Iterable[fx.Node]) -> str:

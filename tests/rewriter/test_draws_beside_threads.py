@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from remat.rewriter.graphs.rng import (
 )
 from remat.rewriter.graphs.rng_states import save_rng_state
 from tests.limits import AMPLE_S
+from tests.paths import ROOT
 
 aten = torch.ops.aten
 STEPS = 200
@@ -124,6 +127,30 @@ def test_two_threads_with_a_plan_each_are_never_refused() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+WAITING = """
+import gc, threading, time
+from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
+
+def work():
+    for _ in range(200):
+        set_rng_state(save_rng_state())
+
+gc.callbacks.append(lambda *_: time.sleep(1e-4))  # another thread runs
+gc.set_threshold(1)
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+"""
+"""Two threads save states, and garbage is collected at every object that is made."""
+
+
+def test_threads_that_save_states_do_not_wait_for_each_other() -> None:
+    subprocess.run([sys.executable, "-c", WAITING], cwd=ROOT, timeout=AMPLE_S, check=True)
 
 
 def test_a_first_draw_beside_another_is_made_anew_once_it_is_known_how_far_it_moves() -> None:

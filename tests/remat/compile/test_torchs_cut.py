@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from tests.limits import AMPLE_S
@@ -193,3 +195,33 @@ def test_a_plan_runs_a_custom_op_once_unless_it_is_asked_for() -> None:
         assert found.schedule is not None
         fast = remat.rewrite(model, found.schedule, (x,))
         assert remat.check(model, fast, (x,), steps=1).equal == is_equal
+
+
+class Checkpointed(nn.Module):
+    """Attention within the user's checkpoint: torch's cut saves a state of the random stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(32, 96)
+
+    def attended(self, x: Tensor) -> Tensor:
+        parts = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.project(x).chunk(3, 2)]
+        return x + scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Any = checkpoint(self.attended, x, use_reentrant=False)
+        return result
+
+
+def test_a_state_that_torchs_cut_saves_has_a_size() -> None:
+    model, x = Checkpointed(), torch.randn(4, 16, 32)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    compiled: Any = torch.compile(model, backend="remat", options={**OPTIONS, "budget": "100%"})
+    compiled(x).square().mean().backward()
+    found = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(found, expected)
+    plan = remat.compiled_plans()[-1]
+    assert plan.peak_bytes <= plan.budget_bytes
