@@ -41,6 +41,12 @@ _SAID = {
         "forward makes a nested tensor, whose sizes are data, and a plan holds for one size. Pad "
         "to one length, and mask"
     ),
+    "use_reentrant=True, torch.utils.checkpoint": (
+        "forward calls torch.utils.checkpoint with use_reentrant=True, which runs in a whole "
+        "backward alone, and a trace asks for single gradients. Switch it off, as in transformers "
+        "model.gradient_checkpointing_disable(): a plan recomputes by itself. Or give "
+        "use_reentrant=False"
+    ),
     "Unexpected fake buffer": (
         "forward keeps a tensor of one call for the next one where nothing sees it. Keep it on an "
         "attribute of a module, or call the model once on a batch, then plan"

@@ -21,6 +21,15 @@ from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.python_state.places import PLAIN, is_same
 from remat.graph_capture.tracing.paths import leaves_with_paths
 
+OTHER_SHAPE = (
+    "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
+    "or make another plan for this one"
+)
+OTHER_DTYPE = (
+    "A plan holds for one dtype, and something casts later, as FSDP's MixedPrecisionPolicy does. "
+    "Leave that out; and plan and train within torch.autocast, or plan model.to({dtype})"
+)
+
 
 class Signature:
     """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
@@ -74,16 +83,16 @@ class Signature:
                     raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
             elif not isinstance(leaf, Tensor):
                 raise self._mismatch(i, _facts_text(planned), repr(leaf), model)
-            elif tensor_facts(leaf) != planned:
-                raise self._mismatch(
-                    i, _facts_text(planned), _facts_text(tensor_facts(leaf)), model
-                )
+            elif (found := tensor_facts(leaf)) != planned:
+                is_cast = _is_cast(planned, found)
+                way = OTHER_DTYPE.format(dtype=found[2]) if is_cast else OTHER_SHAPE
+                raise self._mismatch(i, _facts_text(planned), _facts_text(found), model, way)
 
-    def _mismatch(self, i: int, planned: str, found: str, model: str) -> SignatureError:
+    def _mismatch(
+        self, i: int, planned: str, found: str, model: str, way: str = OTHER_SHAPE
+    ) -> SignatureError:
         return SignatureError(
-            f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. "
-            "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
-            "or make another plan for this one"
+            f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. {way}"
         )
 
 
@@ -94,6 +103,12 @@ Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 def tensor_facts(tensor: Tensor) -> Facts:
     """What a plan relies on of a tensor in a batch."""
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _is_cast(planned: Facts, found: Facts) -> bool:
+    """Whether the one is the other in another dtype of floating-point numbers."""
+    is_float = planned[2].is_floating_point and found[2].is_floating_point
+    return is_float and planned[2] != found[2] and planned[0] == found[0]
 
 
 def _facts_text(facts: Facts) -> str:

@@ -11,7 +11,7 @@ from tests.distributed.launch import Found, ranks, torchrun
 
 TRAINED = ("ddp_blocks", "fsdp2")
 """The quick ones: each way of planning, each way of sharding, once."""
-MORE = ("ddp", "ddp_no_sync", "fsdp2_blocks", "fsdp2_blocks_min")
+MORE = ("ddp", "ddp_no_sync", "fsdp2_blocks", "fsdp2_blocks_min", "in_lower_precision")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_eagers_bits_the_predicted_peak_and_one_plan(two: Found, case: str) -> N
 @pytest.mark.parametrize("case", MORE)
 def test_other_ways_do_too(more: Found, case: str) -> None:
     require_eagers_bits(more, case)
-    if case != "ddp_no_sync":
+    if case not in ("ddp_no_sync", "in_lower_precision"):
         require_the_predicted_peak_of_one_plan(more, case)
 
 
@@ -60,6 +60,7 @@ REFUSED = {
     "too_little": ("BudgetError", r"the least that a schedule is known to reach"),
     "sharded_first": ("CaptureError", r"parameter scale is a DTensor: .* make the plan first"),
     "parallelised": ("CaptureError", r"parameter layers\.1\.up\.weight is a DTensor"),
+    "cast_later": ("SignatureError", r"within torch\.autocast, or plan model\.to\(torch\.bfloat16"),
     "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
 }
 

@@ -9,6 +9,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -201,6 +202,37 @@ def sharded_inside() -> Found:
     return refused(lambda: fast(*args))
 
 
+def cast_later() -> Found:
+    """FSDP2 casts what is planned for float32."""
+    model, args = made()
+    fast = remat.rematerialize_blocks(model, "layers.*", args, budget="80%", check=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in fast.get_submodule("layers").children():
+        fully_shard(block, mp_policy=policy)
+    fully_shard(fast, mp_policy=policy)
+    return refused(lambda: fast(*args))
+
+
+def in_lower_precision() -> Found:
+    """What is refused above, in the way that its message names: within autocast."""
+    lower, found = partial(torch.autocast, "cpu", torch.bfloat16), list[dict[str, Tensor]]()
+    model, args = made()
+    eager = copy.deepcopy(model)
+    with lower():
+        fast = remat.rematerialize_blocks(
+            model, "layers.*", args, budget="80%", check=False,
+            sharding=sharding("fsdp2"), group=dist.group.WORLD,
+        )  # fmt: skip
+    for sharded in map(shard_blocks, (eager, fast)):
+        torch.manual_seed(0)
+        with lower():
+            loss = sharded(*args)
+        loss.backward()
+        found.append({**gradients(sharded), "loss": loss.detach()})
+    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return {"same": same, "n": len(found[0]) - 1}
+
+
 CASES: dict[str, Callable[[], Found]] = {
     "ddp": lambda: whole("ddp", DistributedDataParallel),
     "ddp_blocks": lambda: blocks("ddp", DistributedDataParallel),
@@ -213,6 +245,8 @@ CASES: dict[str, Callable[[], Found]] = {
     "sharded_first": sharded_first,
     "parallelised": parallelised,
     "sharded_inside": sharded_inside,
+    "cast_later": cast_later,
+    "in_lower_precision": in_lower_precision,
 }
 
 

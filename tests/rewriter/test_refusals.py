@@ -13,10 +13,16 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture import capture
-from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, ScheduleError
+from remat.graph_capture.errors import (
+    CaptureError,
+    DeviceError,
+    RewriteError,
+    ScheduleError,
+    SignatureError,
+)
 from remat.rewriter import RematModule, check, rewrite
 from remat.schedules.schedule import Schedule
-from tests.models import BATCH, WIDTH, Scalar, batch, make, mlp
+from tests.models import BATCH, WIDTH, Checkpointed, Scalar, batch, make, mlp
 from tests.steps import rewritten, schedule_of
 
 
@@ -54,6 +60,21 @@ def test_batch_norm_without_momentum_is_refused() -> None:
     model = Scalar(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)))
     with pytest.raises(CaptureError, match=r"module body\.1 of Scalar"):
         capture(model, (batch(),))
+
+
+def test_a_reentrant_checkpoint_is_refused_with_a_way_that_works() -> None:
+    first = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(CaptureError, match=r"Or give use_reentrant=False \(module"):
+        capture(nn.Sequential(first, Checkpointed(True)), (batch(),))
+    assert capture(nn.Sequential(first, Checkpointed(False)), (batch(),)).ops
+
+
+def test_inputs_in_another_dtype_are_told_of_what_casts() -> None:
+    module = rewritten("plain")[1]
+    with pytest.raises(SignatureError, match=r"MixedPrecisionPolicy does.*model\.to\(torch\.bf"):
+        module(batch().to(torch.bfloat16))
+    with pytest.raises(SignatureError, match=r"A plan holds for one shape"):
+        module(batch()[:3])
 
 
 class TellsCompilers(Branching):
