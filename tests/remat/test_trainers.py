@@ -26,6 +26,7 @@ NEEDS = {
     "A plain loop": (),
     "nanoGPT's loop": (),
     "Hugging Face Trainer": ("transformers", "accelerate"),
+    "TRL": ("transformers", "accelerate", "trl"),
     "Lightning": ("lightning",),
     "Accelerate": ("accelerate",),
     "Diffusers": ("diffusers", "accelerate"),
