@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,13 +25,6 @@ from remat.rewriter.inductor.partition import FusedStep
 from tests.limits import AMPLE_S
 
 FEW = {"replays": 5, "solver": "cut", "time_limit_s": AMPLE_S}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class KeepAll(CustomPartitionerFn):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +17,6 @@ pytestmark = pytest.mark.slow
 
 FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}
 WIDTH = 128
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def part() -> nn.Sequential:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,13 +13,6 @@ from remat.graph_capture.memory_events import measure_peak
 from tests.limits import AMPLE_S
 
 FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):
