@@ -24,6 +24,8 @@ class CompileOptions:
     budget : on its peak: bytes, ``"8GiB"``, ``"auto"``, ``"min"``, or ``"60%"`` of the peak that
         the step has as torch compiles it.
     solver : a name of `remat.solver`'s table.
+    gap : a schedule is proved to this part of the best, where the solver can; prices of kernels
+        that are generated are no more exact than the default.
     time_limit_s : for each solve. replays : most candidates whose code is generated and replayed;
         each takes a solve.
     calls : forwards of each graph that run before the first backward, where a model is called
@@ -34,6 +36,7 @@ class CompileOptions:
 
     budget: Any
     solver: str = "auto"
+    gap: float = 0.01
     time_limit_s: float = 10.0
     replays: int = 8
     calls: int = 1
@@ -83,6 +86,7 @@ def _check(options: CompileOptions) -> None:
     parse_budget(options.budget)
     solver_class(options.solver)
     check_number("time_limit_s", options.time_limit_s)
+    check_number("gap", options.gap)
     warm: Any = options.warm
     if not isinstance(warm, bool):
         raise SolverError(f"warm must be True or False, not {warm!r}")

@@ -32,8 +32,6 @@ CLOSE = 0.97
 """A plan whose peak is at least this part of the limit is good enough."""
 CHEAP = 0.005
 """So is one of at most this overhead: each try costs seconds."""
-GAP = 0.002
-"""Schedules are proved to this part of the best: prices of kernels are less exact than that."""
 LOOSER = (1.02, 1.06)
 """Targets above the lowest peak of a schedule, as factors: their code may need less memory."""
 UNCERTAIN = 1.1
@@ -159,7 +157,7 @@ class PlanSearch:
 
     def _options_of_solver(self) -> dict[str, float]:
         fields = dataclasses.fields(solvers.solver_class(self.options.solver))
-        return {"gap": GAP} if any(field.name == "gap" for field in fields) else {}
+        return {"gap": self.options.gap} if any(field.name == "gap" for field in fields) else {}
 
     def of(self, schedule: Schedule | None, gap: float) -> Candidate:
         """The candidate of a schedule that another rank has chosen; None for torch's own cut.

@@ -87,7 +87,7 @@ GRAPHS: dict[str, Callable[[], str]] = {
     "graphs before": lambda: key_of(around="another"),
 }
 OPTIONS: dict[str, Any] = {
-    "budget": "61%", "solver": "cut", "time_limit_s": 9.0, "replays": 7, "calls": 2,
+    "budget": "61%", "solver": "cut", "gap": 0.002, "time_limit_s": 9.0, "replays": 7, "calls": 2,
     "keep": ["linear"], "recompute": ["drop"],
 }  # fmt: skip
 
