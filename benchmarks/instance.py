@@ -11,7 +11,6 @@ cannot be read, ends with status 2 and one line on standard error.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -34,7 +33,7 @@ from remat.graph_capture.errors import GraphError, RematError
 from remat.graph_capture.files.contents import write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
-from remat.solver import Progress, Result, make_solver, solver_class
+from remat.solver import Progress, Result, make_solver, option_names
 
 WRONG, NOTHING_FITS = 2, 3
 ORDERS = ("fixed", "free")
@@ -109,7 +108,7 @@ def options_for(solver: str, asked: argparse.Namespace, instance: Instance) -> d
     ------
     SolverError : unknown solver.
     """
-    known = ["order", *(option.name for option in dataclasses.fields(solver_class(solver)))]
+    known = ["order", *option_names(solver)]
     given = {name: getattr(asked, name) for name in PASSED_ON}
     for name, value in given.items():
         if value is not None and name not in known:

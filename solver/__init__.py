@@ -14,7 +14,7 @@ from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs
 from remat.solver.result import Holding, Result, naming_the_limit
 from remat.solver.search import Listener, Progress
-from remat.solver.table import TABLE, make_solver, solver_class
+from remat.solver.table import TABLE, make_solver, option_names, solver_class
 from remat.solver.templates.late import by_a_simple_rule
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Result",
     "Solver",
     "make_solver",
+    "option_names",
     "solve",
     "solver_class",
 ]

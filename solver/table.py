@@ -55,6 +55,16 @@ def solver_class(name: str) -> type[Any]:
     return cast("type[Any]", getattr(importlib.import_module(module), attribute))
 
 
+def option_names(name: str) -> list[str]:
+    """The names of that solver's options.
+
+    Raises
+    ------
+    SolverError : no such solver.
+    """
+    return [field.name for field in dataclasses.fields(solver_class(name))]
+
+
 def make_solver(name: str, **options: object) -> Solver:
     """The solver of that name with those options.
 
@@ -64,8 +74,7 @@ def make_solver(name: str, **options: object) -> Solver:
     ------
     SolverError : no such solver, or it has no such option, or not of that value.
     """
-    made = solver_class(name)
-    known = [field.name for field in dataclasses.fields(made)]
+    known = option_names(name)
     if "order" not in known and options.get("order") == "fixed":
         del options["order"]
     for option in options:
@@ -78,6 +87,6 @@ def make_solver(name: str, **options: object) -> Solver:
             raise SolverError(
                 f"solver '{name}' has no option '{option}'; its options are {', '.join(known)}"
             )
-    solver = made(**options)
+    solver = solver_class(name)(**options)
     check_options(solver)
     return cast("Solver", solver)

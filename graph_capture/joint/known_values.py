@@ -111,7 +111,7 @@ class KnownValues(BesideTrace):
         self._forget_written(func, args, kwargs, sources)
         try:
             traced = unrecorded(func, *args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # raised again; it is only noted here
             if self.failure is None and any(tag in func.tags for tag in _LOOKS):
                 self.failure = error
                 self.read = () if _MODEL in sources else tuple(sorted(sources))

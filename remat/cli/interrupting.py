@@ -38,7 +38,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
         if _is_importing():
             if abandon is not None:
                 abandon()
-            threading.Thread(target=_interrupt_later, daemon=True).start()
+            _interrupt_later()
         else:
             own(number, frame)
 
@@ -46,7 +46,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
 
     def dropped(what: sys.UnraisableHookArgs) -> None:
         if issubclass(what.exc_type, KeyboardInterrupt):
-            threading.Thread(target=_interrupt_later, daemon=True).start()
+            _interrupt_later()
         else:
             lost(what)
 
@@ -65,6 +65,10 @@ def _is_importing() -> bool:
 
 
 def _interrupt_later() -> None:
+    threading.Thread(target=_wait_and_interrupt, daemon=True).start()
+
+
+def _wait_and_interrupt() -> None:
     time.sleep(SPELL_S)  # by then, a callback that dropped it has ended
     while _is_importing():
         time.sleep(SPELL_S)

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES
@@ -155,9 +156,9 @@ class PlanSearch:
         )  # fmt: skip
         return found
 
-    def _options_of_solver(self) -> dict[str, float]:
-        fields = dataclasses.fields(solvers.solver_class(self.options.solver))
-        return {"gap": self.options.gap} if any(field.name == "gap" for field in fields) else {}
+    def _options_of_solver(self) -> dict[str, Any]:
+        known = solvers.option_names(self.options.solver)
+        return {"gap": self.options.gap} if "gap" in known else {}
 
     def of(self, schedule: Schedule | None, gap: float) -> Candidate:
         """The candidate of a schedule that another rank has chosen; None for torch's own cut.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from remat.schedules.schedule import Schedule
-from remat.solver import TABLE, solver_class
+from remat.solver import TABLE, option_names
 from remat.solver.result import Result
 
 PINS = ("keep", "recompute")
@@ -29,7 +28,7 @@ def pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
 def asked_again(schedule: Schedule) -> dict[str, Any]:
     """Arguments by which `solve` solves as the schedule was: solver, its options, pins."""
     name = solved_by(schedule)
-    known = {field.name for field in dataclasses.fields(solver_class(name))}
+    known = option_names(name)
     options = {key: value for key, value in schedule.options.items() if key in known}
     return {"solver": name, **options, **pins_of(schedule)}
 

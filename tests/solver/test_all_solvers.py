@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
-from remat.solver import TABLE, Result, solve, solver_class
+from remat.solver import TABLE, Result, option_names, solve
 from remat.solver.budgets.spread import spread
 from remat.solver.budgets.sweep import sweep
 from remat.solver.problem import Problem
@@ -36,11 +35,7 @@ class Variant(NamedTuple):
     order: str = "fixed"
 
 
-FREE = [
-    Variant(name, "free")
-    for name in TABLE
-    if "order" in {field.name for field in dataclasses.fields(solver_class(name))}
-]
+FREE = [Variant(name, "free") for name in TABLE if "order" in option_names(name)]
 VARIANTS = [*(Variant(name) for name in TABLE), *FREE]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import msgspec
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import TABLE, Result, make_solver, solve, solver_class
+from remat.solver import TABLE, Result, make_solver, option_names, solve
 from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
@@ -59,8 +58,7 @@ def peak_bytes_of(name: str) -> int:
 @functools.cache
 def result_of(solver: str, name: str, percent: int) -> Result:
     budget_bytes = peak_bytes_of(name) * percent // 100
-    has_gap = "gap" in {field.name for field in dataclasses.fields(solver_class(solver))}
-    options = {"gap": GAP} if has_gap else {}
+    options = {"gap": GAP} if "gap" in option_names(solver) else {}
     limit_s = SHORT_S if solver in SLOW else AMPLE_S
     return solve(graph_of(name), budget_bytes, solver, time_limit_s=limit_s, **options)
 
