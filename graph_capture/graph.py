@@ -57,6 +57,8 @@ class Value(msgspec.Struct, frozen=True):
     dtype, shape : of the tensor that created the storage, for people to read.
     held_until : name of the last op that finds it in memory in eager, where a variable of the
         user's code holds it after its last use. No schedule needs to.
+    written_over : name of the value in whose storage eager writes it; empty for most. A schedule
+        makes a storage for each.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Value(msgspec.Struct, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     held_until: str = ""
+    written_over: str = ""
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -79,6 +82,8 @@ class Op(msgspec.Struct, frozen=True):
         inputs and outputs. price : where these two come from.
     pinned : why the op must not run twice; empty if it may.
     module, source : module path and ``file:line`` of the user's code behind it.
+    checkpoint : number of the user's own checkpoint that covers it; 0 for none. Eager makes again
+        what a checkpoint covers. A plan decides anew.
     """
 
     name: str
@@ -92,6 +97,7 @@ class Op(msgspec.Struct, frozen=True):
     module: str = ""
     source: str = ""
     price: Origin = "unpriced"
+    checkpoint: int = 0
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 import remat.solver as solvers
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.derived.eager import as_unmodified
 from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_eager_frees import as_eager_frees
 from remat.schedules.as_planned import whole
+from remat.schedules.unmodified_steps import as_eager_frees, ops_as_eager_runs
 from remat.solver.budgets.worth import least_peak
+from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
+from remat.solver.sequence import schedule_of
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
 # fragmentation come on top of it.
@@ -166,18 +168,21 @@ def auto_bytes(device: str = CPU) -> int:
 
 
 def unmodified(graph: TrainingGraph) -> Result:
-    """The step as eager runs it: every op once, nothing dropped before eager drops it.
+    """The step as eager runs it: nothing is dropped before eager drops it.
 
-    Its sizes are those of eager, which keeps larger dropout masks than a trace. Checkpoints of the
-    user's own are not in it: a plan replaces them.
+    Every op runs once, but for those that checkpoints of the user's own cover. Its sizes are those
+    of eager, which keeps larger dropout masks than a trace and writes in place.
     """
 
     def kept_whole() -> Result:
-        eager = as_eager(whole(graph))
-        found = solvers.solve(eager, UNBOUNDED_BYTES, solver="store_all")
-        assert found.schedule is not None
-        schedule = as_eager_frees(eager, found.schedule)
-        bound_us = found.lower_bound_us
-        return judged(eager, schedule, budget_bytes=UNBOUNDED_BYTES, lower_bound_us=bound_us)
+        eager = as_unmodified(whole(graph))
+        schedule = schedule_of(
+            Problem.of(eager), ops_as_eager_runs(eager), budget_bytes=UNBOUNDED_BYTES,
+            solver="store_all",
+        )  # fmt: skip
+        return judged(
+            eager, as_eager_frees(eager, schedule), budget_bytes=UNBOUNDED_BYTES,
+            lower_bound_us=eager.time_us,
+        )  # fmt: skip
 
     return kept_with(graph, "unmodified", kept_whole)

@@ -1,9 +1,7 @@
 """The step as eager runs it, where its memory differs from that of the captured graph.
 
-The prediction of the unmodified step is made of it. It keeps everything, also what the user's own
-checkpoints make again; the step that is measured has these checkpoints. How long variables hold
-values is on the values (`Value.held_until`). Not predicted: temporaries of kernels that a trace
-takes apart.
+The prediction of the unmodified step is made of it. How long variables hold values is on the values
+(`Value.held_until`). Not predicted: temporaries of kernels that a trace takes apart.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ import math
 
 import msgspec
 
+from remat.graph_capture.derived.own_checkpoints import DROPOUTS, MASK, with_own_checkpoints
 from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
-
-_DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 
 
 def as_eager(graph: TrainingGraph) -> TrainingGraph:
@@ -30,11 +27,41 @@ def as_eager(graph: TrainingGraph) -> TrainingGraph:
     return msgspec.structs.replace(graph, values=values, ops=ops)
 
 
+def as_unmodified(graph: TrainingGraph) -> TrainingGraph:
+    """`as_eager`, for the step in which ops run when eager runs them, and no others.
+
+    What eager writes over another value takes no room of its own, and holds that value. What the
+    user's checkpoints cover may run again, from a state of the random stream that each keeps.
+    """
+    eager = as_eager(graph)
+    values = {value.name: value for value in eager.values}
+    ops = tuple(with_own_checkpoints(eager, values))
+    _write_over(eager, values)
+    if tuple(values.values()) == eager.values and ops == eager.ops:
+        return eager
+    return msgspec.structs.replace(eager, ops=ops, values=tuple(values.values()))
+
+
+def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
+    """Let the storage of what is written over be held as long as what is written there."""
+    index = graph.op_index
+    last_use = {name: op.name for op in graph.ops for name in (*op.inputs, *op.outputs)}
+    for value in (value for value in graph.values if value.written_over):
+        root = value
+        while root.written_over:
+            root = values[root.written_over]
+        values[value.name] = msgspec.structs.replace(values[value.name], size_bytes=0)
+        until = [values[root.name].held_until, last_use.get(value.name, ""), value.held_until]
+        last = max(until, key=lambda name: index.get(name, -1))
+        if root.producer:
+            values[root.name] = msgspec.structs.replace(values[root.name], held_until=last)
+
+
 def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
     if graph.device != "cpu":
         return graph.values
-    dropouts = [op for op in graph.ops if op.target in _DROPOUTS]
-    wider = {op.outputs[1]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > 1}
+    dropouts = [op for op in graph.ops if op.target in DROPOUTS]
+    wider = {op.outputs[MASK]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > MASK}
     return tuple(
         msgspec.structs.replace(v, size_bytes=wider[v.name]) if v.name in wider else v
         for v in graph.values

@@ -33,7 +33,11 @@ from remat.graph_capture.joint.batch_norm import (
 from remat.graph_capture.joint.class_weights import make_class_weights_exact
 from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
-from remat.graph_capture.joint.eager_memory import held_until
+from remat.graph_capture.joint.eager_memory import (
+    held_until,
+    with_checkpoints,
+    written_over,
+)
 from remat.graph_capture.joint.in_place import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
@@ -118,10 +122,14 @@ class _Builder:
                 self._add_call(node)
         backward = self.deliveries.added_to(self.backward, self.values)
         given, ends = self._ends(tangents, self.deliveries.returned())
-        ops = (*self.forward, *backward)
+        ops = (*with_checkpoints(self.forward, self.node_of_op), *backward)
         held = held_until(ops, self.node_of_op, self.values.of_node)
         for value in held.keys() - set(ends):  # what is live at the end is held as long in any case
             self.values.changed(value, held_until=held[value])
+        made_as = {name: i for i, name in enumerate(self.values.by_name)}
+        over_what = written_over(ops, self.node_of_op, self.values.of_node, made_as)
+        for value, over in over_what.items():
+            self.values.changed(value, written_over=over)
         graph = TrainingGraph(
             name=name,
             ops=ops,
@@ -284,8 +292,9 @@ class _Builder:
         name = f"{node.name}_statistics"
         _, n_results = AGAIN[node.target]
         results, updates = outputs[:n_results], outputs[n_results:]
-        for update in updates:
-            self.values.changed(update, producer=name, kind="buffer")
+        for update, node in zip(updates, running, strict=True):
+            over = self.values.of(node)
+            self.values.changed(update, producer=name, kind="buffer", written_over=over)
         statistics = Op(
             name, STATISTICS, "forward", (results[MEAN], *map(self.values.of, running)), updates,
             pinned="it updates running statistics", module=module, source=source,

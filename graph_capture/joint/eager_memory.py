@@ -1,7 +1,8 @@
-"""How long eager holds what a step makes, and where it writes in place: seen while tracing.
+"""How long eager holds what a step makes, and where it writes in place or makes again.
 
-Eager frees a tensor when its last reference goes: a variable of the user's code, a list, what
-autograd saves. While a step is traced the same code holds stand-ins, which die when eager's would.
+It is seen while tracing. Eager frees a tensor when its last reference goes: a variable of the
+user's code, a list, what autograd saves. While a step is traced the same code holds stand-ins,
+which die when eager's would.
 A trace is functional, so that an op that writes in place becomes one that makes a new tensor.
 """
 
@@ -11,11 +12,12 @@ import gc
 import math
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
@@ -24,8 +26,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from remat.graph_capture.beside_trace import BesideTrace
-from remat.graph_capture.graph import Op
-from remat.graph_capture.joint.nodes import storage_key
+from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.joint.nodes import is_view, storage_key
+from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
+from remat.graph_capture.joint.weight_casts import cached_casts
 
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if
@@ -33,6 +37,8 @@ that writes to its argument; else empty."""
 MADE_AS, DIED_AS = "remat_made_as", "remat_died_as"
 """On the meta of nodes: their number in the order of the trace, and how many there were when eager
 let go of what the node has made."""
+OVER = "remat_over"
+"""On the meta of nodes that eager writes in place: the name of a node of the storage written to."""
 
 
 @dataclass
@@ -67,13 +73,14 @@ class EagerMemory(BesideTrace):
         if mode is None:
             return func(*args, **given)
         self._tracer = mode.tracer
+        written = [(one, self._node_of(one)) for one in _written(func, args, given)]
         if torch.is_grad_enabled():
             results = func(*args, **given)
         else:
-            schema = getattr(func, "_schema", None)  # an operator of higher order has none
-            written = str(func) if schema is not None and schema.is_mutable else ""
-            with fx_traceback.annotate({WRITTEN_KEY: written}):
+            with fx_traceback.annotate({WRITTEN_KEY: str(func) if _writes(func) else ""}):
                 results = func(*args, **given)
+        for tensor, before in written:
+            self._note_over(tensor, before)
         for leaf in pytree.tree_leaves(results):
             if isinstance(leaf, FunctionalTensor):
                 self._note(leaf)
@@ -107,6 +114,12 @@ class EagerMemory(BesideTrace):
         held.alive += 1
         weakref.finalize(tensor, self._let_go, id(tensor), key, held).atexit = False
 
+    def _note_over(self, tensor: FunctionalTensor, before: fx.Node | None) -> None:
+        """Note on the node of a tensor that was written to what stood for it `before`."""
+        node = self._node_of(tensor)
+        if node is not None and before is not None and node is not before:
+            node.meta[OVER] = before.name
+
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
         inner: Tensor = torch._from_functional_tensor(tensor.elem)
         slot: Any = get_proxy_slot(inner, self._tracer, None)
@@ -134,6 +147,22 @@ class EagerMemory(BesideTrace):
         return self._n_nodes
 
 
+def _writes(func: Any) -> bool:
+    """Whether `func` writes to an argument; an operator of higher order does not say."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _written(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[FunctionalTensor]:
+    """Tensors that `func` writes to."""
+    for i, argument in enumerate(func._schema.arguments if _writes(func) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (x for x in pytree.tree_leaves(given) if isinstance(x, FunctionalTensor))
+
+
 def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
     """The node, and what it is a view of: views are made anew after a write through one of them."""
     yield node
@@ -144,30 +173,65 @@ def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the op returns a view of its first argument, and no list of views."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    is_aliased = len(returns) == 1 and returns[0].alias_info is not None
-    return is_aliased and isinstance(node.meta.get("val"), Tensor)
-
-
 def held_until(
     ops: Sequence[Op], node_of_op: Mapping[str, fx.Node], value_of_node: Mapping[fx.Node, str]
 ) -> dict[str, str]:
-    """For values that eager holds after their last use: the op that is the last to find them."""
+    """For values that eager holds after their last use: the op that is the last to find them.
+
+    A gradient that is handed over as it is made goes with that. A weight that autocast has cast
+    stays in its cache to the end of the region.
+    """
     ends: dict[str, int] = {}
     for node, value in value_of_node.items():
         if DIED_AS in node.meta:
             ends[value] = max(ends.get(value, 0), node.meta[DIED_AS])
+    handed_over = {v for op in ops if op.target in (DELIVER, UPDATE) for v in op.inputs}
     last_use = {name: i for i, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
     # A later phase comes later, whatever the order of the trace is.
     made = list(accumulate((_number_of(node_of_op.get(op.name)) for op in ops), max))
+    ends = {value: bisect_left(made, n_nodes) - 1 for value, n_nodes in ends.items()}
+    for (value, *_), last in cached_casts(ops, node_of_op):
+        ends[value] = max(ends.get(value, 0), last)
     found: dict[str, str] = {}
-    for value, n_nodes in ends.items():
-        last = bisect_left(made, n_nodes) - 1
-        if last > last_use.get(value, len(ops)):
+    for value, last in ends.items():
+        if last > last_use.get(value, len(ops)) and value not in handed_over:
             found[value] = ops[last].name
     return found
+
+
+def written_over(
+    ops: Sequence[Op],
+    node_of_op: Mapping[str, fx.Node],
+    value_of_node: Mapping[fx.Node, str],
+    made_as: Mapping[str, int],
+) -> dict[str, str]:
+    """For values that eager writes over an older one, or finds in autocast's cache: that one.
+
+    Parameters
+    ----------
+    made_as : the number of each value, by age.
+    """
+    value_named = {node.name: value for node, value in value_of_node.items()}
+    found = {
+        value: first for (first, *others), _ in cached_casts(ops, node_of_op) for value in others
+    }
+    for node, value in value_of_node.items():
+        over = value_named.get(node.meta.get(OVER, ""), "")
+        if over and value and made_as[over] < made_as[value]:
+            found[value] = over
+    return found
+
+
+def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[Op]:
+    """Ops of forward, with the number of the user's checkpoint that covers each, from 1 on."""
+    number: dict[str, int] = {}
+    for op in ops:
+        node = node_of_op.get(op.name)
+        own = node.meta.get("custom", {}).get(CHECKPOINT_KEY) if node is not None else None
+        if own is not None:
+            at = number.setdefault(own, len(number) + 1)
+            op = msgspec.structs.replace(op, checkpoint=at)
+        yield op
 
 
 def _number_of(node: fx.Node | None) -> float:

@@ -23,8 +23,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.graph import WRITES_FIRST
-from remat.graph_capture.joint.eager_memory import WRITTEN_KEY, is_view
-from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem
+from remat.graph_capture.joint.eager_memory import WRITTEN_KEY
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view
 
 aten = torch.ops.aten
 

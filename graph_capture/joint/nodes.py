@@ -82,6 +82,13 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether the op returns a view of its first argument, and no list of views."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    is_aliased = len(returns) == 1 and returns[0].alias_info is not None
+    return is_aliased and isinstance(node.meta.get("val"), Tensor)
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether the node is a gradient that autograd hands to backward."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")

@@ -19,11 +19,17 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torchs_checkpoint
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils.hooks import RemovableHandle
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 CASTS_KEY = "remat_casts"
 """Which region of autocast an op is in, if casts of weights are kept there."""
+CHECKPOINT_KEY = "remat_checkpoint"
+"""Which of the user's checkpoints covers an op; absent where none does."""
 
 _MAKES_NO_NODE = frozenset({
     "__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "numel", "size",
@@ -39,6 +45,8 @@ _OWN = tuple(
     for package in ("remat", "graph_capture", "solver", "schedules", "rewriter")
 )
 
+_SELECTIVE: Any = torchs_checkpoint._CachingTorchDispatchMode  # pyright: ignore
+
 
 class Provenance(TorchFunctionMode):
     """Annotates each fx node made while it is active with module path and source line."""
@@ -49,7 +57,7 @@ class Provenance(TorchFunctionMode):
         self.stack: list[str] = [""]
         self.failure: BaseException | None = None
         self.failed_in = ""
-        self.regions = 0
+        self.regions = self.checkpoint = 0
 
     def __torch_function__(
         self,
@@ -68,6 +76,8 @@ class Provenance(TorchFunctionMode):
         }
         if torch.is_autocast_cache_enabled():
             place[CASTS_KEY] = str(self.regions)
+        if self.checkpoint and not _keeps_by_policy():
+            place[CHECKPOINT_KEY] = str(self.checkpoint)
         with fx_traceback.annotate(place):
             return func(*args, **(kwargs or {}))
 
@@ -105,6 +115,11 @@ class Provenance(TorchFunctionMode):
             self.failure, self.failed_in = error, self.stack[-1]
         if len(self.stack) > 1:
             self.stack.pop()
+
+
+def _keeps_by_policy() -> bool:
+    """Whether a selective checkpoint is open, which keeps what its policy says."""
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def path_in_model(path: str) -> str:

@@ -8,7 +8,7 @@ the sum moves before the cast of its result.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.eager_memory import is_view
-from remat.graph_capture.joint.nodes import made_by_autograd
+from remat.graph_capture.graph import Op
+from remat.graph_capture.joint.nodes import is_view, made_by_autograd
 from remat.graph_capture.joint.provenance import CASTS_KEY, FUNCTION_KEY, path_in_model
 
 _aten = torch.ops.aten
@@ -46,17 +46,51 @@ def cast_weights_once(gm: fx.GraphModule) -> None:
 
 def _repeated(weight: fx.Node) -> Iterator[list[fx.Node]]:
     """Casts of one weight that eager makes once."""
-    value, kind = weight.meta.get("val"), type(weight.meta.get("desc")).__name__
-    if kind not in _KEPT_BY_AUTOCAST or getattr(value, "dtype", None) != torch.float32:
-        return
     groups: dict[Any, list[fx.Node]] = {}
     for node in weight.users:
-        custom = node.meta.get("custom") or {}
-        region = custom.get(CASTS_KEY)
-        is_explicit = custom.get(FUNCTION_KEY) in _EXPLICIT_CASTS
-        if node.target is _aten._to_copy.default and region is not None and not is_explicit:
+        if is_cast_of_weight(node):
+            region = node.meta["custom"][CASTS_KEY]
             groups.setdefault((region, str(node.kwargs)), []).append(node)
     yield from (casts for casts in groups.values() if len(casts) > 1)
+
+
+def cached_casts(
+    ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]
+) -> Iterator[tuple[list[str], int]]:
+    """Values that are one in autocast's cache, and the last op that finds it there."""
+    end: dict[str, int] = {}
+    same: dict[tuple[fx.Node, str, str], list[str]] = {}
+    for i, op in enumerate(ops):
+        node = node_of_op.get(op.name)
+        region = _region_of_casts(node) if node is not None and op.phase == "forward" else None
+        if node is None or region is None:
+            continue
+        end[region] = i
+        if is_cast_of_weight(node):
+            key = (node.all_input_nodes[0], region, str(node.kwargs))
+            same.setdefault(key, []).append(op.outputs[0])
+    for (_, region, _), values in same.items():
+        yield values, end[region]
+
+
+def is_cast_of_weight(node: fx.Node) -> bool:
+    """Whether autocast makes the node and keeps its result, if its input is trained."""
+    source = node.args[0] if node.args else None
+    if node.target is not _aten._to_copy.default or not isinstance(source, fx.Node):
+        return False
+    kind = type(source.meta.get("desc")).__name__
+    is_float = getattr(source.meta.get("val"), "dtype", None) == torch.float32
+    is_explicit = _custom(node).get(FUNCTION_KEY) in _EXPLICIT_CASTS
+    is_kept = kind in _KEPT_BY_AUTOCAST and is_float and not is_explicit
+    return is_kept and _region_of_casts(node) is not None
+
+
+def _region_of_casts(node: fx.Node) -> str | None:
+    return _custom(node).get(CASTS_KEY)
+
+
+def _custom(node: fx.Node) -> dict[str, Any]:
+    return node.meta.get("custom") or {}
 
 
 def _share(

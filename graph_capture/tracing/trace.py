@@ -85,6 +85,7 @@ from remat.graph_capture.tracing.side_effects.carried import (
 )
 from remat.graph_capture.tracing.side_effects.checkpointed import (
     checkpointed_modules,
+    checkpoints_noted,
     refuse_checkpointed_writes,
 )
 from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
@@ -358,6 +359,7 @@ def _trace_with(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None
         stack.enter_context(NoNewData(recipe.name))
         stack.enter_context(provenance.watching_modules())
         checkpointed = stack.enter_context(checkpointed_modules(provenance.path))
+        stack.enter_context(checkpoints_noted(provenance))
         stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))

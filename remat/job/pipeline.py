@@ -206,14 +206,16 @@ def _before_the_check(
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
     chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
-    known = ("unmodified", unmodified(graph)), ("chen_sqrt", chen)
-    rows = tuple(predicted_row(graph, name, result) for name, result in known)
+    eager = unmodified(graph)
+    known = ("unmodified", eager), ("chen_sqrt", chen)
+    rows = tuple(predicted_row(graph, name, result, eager.time_us) for name, result in known)
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
         return report, traced, chen
     report = replace(
-        report, rows=(*rows, predicted_row(graph, "this plan", result)), recipe=traced.recipe,
+        report, rows=(*rows, predicted_row(graph, "this plan", result, eager.time_us)),
+        recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip

@@ -14,12 +14,16 @@ from remat.solver.result import Result
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
+EXACT = 1e-9
+"""Of a step: times that differ by less are the same sum in another order."""
+
 
 @dataclass(frozen=True)
 class Row:
     """One schedule, predicted and, where it was run, measured.
 
-    `reserved` is what the allocator of a CUDA device is predicted to take, None on a CPU;
+    `overhead` is over the unmodified step, whose own checkpoints take time too. `reserved` is what
+    the allocator of a CUDA device is predicted to take, None on a CPU;
     `reserved_bytes` is what it was seen to hold. A measured step is its measured overhead on top of
     the unmodified step as it was measured.
     """
@@ -35,10 +39,13 @@ class Row:
     reserved_bytes: int | None = None
 
 
-def predicted_row(graph: TrainingGraph, name: str, result: Result) -> Row:
-    """A row with what `simulate` says of a schedule."""
+def predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: float) -> Row:
+    """A row with what `simulate` says of a schedule, where the unmodified step takes `base_us`."""
     reserved = reserved_beside(graph, result)
-    return Row(name, result.peak_bytes, result.time_us, result.overhead, reserved)
+    # It is below zero where the plan is faster than the user's own checkpoints.
+    is_same = abs(result.time_us - base_us) <= EXACT * base_us
+    overhead = 0.0 if is_same else result.time_us / base_us - 1
+    return Row(name, result.peak_bytes, result.time_us, overhead, reserved)
 
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:

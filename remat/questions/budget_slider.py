@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.derived.eager import as_unmodified
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.one_call import solve as solve_budget
@@ -89,7 +89,7 @@ class BudgetSlider:
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         draw_live_bytes(
             figure.add_subplot(), self.graph, result.schedule,
-            unmodified=(as_eager(self.graph), before.schedule),
+            unmodified=(as_unmodified(self.graph), before.schedule),
         )  # fmt: skip
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 from remat.budgets import parse_budget, unmodified
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.derived.eager import as_unmodified
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.placed import place as place_buffers
@@ -69,7 +69,7 @@ def compare(
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     bounding = plan if options.get("order", "fixed") == "fixed" else None
     bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
-    arena, of_eager = _arenas(graph, place), _arenas(as_eager(whole(graph)), place)
+    arena, of_eager = _arenas(graph, place), _arenas(as_unmodified(whole(graph)), place)
     rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds, of_eager)]
     rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import remat.solver as solvers
 from remat.budgets import unmodified
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.derived.eager import as_unmodified
 from remat.graph_capture.errors import ScheduleError, TextError
 from remat.graph_capture.files.contents import write_contents
 from remat.graph_capture.files.json_text import decoded
@@ -94,7 +94,7 @@ def page_facts(
     return Facts(
         graph=as_planned(graph, result.schedule),
         schedule=result.schedule,
-        unmodified_graph=as_eager(graph),
+        unmodified_graph=as_unmodified(graph),
         unmodified_schedule=everything.schedule,
         budget_bytes=result.budget_bytes,
         lower_bound_us=result.lower_bound_us,

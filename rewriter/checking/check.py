@@ -268,8 +268,9 @@ def _backward(output: Any) -> None:
     """Backward from every differentiable leaf, with random gradients for those that are no scalar.
 
     They have the leaves' strides, as those that elementwise losses make. It runs outside autocast,
-    as torch's documentation asks.
+    as torch's documentation asks: a loop has left it by then, and what it has cast with it.
     """
+    torch.clear_autocast_cache()
     roots = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
     tangents = [

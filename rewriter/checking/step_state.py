@@ -116,7 +116,8 @@ class StepState:
                 leaf.grad = self.gradients[name]
 
     def reset(self) -> None:
-        """Back to the start of a step, without gradients."""
+        """Back to the start of a step, without gradients and without what autocast has cast."""
+        torch.clear_autocast_cache()
         with torch.no_grad():
             for tensor, value in self.before:
                 if not torch.equal(tensor, value):

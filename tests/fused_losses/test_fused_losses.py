@@ -15,6 +15,7 @@ from tests.fused_losses.by_autograd import OneBranch
 from tests.fused_losses.measure import Found, measured
 from tests.fused_losses.models import Head
 from tests.fused_losses.variants import LARGE, SMALL, VARIANTS, WIDE, Size, of
+from tests.rows import rows
 
 QUICK = ("views, +=", "func.grad_and_value", "backward()", "fused mlp")
 CHECKPOINTED = tuple(name for name in VARIANTS if "checkpoint" in name)
@@ -47,24 +48,13 @@ def test_and_where_the_logits_dominate(name: str) -> None:
     require_eagers(measured(VARIANTS[name], LARGE))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["checkpoint", "checkpoint, bias"])
-def test_a_plan_in_the_bytes_of_a_checkpointed_loss_recomputes_less(name: str) -> None:
-    model, args = VARIANTS[name].make(SMALL)
-    graph = remat.capture(model, args)
-    everything = remat.solve(graph, "100%", "store_all")
-    assert everything.schedule is not None
-    eager = remat.check(model, remat.rewrite(model, everything.schedule), args, steps=1)
-    found = remat.solve(graph, eager.baseline_peak_bytes)
-    checkpointed = {"aten.mm.default", "aten._log_softmax.default", "aten.nll_loss_forward.default"}
-    again_us = sum(
-        op.cost_us for op in graph.ops if op.phase == "forward" and op.target in checkpointed
-    )
-    assert found.schedule is not None
-    assert found.overhead < again_us / graph.time_us
-    checked = remat.check(model, remat.rewrite(model, found.schedule), args, steps=1)
-    assert checked.equal
-    assert checked.plan_peak_bytes <= eager.baseline_peak_bytes
+@pytest.mark.parametrize("name", rows(CHECKPOINTED, {"checkpoint"}.__contains__))
+def test_in_the_bytes_of_a_checkpointed_loss_a_plan_recomputes_less(name: str) -> None:
+    found = measured(VARIANTS[name], SMALL)
+    assert not found.differences
+    assert abs(found.misjudged) <= 0.01
+    assert found.beyond <= 0
+    assert found.overhead < found.own_overhead
 
 
 def trained(model: nn.Module, step: Callable[[Any], None]) -> list[Tensor]:
@@ -126,8 +116,8 @@ def test_a_tied_weight_in_two_open_forwards_is_refused_with_the_way_out() -> Non
 def test_a_cache_plans_such_a_loss_for_each_shape() -> None:
     model, (x, target) = VARIANTS["slices, +="].make(SMALL)
     fast: Any = remat.plan_cache(model, budget="90%")
-    for rows in (512, 384, 512):
-        batch = x[:rows], target[:rows]
+    for n in (512, 384, 512):
+        batch = x[:n], target[:n]
 
         def step(module: Any, batch: Any = batch) -> None:
             module(*batch).backward()

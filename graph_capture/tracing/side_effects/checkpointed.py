@@ -1,6 +1,7 @@
 """What forward has hooks do with the tensors that autograd saves: refused, where it is not exact.
 
-`torch.utils.checkpoint` is one such hook; buffers that forward writes inside of it are refused.
+`torch.utils.checkpoint` is one such hook: what it covers is noted, as the unmodified step makes it
+again. Buffers that forward writes inside of it are refused.
 
 Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm counts
 each batch double. A plan runs forward as it would be without the checkpoint, and writes it once.
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torchs_checkpoint
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.provenance import line_of_user, path_in_model
+from remat.graph_capture.joint.provenance import Provenance, line_of_user, path_in_model
 
 _C: Any = torch._C
+_Hook: Any = torchs_checkpoint._checkpoint_hook  # pyright: ignore[reportPrivateUsage]
 
 
 def is_inside_checkpoint() -> bool:
@@ -45,6 +48,39 @@ def checkpointed_modules(path: Mapping[int, str]) -> Generator[set[str]]:
         yield found
     finally:
         handle.remove()
+
+
+@contextlib.contextmanager
+def checkpoints_noted(provenance: Provenance) -> Generator[None]:
+    """Number the checkpoints that forward enters, on the nodes of what they cover.
+
+    One within another is a part of it: to make the outer one again is to make both.
+    """
+    enter, leave, own = _Hook.__enter__, _Hook.__exit__, dict(vars(_Hook))
+    depth = entered = 0
+
+    def noted_enter(hook: Any) -> Any:
+        nonlocal depth, entered
+        result = enter(hook)
+        depth, entered = depth + 1, entered + (depth == 0)
+        provenance.checkpoint = entered
+        return result
+
+    def noted_leave(hook: Any, *what: Any) -> Any:
+        nonlocal depth
+        depth -= 1
+        provenance.checkpoint = entered if depth else 0
+        return leave(hook, *what)
+
+    _Hook.__enter__, _Hook.__exit__ = noted_enter, noted_leave
+    try:
+        yield
+    finally:
+        for name in ("__enter__", "__exit__"):
+            if name in own:
+                setattr(_Hook, name, own[name])
+            else:  # it is that of a base class
+                delattr(_Hook, name)
 
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:

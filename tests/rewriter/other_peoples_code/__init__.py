@@ -1,0 +1,1 @@
+"""What models of others do beside computing."""
