@@ -19,8 +19,8 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
     which stops early). Results that are read outside of the checkpoint stay from the first run, but
     for weights that autocast has cast: each checkpoint casts them again.
     """
-    casts = set(_casts_of_weights(graph))
-    covered = _covered(graph, casts)
+    casts = _shared_casts(graph)
+    covered = _by_checkpoint(graph, casts)
     lost = _lost_within(graph, casts)
     wanted = {v for op in graph.ops if op.phase == "backward" for v in op.inputs if v in lost}
     order: list[int] = []
@@ -32,16 +32,21 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
     return order
 
 
-def _casts_of_weights(graph: TrainingGraph) -> Iterator[str]:
-    """Values that a checkpoint makes of what is resident, by a cast alone."""
-    of = graph.value_by_name
+def _shared_casts(graph: TrainingGraph) -> set[str]:
+    """Casts of what is resident that one checkpoint makes and others read."""
+    of, made = graph.value_by_name, dict[str, int]()
+    found: set[str] = set()
     for op in graph.ops:
+        found.update(
+            v for v in op.inputs if op.checkpoint and made.get(v, 0) not in (0, op.checkpoint)
+        )
         is_cast = op.checkpoint and op.target == "aten._to_copy.default"
         if is_cast and not any(of[name].producer for name in op.inputs):
-            yield from op.outputs
+            made |= dict.fromkeys(op.outputs, op.checkpoint)
+    return found
 
 
-def _covered(graph: TrainingGraph, casts: set[str]) -> dict[int, list[int]]:
+def _by_checkpoint(graph: TrainingGraph, casts: set[str]) -> dict[int, list[int]]:
     """The ops that run again for each checkpoint."""
     index = graph.op_index
     covered: defaultdict[int, dict[int, None]] = defaultdict(dict)

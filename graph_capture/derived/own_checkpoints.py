@@ -40,14 +40,14 @@ def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iter
             continue
         if op.checkpoint not in begun:
             begun.add(op.checkpoint)
-            state = _state_of(graph, op.checkpoint)
+            state = _state_kept(graph, op.checkpoint)
             values[state.name] = state
             yield Op(state.name, STATE, "forward", (), (state.name,), price=op.price)
             op = msgspec.structs.replace(op, inputs=(*op.inputs, state.name))
         yield from _masked_apart(op, values)
 
 
-def _state_of(graph: TrainingGraph, checkpoint: int) -> Value:
+def _state_kept(graph: TrainingGraph, checkpoint: int) -> Value:
     """The state that a checkpoint keeps until backward has read the last of what it made."""
     made = {name for op in graph.ops if op.checkpoint == checkpoint for name in op.outputs}
     last = ""

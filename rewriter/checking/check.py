@@ -38,6 +38,7 @@ from remat.rewriter.checking.outcomes import (
     distance,
     not_repeated,
 )
+from remat.rewriter.checking.outside_autocast import outside_autocast
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.checking.tolerance import tolerance_of
@@ -268,16 +269,15 @@ def _backward(output: Any) -> None:
     """Backward from every differentiable leaf, with random gradients for those that are no scalar.
 
     They have the leaves' strides, as those that elementwise losses make. It runs outside autocast,
-    as torch's documentation asks: a loop has left it by then, and what it has cast with it.
+    as torch's documentation asks.
     """
-    torch.clear_autocast_cache()
     roots = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
     tangents = [
         None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)
         for root in roots
     ]
-    with torch.autocast(roots[0].device.type, enabled=False):
+    with outside_autocast(roots[0].device.type):
         torch.autograd.backward(roots, tangents)
 
 

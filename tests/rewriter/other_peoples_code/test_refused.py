@@ -30,7 +30,7 @@ def test_draws_of_other_streams_are_refused_with_their_line(
             return self.linear(x) * draw()
 
     state, array = random.getstate(), np.random.get_state()[1].copy()
-    with pytest.raises(CaptureError, match=rf"draws from {stream} \(.*test_other.*py:\d+"):
+    with pytest.raises(CaptureError, match=rf"draws from {stream} \(.*test_refused\.py:\d+"):
         remat.capture(Drawing(), (batch(),))
     assert random.getstate() == state
     assert np.array_equal(np.random.get_state()[1], array)
@@ -42,7 +42,7 @@ def test_a_seed_set_in_forward_is_refused_with_its_line() -> None:
             torch.manual_seed(0)
             return nn.functional.dropout(self.linear(x))
 
-    with pytest.raises(CaptureError, match=r"calls torch\.manual_seed \(.*test_other.*py:\d+"):
+    with pytest.raises(CaptureError, match=r"calls torch\.manual_seed \(.*test_refused\.py:\d+"):
         remat.capture(Seeded(), (batch(),))
 
 
