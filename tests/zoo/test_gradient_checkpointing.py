@@ -1,0 +1,47 @@
+"""Gradient checkpointing of transformers: a plan in its bytes computes less again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import remat
+from remat.budgets import unmodified
+from remat.graph_capture import price, trace
+from remat.rewriter import check, rewrite
+from tests.limits import AMPLE_S
+from tests.zoo.catalogue import ZOO
+
+pytestmark = [
+    pytest.mark.zoo,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("name", ["Hugging Face GPT-2", "Hugging Face Llama", "Hugging Face BERT"])
+@pytest.mark.parametrize("is_lower", [False, True], ids=["float32", "autocast"])
+def test_in_the_bytes_of_checkpointing_a_plan_computes_less_again(
+    name: str, is_lower: bool
+) -> None:
+    entry = ZOO[name]
+    if entry.is_missing:
+        pytest.skip(f"{entry.needs} is not installed: pip install 'remat[zoo]'")
+    case = entry.make()
+    model: Any = case.model
+    model.gradient_checkpointing_enable()
+    batch: dict[str, Any] = {"loss_fn": case.loss_fn, "target": case.target}
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_lower):
+        traced = trace(model, case.args, case.kwargs, **batch)
+        graph = price(traced)
+        eager, plan = unmodified(graph), remat.solve(graph, "100%", time_limit_s=AMPLE_S)
+        assert plan.schedule is not None
+        module = rewrite(model, plan.schedule, trace=traced)
+        found = check(model, module, case.args, case.kwargs, steps=1, **batch)
+    assert found.equal
+    assert eager.peak_bytes == pytest.approx(found.baseline_peak_bytes, rel=0.001)
+    assert found.plan_peak_bytes <= found.baseline_peak_bytes
+    assert eager.overhead > 0
+    assert plan.overhead < eager.overhead
