@@ -46,10 +46,14 @@ def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
     """Let the storage of what is written over be held as long as what is written there."""
     index = graph.op_index
     last_use = {name: op.name for op in graph.ops for name in (*op.inputs, *op.outputs)}
-    for value in (value for value in graph.values if value.written_over):
+    age = {value.name: i for i, value in enumerate(graph.values)}
+    for value in graph.values:
         root = value
-        while root.written_over:
+        # A file may name what is not there, or go round in a circle.
+        while age.get(root.written_over, len(age)) < age[root.name]:
             root = values[root.written_over]
+        if root is value:
+            continue
         values[value.name] = msgspec.structs.replace(values[value.name], size_bytes=0)
         until = [values[root.name].held_until, last_use.get(value.name, ""), value.held_until]
         last = max(until, key=lambda name: index.get(name, -1))

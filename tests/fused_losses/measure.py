@@ -40,13 +40,13 @@ class Found:
         return self.plan_bytes / self.eager_bytes - 1
 
 
-def measured(variant: Variant, size: Size) -> Found:
+def measured(variant: Variant, size: Size, solver: str = "auto") -> Found:
     """Plan at 100 % of the unmodified peak, and run both."""
     model, args = variant.make(size)
     with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
         traced = trace(model, args)
         graph = price(traced)
-        found = remat.solve(graph, "100%", time_limit_s=AMPLE_S)
+        found = remat.solve(graph, "100%", solver, time_limit_s=AMPLE_S)
         assert found.schedule is not None
         module = remat.rewrite(model, found.schedule, trace=traced)
         check = remat.check(model, module, args, steps=1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ def test_its_peak_is_as_measured_and_a_plan_at_100_per_cent_needs_no_more(
     with torch.autocast("cpu", torch.bfloat16, enabled=is_lower):
         model, args, traced = case(name)
         graph = price(traced)
-        schedule = remat.solve(graph, "100%", time_limit_s=AMPLE_S).schedule
+        schedule = remat.solve(graph, "100%", "cut", time_limit_s=AMPLE_S).schedule
         assert schedule is not None
         found = check(model, rewrite(model, schedule, trace=traced), args, steps=1)
     assert found.equal
@@ -128,8 +129,20 @@ def test_checkpoints_take_less_memory_and_more_time_than_keeping_all() -> None:
     assert not any(op.checkpoint for op in graph.ops if op.phase == "backward")
     assert eager.peak_bytes < 0.7 * everything.peak_bytes
     assert eager.time_us > 1.05 * everything.time_us
-    at_its_peak = remat.solve(graph, eager.peak_bytes, time_limit_s=AMPLE_S)
+    at_its_peak = remat.solve(graph, eager.peak_bytes, "cut", time_limit_s=AMPLE_S)
     assert at_its_peak.time_us < eager.time_us
+
+
+def test_a_file_that_names_no_value_as_written_over_is_read_as_one_that_names_none() -> None:
+    graph = price(case("none")[2])
+    first, second = (value.name for value in graph.values[-2:])
+    wrong = {first: second, second: "not there"}
+    values = tuple(
+        msgspec.structs.replace(value, written_over=wrong.get(value.name, value.written_over))
+        for value in graph.values
+    )
+    edited = msgspec.structs.replace(graph, values=values)
+    assert unmodified(edited).peak_bytes == unmodified(graph).peak_bytes
 
 
 def test_the_file_of_a_graph_keeps_them() -> None:

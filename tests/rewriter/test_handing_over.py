@@ -127,7 +127,7 @@ def test_every_model_has_eagers_gradients_at_the_predicted_peak(name: str, kind:
 def test_no_model_needs_more_than_eager_at_100_per_cent(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=True)
-    schedule = remat.solve(graph, "100%", time_limit_s=AMPLE_S).schedule
+    schedule = remat.solve(graph, "100%", "cut", time_limit_s=AMPLE_S).schedule
     assert schedule is not None
     found = check(
         model, rewrite(model, schedule), args, kwargs,
