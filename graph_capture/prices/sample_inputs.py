@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from remat.graph_capture.devices.device_table import CUDA
+from remat.graph_capture.devices.device_table import CPU, CUDA
 from remat.graph_capture.joint.nodes import is_getitem, target_name
 
 aten = torch.ops.aten
@@ -25,6 +25,13 @@ _LINE_BYTES = 64
 """Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
 _TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
 """Ops whose integer results a kernel trusts."""
+_NORMS = {
+    aten.native_layer_norm.default: 2,
+    aten.native_group_norm.default: 1,
+    aten._native_batch_norm_legit_functional.default: 1,
+    aten._native_batch_norm_legit.no_stats: 1,
+}
+"""The place of the weight among the arguments of each norm."""
 _INDEX_BOUND: dict[Any, Any] = {
     aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
     aten.embedding_dense_backward.default: lambda node: node.args[2],
@@ -68,9 +75,28 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         value = leaf.meta.get("val")
         if isinstance(value, Tensor) and _is_trusted(leaf, value):
             return _from_its_op(leaf, constants)
-        return _sample_tensor(value, bound) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return _sample_tensor(value, bound).to(_dtype_of_kernel(leaf, value))
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
+    """The dtype that the kernel behind `leaf` gives.
+
+    A CPU has mean and deviation of a norm as precise as its weight, where a trace has them in the
+    16 bits of its input. Backward takes them in no other dtype.
+    """
+    while leaf.target is aten.detach.default:
+        leaf = leaf.all_input_nodes[0]
+    source = leaf.args[0] if is_getitem(leaf) else None
+    if not isinstance(source, fx.Node) or source.target not in _NORMS or leaf.args[1] not in (1, 2):
+        return value.dtype
+    weight = source.args[_NORMS[source.target]]
+    if value.device.type != CPU or not isinstance(weight, fx.Node):
+        return value.dtype
+    return weight.meta["val"].dtype
 
 
 def _is_trusted(leaf: fx.Node, value: Tensor) -> bool:

@@ -6,9 +6,6 @@ takes a view where eager copies, and fails when it runs.
 
 `RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `CPU_ONLY`.
 Pricing compares the strides of each op that it runs with the traced ones, and refuses a difference.
-
-Of a norm of 16 bits with weights of 32, the fake kernels give what backward needs in 16 bits as
-well, where a CPU has it in 32.
 """
 
 from __future__ import annotations
@@ -49,8 +46,6 @@ def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
             # Its fake kernel takes views of the gradient, which fail for some strides.
             args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
         found = dispatch(func, types, args, kwargs or {})
-        if func in NORMS:
-            found = _in_true_dtypes(mode, func, found, args)
         rule = RULES.get(func)
         if rule is None or not _holds(func, found):
             return found
@@ -61,19 +56,6 @@ def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
 
     mode.dispatch = mended_dispatch
     return mode
-
-
-def _in_true_dtypes(mode: FakeTensorMode, func: Any, found: Any, args: Any) -> Any:
-    """The results of a norm: mean and deviation as precise as its weight, or running statistics."""
-    like = next((args[at] for at in NORMS[func] if args[at] is not None), found[0])
-    if like.device.type != CPU:
-        return found
-    dtypes = [one.dtype for one in found[3:]]
-    if dtypes:  # running statistics stay what they were
-        dtypes = [args[3].dtype, args[4].dtype]
-    with mode:
-        made = zip(found[1:], (like.dtype, like.dtype, *dtypes), strict=True)
-        return (found[0], *(one.to(dtype) for one, dtype in made))
 
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
@@ -174,17 +156,6 @@ RULES: dict[Any, Rule] = {
     aten.replication_pad2d_backward.default: _like_second,
     aten.native_group_norm_backward.default: _like_second,
 }
-
-
-NORMS = {
-    aten.native_layer_norm.default: (2,),
-    aten.native_group_norm.default: (1,),
-    aten.native_batch_norm.default: (1, 3),
-    aten._native_batch_norm_legit.default: (1, 3),
-    aten._native_batch_norm_legit.no_stats: (1,),
-    aten._native_batch_norm_legit_functional.default: (1, 3),
-}
-"""Where the arguments of each norm have its weight, and its running mean."""
 
 
 CPU_ONLY = {

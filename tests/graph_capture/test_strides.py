@@ -15,7 +15,7 @@ import remat
 from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing import true_strides
-from remat.graph_capture.tracing.true_strides import NORMS, RULES, fake_with_true_strides
+from remat.graph_capture.tracing.true_strides import RULES, fake_with_true_strides
 
 aten = torch.ops.aten
 OPS = {
@@ -118,55 +118,6 @@ def test_fake_results_are_laid_out_as_real_ones(layout: str) -> None:
             assert strides(function(*shown)) == real, function
         seen.add(function)
     assert seen == set(RULES)
-
-
-def norm_calls(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each norm on 16 bits, with a weight of that dtype."""
-    x, image = torch.randn(6, 8).bfloat16(), torch.randn(4, 8, 5, 6).bfloat16()
-    ones, zeros = torch.ones(8, dtype=dtype), torch.zeros(8, dtype=dtype)
-    norm = (image, ones, zeros, zeros.clone(), ones.clone())
-    yield aten.native_layer_norm.default, (x, [8], ones, zeros, 1e-5)
-    yield aten.native_group_norm.default, (image, ones, zeros, 4, 8, 30, 2, 1e-5)
-    yield aten.native_batch_norm.default, (*norm, True, 0.1, 1e-5)
-    yield aten._native_batch_norm_legit.default, (*norm, True, 0.1, 1e-5)
-    yield aten._native_batch_norm_legit_functional.default, (*norm, True, 0.1, 1e-5)
-    yield aten._native_batch_norm_legit.no_stats, (*norm[:3], True, 0.1, 1e-5)
-    yield aten._native_batch_norm_legit.no_stats, (image, None, None, True, 0.1, 1e-5)
-    yield aten.native_batch_norm.default, (image, None, None, *norm[3:], True, 0.1, 1e-5)
-    yield aten.native_layer_norm.default, (x, [8], None, None, 1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fake_norms_of_16_bits_keep_what_backward_needs_as_precise_as_real_ones(
-    dtype: torch.dtype,
-) -> None:
-    fake = fake_with_true_strides()
-    seen = set()
-    for function, args in norm_calls(dtype):
-        real = [result.dtype for result in function(*args)]
-        with fake:
-            shown = [fake.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-            assert [result.dtype for result in function(*shown)] == real, function
-        seen.add(function)
-    assert seen == set(NORMS)
-
-
-@pytest.mark.parametrize("kind", ["turned", "pixels", "layers"])
-def test_every_op_of_a_norm_under_autocast_is_measured(
-    kind: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    models: dict[str, tuple[nn.Module, Tensor]] = {
-        "turned": (Turned(), torch.randn(16, 24, 32)),
-        "pixels": (Pixels(), torch.randn(4, 3, 10, 10)),
-        "layers": (
-            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)),
-            torch.randn(16, 8),
-        ),
-    }
-    model, x = models[kind]
-    with torch.autocast("cpu", torch.bfloat16):
-        capture(model, (x,))
-    assert not [one for one in recwarn if "made data" in str(one.message)]
 
 
 class Turned(nn.Module):

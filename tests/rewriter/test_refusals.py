@@ -176,7 +176,7 @@ def test_each_gru_that_is_not_refused_here_is_exact(kind: type[Any], dtype: torc
         cell = FirstResult(kind(8, width).to(dtype))
         x = torch.randn(4, 8, dtype=dtype)
         with contextlib.suppress(CaptureError):
-            remat.rematerialize(cell, (x,), budget="100%", solver="store_all")  # checks bits
+            remat.rematerialize(cell, (x,), budget="150%", solver="store_all")  # checks bits
 
 
 def test_scripted_modules_are_refused_by_name() -> None:
