@@ -25,7 +25,7 @@ _LINE_BYTES = 64
 """Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
 _TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
 """Ops whose integer results a kernel trusts."""
-_NORMS = {
+_NORMS: dict[Any, int] = {
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
     aten._native_batch_norm_legit_functional.default: 1,

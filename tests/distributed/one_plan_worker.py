@@ -98,7 +98,7 @@ def gradients_of(wrap: Callable[[nn.Module], Any], make: Any) -> list[Tensor]:
     for _ in range(2):
         model.zero_grad()
         step(*args).square().mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return gradients(model)
 
 
 class Block(nn.Module):
@@ -134,6 +134,45 @@ def sharded(options: dict[str, Any] | None) -> nn.Module:
             block.compile(backend="remat", options=options)
         fully_shard(block)
     return fully_shard(model)
+
+
+class MeanSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def ddp_buckets() -> Found:
+    """The least budget of a model and its loss under DDP, with buckets of three sizes."""
+    eager, (x,) = wide()
+    eager(x).square().mean().backward()
+    found: Found = {}
+    for bucket_mb in (2, 4, 25):
+        torch._dynamo.reset()
+        before = len(remat.compiled_plans())
+        model = nn.Sequential(wide()[0], MeanSquare())
+        step = DistributedDataParallel(
+            by_remat(model, "min"), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+        )
+        for _ in range(2):
+            model.zero_grad()
+            step(x).backward()
+        pairs = zip(gradients(model), gradients(eager), strict=True)
+        error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        model.zero_grad()
+        resident_bytes = storage_bytes([*model.parameters(), x])
+        peak_bytes = measure_rank_peak(lambda one=step: one(x).backward(), model.zero_grad, 20)
+        plans = remat.compiled_plans()[before:]
+        found[str(bucket_mb)] = {
+            "error": error,
+            "peak_bytes": resident_bytes + peak_bytes,
+            "budget_bytes": plans[-1].budget_bytes,
+            "plans": [str(plan.schedule) for plan in plans],
+        }
+    return found
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def fsdp2_blocks() -> Found:
@@ -233,6 +272,7 @@ def plan_phases() -> Found:
 CASES: dict[str, Callable[[], Found]] = {
     "collectives": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "75%"),
     "ddp": lambda: one_plan(in_pieces, wide, "85%"),
+    "ddp_buckets": ddp_buckets,
     "fsdp2_blocks": fsdp2_blocks,
     "compile_phases": lambda: compile_phases(DistributedDataParallel, plain),
     "compile_phases_collectives": lambda: compile_phases(

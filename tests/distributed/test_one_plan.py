@@ -37,6 +37,15 @@ def test_sharded_blocks_keep_to_the_budget_by_one_plan(two: Found) -> None:
             assert found["plans"] == two[0]["fsdp2_blocks"][budget]["plans"]
 
 
+@pytest.mark.parametrize("bucket_mb", ["2", "4", "25"])
+def test_a_model_in_buckets_keeps_to_the_budget_by_one_plan(two: Found, bucket_mb: str) -> None:
+    for found in (one["ddp_buckets"][bucket_mb] for one in two):
+        assert found["peak_bytes"] <= found["budget_bytes"]
+        assert found["error"] < 1e-5
+        assert len(found["plans"]) > 1, "DDP cuts nothing any more"
+        assert found["plans"] == two[0]["ddp_buckets"][bucket_mb]["plans"]
+
+
 def require_told(found: list[dict[str, Any]], phase: str) -> None:
     """Both ranks end with the error, long before a collective would have given up."""
     rank = int(phase.rpartition(" ")[2])
