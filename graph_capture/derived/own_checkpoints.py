@@ -27,6 +27,7 @@ def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iter
     values : by name, which are changed with the ops.
     """
     begun: set[int] = set()
+    until = _last_readers(graph)
     for op in graph.ops:
         if not op.checkpoint:
             yield op
@@ -40,22 +41,28 @@ def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iter
             continue
         if op.checkpoint not in begun:
             begun.add(op.checkpoint)
-            state = _state_kept(graph, op.checkpoint)
+            state = _state_kept(op.checkpoint, until.get(op.checkpoint, ""))
             values[state.name] = state
             yield Op(state.name, STATE, "forward", (), (state.name,), price=op.price)
             op = msgspec.structs.replace(op, inputs=(*op.inputs, state.name))
         yield from _masked_apart(op, values)
 
 
-def _state_kept(graph: TrainingGraph, checkpoint: int) -> Value:
-    """The state that a checkpoint keeps until backward has read the last of what it made."""
-    made = {name for op in graph.ops if op.checkpoint == checkpoint for name in op.outputs}
-    last = ""
-    for op in graph.ops:
-        if op.phase == "backward" and not made.isdisjoint(op.inputs):
-            last = op.name
+def _last_readers(graph: TrainingGraph) -> dict[int, str]:
+    """For each checkpoint the op of backward that is the last to read what it made."""
+    made = {name: op.checkpoint for op in graph.ops if op.checkpoint for name in op.outputs}
+    return {
+        made[name]: op.name
+        for op in graph.ops
+        if op.phase == "backward"
+        for name in op.inputs
+        if name in made
+    }
+
+
+def _state_kept(checkpoint: int, until: str) -> Value:
     name, size = f"state_of_checkpoint_{checkpoint}", CPU_STATE_BYTES
-    return Value(name, size, name, "rng_state", "uint8", (size,), held_until=last)
+    return Value(name, size, name, "rng_state", "uint8", (size,), held_until=until)
 
 
 def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:

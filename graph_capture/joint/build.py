@@ -53,6 +53,7 @@ from remat.graph_capture.joint.phases import forward_nodes
 from remat.graph_capture.joint.pinned import overwritten_values, why_pinned
 from remat.graph_capture.joint.refuse_ops import refuse_op
 from remat.graph_capture.joint.values import Values
+from remat.graph_capture.joint.weight_casts import cached_casts
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
 
@@ -123,12 +124,12 @@ class _Builder:
         backward = self.deliveries.added_to(self.backward, self.values)
         given, ends = self._ends(tangents, self.deliveries.returned())
         ops = (*with_checkpoints(self.forward, self.node_of_op), *backward)
-        held = held_until(ops, self.node_of_op, self.values.of_node)
+        casts = list(cached_casts(ops, self.node_of_op))
+        held = held_until(ops, self.node_of_op, self.values.of_node, casts)
         for value in held.keys() - set(ends):  # what is live at the end is held as long in any case
             self.values.changed(value, held_until=held[value])
         made_as = {name: i for i, name in enumerate(self.values.by_name)}
-        over_what = written_over(ops, self.node_of_op, self.values.of_node, made_as)
-        for value, over in over_what.items():
+        for value, over in written_over(self.values.of_node, casts, made_as).items():
             self.values.changed(value, written_over=over)
         graph = TrainingGraph(
             name=name,

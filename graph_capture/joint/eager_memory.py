@@ -29,7 +29,7 @@ from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.graph import DELIVER, UPDATE, Op
 from remat.graph_capture.joint.nodes import is_view, storage_key
 from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
-from remat.graph_capture.joint.weight_casts import cached_casts
+from remat.graph_capture.joint.weight_casts import CachedCast
 
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if
@@ -174,7 +174,10 @@ def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def held_until(
-    ops: Sequence[Op], node_of_op: Mapping[str, fx.Node], value_of_node: Mapping[fx.Node, str]
+    ops: Sequence[Op],
+    node_of_op: Mapping[str, fx.Node],
+    value_of_node: Mapping[fx.Node, str],
+    casts: Sequence[CachedCast],
 ) -> dict[str, str]:
     """For values that eager holds after their last use: the op that is the last to find them.
 
@@ -190,7 +193,7 @@ def held_until(
     # A later phase comes later, whatever the order of the trace is.
     made = list(accumulate((_number_of(node_of_op.get(op.name)) for op in ops), max))
     ends = {value: bisect_left(made, n_nodes) - 1 for value, n_nodes in ends.items()}
-    for (value, *_), last in cached_casts(ops, node_of_op):
+    for (value, *_), last in casts:
         ends[value] = max(ends.get(value, 0), last)
     found: dict[str, str] = {}
     for value, last in ends.items():
@@ -200,10 +203,7 @@ def held_until(
 
 
 def written_over(
-    ops: Sequence[Op],
-    node_of_op: Mapping[str, fx.Node],
-    value_of_node: Mapping[fx.Node, str],
-    made_as: Mapping[str, int],
+    value_of_node: Mapping[fx.Node, str], casts: Sequence[CachedCast], made_as: Mapping[str, int]
 ) -> dict[str, str]:
     """For values that eager writes over an older one, or finds in autocast's cache: that one.
 
@@ -212,9 +212,7 @@ def written_over(
     made_as : the number of each value, by age.
     """
     value_named = {node.name: value for node, value in value_of_node.items()}
-    found = {
-        value: first for (first, *others), _ in cached_casts(ops, node_of_op) for value in others
-    }
+    found = {value: first for (first, *others), _ in casts for value in others}
     for node, value in value_of_node.items():
         over = value_named.get(node.meta.get(OVER, ""), "")
         if over and value and made_as[over] < made_as[value]:

@@ -54,10 +54,12 @@ def _repeated(weight: fx.Node) -> Iterator[list[fx.Node]]:
     yield from (casts for casts in groups.values() if len(casts) > 1)
 
 
-def cached_casts(
-    ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]
-) -> Iterator[tuple[list[str], int]]:
-    """Values that are one in autocast's cache, and the last op that finds it there."""
+CachedCast = tuple[list[str], int]
+"""Values that are one in autocast's cache, and the last op that finds it there."""
+
+
+def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[CachedCast]:
+    """What autocast's cache holds while forward runs."""
     end: dict[str, int] = {}
     same: dict[tuple[fx.Node, str, str], list[str]] = {}
     for i, op in enumerate(ops):

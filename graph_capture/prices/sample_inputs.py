@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.devices.device_table import CPU, CUDA
-from remat.graph_capture.joint.nodes import is_getitem, target_name
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, target_name
 
 aten = torch.ops.aten
 
@@ -88,7 +88,7 @@ def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
     A CPU has mean and deviation of a norm as precise as its weight, where a trace has them in the
     16 bits of its input. Backward takes them in no other dtype.
     """
-    while leaf.target is aten.detach.default:
+    while is_alias_of_input(leaf):
         leaf = leaf.all_input_nodes[0]
     source = leaf.args[0] if is_getitem(leaf) else None
     if not isinstance(source, fx.Node) or source.target not in _NORMS or leaf.args[1] not in (1, 2):
