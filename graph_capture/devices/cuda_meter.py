@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from remat.graph_capture.devices.device_table import CPU, CUDA
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
@@ -144,14 +146,18 @@ class CudaMeter:
         )
 
     def library_bytes(self) -> int:
-        """What cuBLAS keeps: once for the thread of forward, once for that of backward."""
+        """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward.
+
+        The checkpoint lets the products with a bias, which are cuBLASLt's, run in both threads.
+        """
         with torch.cuda.device(self.device), torch.enable_grad():
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()
             before_bytes = torch.cuda.memory_allocated()
             probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
-            (probe @ probe).sum().backward()
-            del probe
+            bias = torch.ones(PROBE, device=self.device)
+            checkpoint(functional.linear, probe, probe, bias, use_reentrant=False).sum().backward()
+            del probe, bias
             return torch.cuda.memory_allocated() - before_bytes
 
     def rng_state(self) -> Tensor:

@@ -33,6 +33,8 @@ from remat.graph_capture.tracing.step_module import (
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.first_other_op import first_other_line
 from remat.rewriter.checking.outcomes import (
+    Outcome,
+    Repeats,
     compared,
     compared_nearly,
     distance,
@@ -46,6 +48,8 @@ from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
 
+MOST_EAGER = 8
+"""Runs of eager on a CUDA device, before a result that none of them gives is called another."""
 ENOUGH_US = 20e6
 """Once the steps have taken this long in all, no more are timed, unless there are other ranks."""
 
@@ -127,7 +131,7 @@ def check(
 
     Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
     times once that has taken 20 s, if no other ranks wait for this one. On a CUDA device eager runs
-    twice for equality, to see which results it repeats. Gradients, buffers, the batch and the
+    twice for equality, to see which results it repeats, and up to eight times if the plan's differ. Gradients, buffers, the batch and the
     random streams are put back as they were.
 
     Parameters
@@ -163,10 +167,15 @@ def check(
         )
         stack.enter_context(state.put_back())
         expected = state.outcome(eager)
-        again = expected if meter.device == CPU else state.outcome(eager)
+        repeats, is_steady = Repeats(expected), meter.device == CPU
+        if not is_steady:
+            repeats.add(state.outcome(eager))
         allowed = tolerance_of(module) if tolerance is None else tolerance
         outcome, error = state.outcome(plan), 0.0
-        differences, unsteady = compared(expected, again, outcome)
+        differences = compared(repeats, outcome)
+        if differences and not is_steady:
+            differences = _compared_again(state, eager, repeats, outcome)
+        unsteady = tuple(name for name in expected if name in repeats.noise)
         if allowed:
             differences, error = compared_nearly(expected, outcome, allowed)
         if allowed and differences:
@@ -175,10 +184,10 @@ def check(
         distances = tuple(distance(expected[name], outcome.get(name)) for name in differences)
         other_line = None
         # Other ranks may have found no difference, and would not join in collectives.
-        if differences and again is expected and not _has_other_ranks():
+        if differences and is_steady and not _has_other_ranks():
             unsteady = not_repeated(expected, state.outcome(eager))
             other_line = _other_line(state, eager, module)
-        del again, outcome
+        del outcome
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
         memory = [
             state.prepared(lambda run=run: meter.step_memory(run), accumulate)
@@ -211,6 +220,22 @@ def check(
         distances=distances,
         other_line=other_line,
     )
+
+
+def _compared_again(
+    state: StepState, eager: Run, repeats: Repeats, outcome: Outcome
+) -> tuple[str, ...]:
+    """What differs, once eager has run until it accounts for all of it, or `MOST_EAGER` times.
+
+    Two runs may add up alike by chance. All ranks run as often, since steps may hold collectives.
+    """
+    differences = compared(repeats, outcome)
+    for _ in range(2, MOST_EAGER):
+        if not differences and not _has_other_ranks():
+            break
+        repeats.add(state.outcome(eager))
+        differences = compared(repeats, outcome)
+    return differences
 
 
 def _other_line(state: StepState, eager: Run, module: nn.Module) -> str | None:

@@ -5,6 +5,7 @@ On a CUDA device eager is compared with itself first: sums in no fixed order dif
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,24 +34,46 @@ MOST_ROUNDING = ROUNDINGS * torch.finfo(torch.bfloat16).eps
 rounding moves it. That of another dropout mask is off by more, from one element in a hundred on."""
 
 
-def compared(
-    expected: Outcome, again: Outcome, found: Outcome
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of what differs, and of what eager does not repeat.
+class Repeats:
+    """How far runs of eager from the same state are from the first of them.
 
     Parameters
     ----------
-    expected, again : of two runs of eager from the same state; the same object if eager is known
-        to repeat itself. found : of the rewritten step.
+    expected : of the first run.
+
+    Attributes
+    ----------
+    noise : by the name of each tensor that another run gave otherwise, the largest distance of an
+        element; 0 where there is none to take.
     """
-    unsteady = not_repeated(expected, again)
+
+    def __init__(self, expected: Outcome) -> None:
+        self.expected = expected
+        self.noise: dict[str, float] = {}
+
+    def add(self, again: Outcome) -> None:
+        """Take in what another run gave."""
+        for name in not_repeated(self.expected, again):
+            noise = distance(self.expected[name], again.get(name))
+            self.noise[name] = max(self.noise.get(name, 0.0), 0.0 if math.isnan(noise) else noise)
+
+
+def compared(repeats: Repeats, found: Outcome) -> tuple[str, ...]:
+    """Names of what differs from the first run of eager.
+
+    What eager does not repeat differs if it is further off than `TIMES` what runs of eager are.
+
+    Parameters
+    ----------
+    found : of the rewritten step.
+    """
+    expected, noise = repeats.expected, repeats.noise
     differing = [name for name in expected if not same(expected[name], found.get(name))]
-    wrong = tuple(
+    return tuple(
         name
         for name in differing
-        if name not in unsteady or not _as_near(expected[name], again[name], found.get(name))
+        if not distance(expected[name], found.get(name)) <= TIMES * noise.get(name, -math.inf)
     )
-    return wrong, unsteady
 
 
 def not_repeated(expected: Outcome, again: Outcome) -> tuple[str, ...]:
@@ -141,16 +164,6 @@ def same(expected: Any, found: Any) -> bool:
             return False
         return torch.equal(expected, found) or torch.equal(_bits(expected), _bits(found))
     return expected is found or bool(expected == found)
-
-
-def _as_near(expected: Tensor, again: Tensor, found: Any) -> bool:
-    """Whether `found` is about as near to `expected` as another run of eager is."""
-    if not isinstance(found, Tensor) or not expected.is_floating_point():
-        return False
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    noise, error = (float((t.double() - expected.double()).abs().max()) for t in (again, found))
-    return error <= TIMES * noise
 
 
 def _bits(tensor: Tensor) -> Tensor:

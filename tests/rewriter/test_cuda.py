@@ -14,7 +14,7 @@ from remat.graph_capture import capture
 from remat.graph_capture.devices.cuda_meter import CudaMeter
 from remat.rewriter import check, rewrite
 from remat.rewriter.checking import check as checking
-from remat.rewriter.checking.outcomes import compared
+from remat.rewriter.checking.outcomes import Repeats, compared
 from remat.rewriter.graphs.rng import run_with_rng_state
 from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
 from remat.solver import make_solver
@@ -52,10 +52,18 @@ def outcome(**changes: Any) -> dict[str, Any]:
     return {"gradient of w": torch.tensor([1.0, 2.0]), "buffer n": torch.tensor(3), **changes}
 
 
+def against(*runs: dict[str, Any]) -> Repeats:
+    """Runs of eager, the first of which is expected."""
+    repeats = Repeats(runs[0])
+    for run in runs[1:]:
+        repeats.add(run)
+    return repeats
+
+
 def test_what_eager_repeats_must_have_its_bits() -> None:
     other = outcome(**{"gradient of w": torch.tensor([1.0, 2.0 + 1e-6])})
-    assert compared(outcome(), outcome(), outcome()) == ((), ())
-    assert compared(outcome(), outcome(), other) == (("gradient of w",), ())
+    assert compared(against(outcome(), outcome()), outcome()) == ()
+    assert compared(against(outcome(), outcome()), other) == ("gradient of w",)
 
 
 def test_what_eager_does_not_repeat_must_be_as_near_as_it_is_to_itself() -> None:
@@ -64,12 +72,14 @@ def test_what_eager_does_not_repeat_must_be_as_near_as_it_is_to_itself() -> None
     far = outcome(**{"gradient of w": torch.tensor([1.0, 2.1])})
     absent = outcome(**{"gradient of w": None})
     broken = outcome(**{"gradient of w": torch.tensor([1.0, float("nan")])})
+    repeats = against(outcome(), again, outcome())
+    assert list(repeats.noise) == ["gradient of w"]
     for found in (again, near, outcome()):
-        assert compared(outcome(), again, found) == ((), ("gradient of w",))
+        assert compared(repeats, found) == ()
     for found in (far, absent, broken):
-        assert compared(outcome(), again, found) == (("gradient of w",), ("gradient of w",))
-    counted = outcome(**{"buffer n": torch.tensor(4)})
-    assert compared(outcome(), counted, outcome(**{"buffer n": torch.tensor(5)}))[0]
+        assert compared(repeats, found) == ("gradient of w",)
+    counted = against(outcome(), outcome(**{"buffer n": torch.tensor(4)}))
+    assert compared(counted, outcome(**{"buffer n": torch.tensor(5)})) == ("buffer n",)
 
 
 @pytest.fixture
@@ -179,3 +189,32 @@ def test_a_budget_is_exceeded_by_what_is_asked_for_not_by_larger_blocks() -> Non
     (said,) = advice_of(larger, 9_500)
     assert "0.5 KiB more than the budget, in blocks" in said
     assert advice_of(larger, 10_000) == ()
+
+
+@pytest.mark.parametrize(("moves_at", "differences"), [(3, ()), (99, ("output",))])
+def test_eager_runs_again_before_a_plan_is_said_to_differ(
+    checked: FakeCuda, monkeypatch: pytest.MonkeyPatch, moves_at: int, differences: tuple[str, ...]
+) -> None:
+    model, module, args = planned("plain")
+    eager_run, plan_run, runs = checking._eager_run, checking.plan_run, list[int]()
+
+    def rarely_another(*given: Any) -> Any:
+        run = eager_run(*given)
+
+        def again() -> Any:
+            runs.append(1)
+            return run() * (1 + 1e-6 * (len(runs) == moves_at))
+
+        return again
+
+    def another(*given: Any) -> Any:
+        run = plan_run(*given)
+        return lambda: run() * (1 + 1e-6)
+
+    monkeypatch.setattr(checking, "plan_run", another)
+    monkeypatch.setattr(checking, "_eager_run", rarely_another)
+    found = check(model, module, args, steps=1)
+    assert found.differences == differences
+    assert found.unsteady == (() if differences else ("output",))
+    of_the_times = 2  # one for the peak, one for the time
+    assert len(runs) - of_the_times == (checking.MOST_EAGER if differences else moves_at)

@@ -80,6 +80,8 @@ def _name_ops_of_torchvision() -> None:
     PyPI's is built for CUDA, and a torch for the CPU alone cannot load it; no model here
     runs its ops.
     """
+    if torch.version.cuda:
+        return
     boxes = "Tensor dets, Tensor scores, float iou_threshold"
     rois = "Tensor input, Tensor rois, float spatial_scale, SymInt h, SymInt w, int n, bool aligned"
     for name, given in (("nms", boxes), ("qnms", boxes), ("roi_align", rois)):
