@@ -75,6 +75,10 @@ class Meter(Protocol):
         """Median time of `run`, which has run before; `moved_bytes` are its inputs and outputs."""
         ...
 
+    def often_us(self, *runs: Run) -> list[float]:
+        """The time of each, for numbers that later prices are made of."""
+        ...
+
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """Memory of each callable, without what the iterable allocates between two."""
         ...

@@ -52,7 +52,12 @@ def plan_key(asked: CompileOptions, steps: Sequence[FusedStep | None]) -> str:
 
 
 def require_within(
-    one: OnePlan, asked: CompileOptions, budget_bytes: int, peak_bytes: int, held_bytes: int
+    one: OnePlan,
+    asked: CompileOptions,
+    device: str,
+    budget_bytes: int,
+    peak_bytes: int,
+    held_bytes: int,
 ) -> None:
     """Refuse what another rank has chosen, where it takes more than this rank may.
 
@@ -65,7 +70,7 @@ def require_within(
     if asked.parsed.kind == "min":
         return
     if asked.parsed.kind == "auto":
-        budget_bytes = auto_bytes() + held_bytes
+        budget_bytes = auto_bytes(device) + held_bytes
     if peak_bytes <= budget_bytes:
         return
     raise BudgetError(

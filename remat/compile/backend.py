@@ -18,6 +18,7 @@ from torch import fx
 from torch._guards import CompileContext
 from torch._inductor.compile_fx import compile_fx
 
+from remat.compile.on_device import device_of
 from remat.compile.one_shape import of_one_shape
 from remat.compile.options import read_options
 from remat.compile.pieces import handing_out
@@ -26,7 +27,6 @@ from remat.compile.place import Place
 from remat.compile.shared_budget import forget_graphs, shared_budget, watched
 from remat.compile.start import Start
 from remat.compile.whole_model import whole_model
-from remat.graph_capture.errors import DeviceError
 from remat.ranks.compiling import CompiledLater, compiled_alike
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import Partitioner, planned
@@ -47,7 +47,7 @@ def backend(
     BudgetError : no budget, one that cannot be read, or, when the graph is first run, one
         that no plan fits.
     SolverError : an unknown option or solver.
-    DeviceError : the model is not on a CPU.
+    DeviceError : the model is on several devices, or neither on a CPU nor on a CUDA device.
     CaptureError : symbolic shapes were asked for, a shape depends on data, compiled autograd is on,
         or forward has a part of which torch's own gradients are wrong.
     AgreementError : another rank has failed to compile the same graph.
@@ -64,11 +64,12 @@ def _compiled(
     later: CompiledLater,
 ) -> Any:
     asked = read_options(options, mode=mode)
-    _require_cpu(example_inputs)
+    device = device_of(example_inputs)
     if torch.is_grad_enabled():
         refuse_compiled_autograd()
         refuse_regions(gm.graph)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
+    place.shared.runs_on(device)
     cut = handing_out()
     pieces = None if cut is None else planned_pieces(cut, asked, place.shared, place.frame)
     inputs = of_one_shape(gm, example_inputs)
@@ -100,17 +101,6 @@ def _watched(call: Any, place: Place, pieces: PlannedPieces | None) -> Any:
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _require_cpu(example_inputs: Sequence[Any]) -> None:
-    kinds = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
-    others = sorted(kinds - {"cpu"})
-    if others:
-        raise DeviceError(
-            f'backend "remat" measures the workspaces of calls on a CPU, and this model is on '
-            f"{others[0]}, where its peaks would be guesses. Use remat.rematerialize, or compile "
-            "without a budget"
-        )
 
 
 def _frame() -> tuple[int, int]:

@@ -121,7 +121,7 @@ class PlannedPieces:
             self._budget_bytes = choice.budget_bytes
             chosen = self._search.followed(map(choice.of_piece, range(len(self._whole.pieces))))
             peak_bytes = self._held_bytes + peak_of(chosen, asked.calls - 1)
-            require_within(one, asked, choice.budget_bytes, peak_bytes, self._held_bytes)
+            require_within(one, asked, shared.device, choice.budget_bytes, peak_bytes, self._held_bytes)
             return chosen
 
     def _chosen(
@@ -138,7 +138,7 @@ class PlannedPieces:
             base_bytes = shared.base_bytes(self._frame, self._as_one, stock, self._held_bytes)
             budget_bytes = int(budget.share * base_bytes)
         elif budget.kind == "auto":
-            budget_bytes = auto_bytes() + self._held_bytes
+            budget_bytes = auto_bytes(shared.device) + self._held_bytes
         found = self._search.within(budget_bytes - self._held_bytes)
         return budget_bytes, found or self._lowest_within(budget_bytes, asked)
 

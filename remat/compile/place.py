@@ -76,7 +76,7 @@ class Place:
         if budget.kind == "min":
             return []
         if budget.kind == "auto":
-            return [auto_bytes() + held_bytes]
+            return [auto_bytes(self.shared.device) + held_bytes]
         if budget.kind != "share":
             return [budget.size_bytes]
         given_bytes = self.shared.given_to_other_shapes_bytes(self.frame)

@@ -22,8 +22,10 @@ from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from remat.compile.on_device import libraries_bytes
 from remat.compile.whole_model import WholeModel
 from remat.formats import bytes_text
+from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.guards.open_forwards import OpenForwards
@@ -89,12 +91,20 @@ class SharedBudget:
     noted : bytes of each graph. forwards : the open forwards of these graphs.
     whole : the model that a graph break has split; without bytes where none has.
     awaited_gradient_bytes : of gradients of graphs that are still to be compiled.
+    device : on which they run. libraries_bytes : what libraries keep there all the time.
     """
 
     noted: dict[Frame, _Noted] = field(default_factory=dict[Frame, _Noted])
     forwards: OpenForwards = field(default_factory=OpenForwards)
     whole: WholeModel = field(default_factory=WholeModel)
     awaited_gradient_bytes: int = 0
+    device: str = CPU
+    libraries_bytes: int = 0
+
+    def runs_on(self, device: str) -> None:
+        """Take note of the device of a graph that is about to be planned."""
+        if device != self.device:
+            self.device, self.libraries_bytes = device, libraries_bytes(device)
 
     def modules_ahead(self, whole: WholeModel, frame: Frame) -> int:
         """How many compiled modules like that of `frame` are still to be called, it included."""
@@ -124,7 +134,8 @@ class SharedBudget:
         before = self.forwards.graphs()
         own = 0 if frame[0] in {number for number, _ in before} else static_bytes
         awaited = max(0, self.whole.static_bytes - own - self._static_bytes(before))
-        return own + awaited + dynamic_bytes + self._left(before, is_stock=False)
+        left = self._left(before, is_stock=False)
+        return self.libraries_bytes + own + awaited + dynamic_bytes + left
 
     def base_bytes(self, frame: Frame, step: Measured, stock: Replay, held_bytes: int) -> int:
         """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
@@ -245,7 +256,8 @@ class SharedBudget:
         if k < len(frames) - 1:
             backward += self.noted[frames[-1]].chosen.output_bytes
         left = self._left(frames[:k], is_stock=is_stock)
-        return left + parameters + own.dynamic_bytes + max(peaks.forward_peak_bytes, backward)
+        beside = self.libraries_bytes + left + parameters + own.dynamic_bytes
+        return beside + max(peaks.forward_peak_bytes, backward)
 
 
 def watched(

@@ -171,7 +171,9 @@ class Start:
             found = search.of(*choice.of_piece(0))
             held_bytes = self.place.held_bytes(step)
             peak_bytes = held_bytes + found.code_peak_bytes
-            require_within(one, asked, choice.budget_bytes, peak_bytes, held_bytes)
+            require_within(
+                one, asked, self.place.shared.device, choice.budget_bytes, peak_bytes, held_bytes
+            )
             return choice.budget_bytes, found
 
     def _chosen(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:

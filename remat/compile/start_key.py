@@ -25,8 +25,11 @@ import remat.graph_capture
 import remat.rewriter
 import remat.schedules
 import remat.solver
+from remat.compile.on_device import device_of
 from remat.compile.options import CompileOptions
 from remat.graph_capture.devices.cpu_meter import cpu_title
+from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.joint.nodes import storage_key
 from remat.rewriter.inductor.nodes import place_of
 
@@ -42,7 +45,8 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     inputs : of the graph, real or fake. around : what is known of the graphs before this one.
     """
     digest = hashlib.sha256()
-    parts = (repr(asked), around, *_surroundings(), *_input_lines(inputs), *_graph_lines(gm))
+    surroundings = _surroundings(device_of(inputs))
+    parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
     for part in parts:
         if ADDRESS in part:
             return ""
@@ -50,16 +54,25 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     return digest.hexdigest()
 
 
-def _surroundings() -> Iterator[str]:
+def _surroundings(device: str) -> Iterator[str]:
     """Machine, releases and settings."""
-    yield cpu_title()
+    yield f"{cpu_title()} {_title(device)}"
     yield f"{torch.__version__} {torch.version.git_version} {_sources_key()}"
     yield f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
     yield f"{torch.is_grad_enabled()} {torch.are_deterministic_algorithms_enabled()}"
     yield f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"
-    yield f"{torch.is_autocast_enabled('cpu')} {torch.get_autocast_dtype('cpu')}"
+    for kind in (CPU, CUDA):
+        yield f"{torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}"
     if dist.is_available() and dist.is_initialized():
         yield f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def _title(device: str) -> str:
+    """What a device is, and how it is set; empty for the CPU, whose title is there anyway."""
+    if not is_cuda(device):
+        return ""
+    meter = meter_of(device)
+    return f"{meter.title} {meter.settings} {meter.versions}"
 
 
 @functools.cache

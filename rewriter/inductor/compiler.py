@@ -75,7 +75,7 @@ class InductorStep:
         returned: Any = forward.graph.output_node().args[0]
         backward = copy_of(self._backward.graph)
         _without_states(backward, len(self._backward.devices))
-        prices = CallPrices(forward)
+        prices = CallPrices(forward, self._joint.graph.device)
         with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
             found = replay(
                 forward, backward, self._joint.num_forward_outputs,

@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import compile_fx, config, ir
 from torch._inductor.codegen import wrapper as lines_of
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 
+from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import copy_of, tensors_of
 from remat.rewriter.inductor.calls import as_laid_out
@@ -174,7 +175,12 @@ def _allocate(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event
 
 def _size_bytes(graph: GraphLowering, buffer: Any) -> int:
     elements = graph.sizevars.optimization_hint(graph.get_allocation_storage_size(buffer))
-    return int(elements) * buffer.get_dtype().itemsize
+    size_bytes = int(elements) * buffer.get_dtype().itemsize
+    return allocated_on(str(buffer.get_device()))(size_bytes)
+
+
+def _allocated_bytes(tensor: Tensor) -> int:
+    return allocated_on(str(tensor.device))(tensor.untyped_storage().nbytes())
 
 
 def _free(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
@@ -201,7 +207,7 @@ def _call(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
     if type(line.node.layout).__name__ == "MultiOutputLayout":
         if node is None:
             raise ReplayError(f"the results of {line.node.get_kernel_name()} are not known")
-        sizes = [0 if t is None else t.untyped_storage().nbytes() for t in tensors_of(node)]
+        sizes = [0 if t is None else _allocated_bytes(t) for t in tensors_of(node)]
         yield Event("call", name, sizes_bytes=tuple(sizes), node=node)
     elif type(line.node.layout).__name__ in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):
         yield Event("call", name, node=node)

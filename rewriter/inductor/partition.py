@@ -21,6 +21,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from remat.graph_capture.devices.device_table import CPU, allocated_on, is_cuda
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.nodes import copy_of, is_tangent
 from remat.graph_capture.joint.refuse_ops import refuse_sparse
@@ -84,23 +85,25 @@ class FusedStep(StepBytes):
         self._overwritten = {node.name for node in overwritten}
         read_from_copies(gm, overwritten)
         self.n_masks = keep_masks_as_bytes(gm, n_outputs)
-        self._prices = CallPrices(gm)
         # Users see forward's results after those that are written back to inputs.
         first = n_written_by_caller(gm)
         self._visible = range(first, first + n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        device = _device_of(inputs)
+        self._prices = CallPrices(gm, device)
         self.joint: FusedJoint = build_fused(
-            gm, n_outputs, "torch.compile", Resident(), _device_of(inputs), self._overwritten
+            gm, n_outputs, "torch.compile", Resident(), device, self._overwritten
         )
         self.joint.graph = price_fused(self.joint, self._prices)
-        known: set[int] = set()
+        known, allocated = set[int](), allocated_on(device)
         results: Any = gm.graph.output_node().args[0]
         made = [results[n_outputs + i] for i in self._static if n_outputs + i < len(results)]
         super().__init__(
-            storage_bytes((inputs[i].meta.get("val") for i in self._static), known),
-            storage_bytes((node.meta.get("val") for node in inputs), known),
+            storage_bytes((inputs[i].meta.get("val") for i in self._static), known, allocated),
+            storage_bytes((node.meta.get("val") for node in inputs), known, allocated),
             storage_bytes(
-                (node.meta.get("val") for node in made if isinstance(node, fx.Node)), set()
+                (node.meta.get("val") for node in made if isinstance(node, fx.Node)),
+                allocated=allocated,
             ),
         )
 
@@ -175,8 +178,10 @@ def _sizes_as_numbers() -> Generator[None]:
 
 
 def _device_of(inputs: Iterable[fx.Node]) -> str:
+    """A CUDA device if one holds an input, else the CPU."""
     tensors = (node.meta.get("val") for node in inputs)
-    return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
+    devices = (str(t.device) for t in tensors if isinstance(t, Tensor))
+    return next(filter(is_cuda, devices), CPU)
 
 
 class Partitioner(CustomPartitionerFn):

@@ -15,11 +15,12 @@ from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.device_table import allocated_on, is_cuda
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
-from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.keeping_time import bytes_for_backward
 from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US
@@ -59,11 +60,13 @@ class CallPrices:
     Parameters
     ----------
     constants : the module whose ``get_attr`` tensors the calls may read.
+    device : on which the step runs.
     """
 
-    def __init__(self, constants: Any) -> None:
+    def __init__(self, constants: Any, device: str) -> None:
         self.constants = constants
-        self.cache, self.meter = PriceCache(), CpuMeter()
+        self.meter = meter_of(device)
+        self.cache = PriceCache(self.meter.title, self.meter.settings)
         self._taken: set[str] = set()
 
     def taken(self) -> dict[str, Price]:
@@ -76,7 +79,7 @@ class CallPrices:
         keys = [price_key(node) for node in asked]
         missing = {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.prices}
         if missing:
-            with _for_real():
+            with for_real(self.meter):
                 self.cache.prices.update(self._measured(missing))
             self.cache.save()
         self._taken.update(keys)
@@ -89,8 +92,8 @@ class CallPrices:
         its pages.
         """
         if BANDWIDTH_KEY not in self.cache.prices:
-            with _for_real():
-                source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8)
+            with for_real(self.meter):
+                source = torch.ones(BANDWIDTH_BYTES, dtype=torch.uint8, device=self.meter.device)
                 target = torch.ones_like(source)
                 (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
                 self.cache.prices[BANDWIDTH_KEY] = Price(copy_us, 0)
@@ -99,7 +102,12 @@ class CallPrices:
         return 2 * BANDWIDTH_BYTES / self.cache.prices[BANDWIDTH_KEY].cost_us
 
     def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
-        """What each slow part of a kernel that Inductor generates costs here."""
+        """What each slow part of a kernel that Inductor generates costs here.
+
+        Nothing on a CUDA device, whose kernels wait for memory.
+        """
+        if is_cuda(self.meter.device):
+            return dict.fromkeys(parts, 0.0)
         found = us_per_element(parts, self.cache)
         self._taken.update(map(element_key, parts))
         return found
@@ -107,15 +115,17 @@ class CallPrices:
     def _measured(self, missing: dict[str, fx.Node]) -> dict[str, Price]:
         found: dict[str, Price] = {}
         moved = {key: moved_bytes(node) for key, node in missing.items()}
+        allocated = allocated_on(self.meter.device)
 
         def failed(key: str, _: RuntimeError | MemoryError) -> None:
             found[key] = Price(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
 
         made = {key: partial(self._runner, node) for key, node in missing.items()}
         costs = times_us(made, moved, self.meter, failed)
-        memory = measure_regions(self._runner(missing[key]) for key in costs)
+        memory = self.meter.regions(self._runner(missing[key]) for key in costs)
         for (key, cost_us), region in zip(costs.items(), memory, strict=True):
-            extra = max(0, region.peak_bytes - sum(fresh_storages(missing[key])))
+            made_bytes = sum(map(allocated, fresh_storages(missing[key])))
+            extra = max(0, region.peak_bytes - made_bytes)
             found[key] = Price(cost_us, extra)
         return found
 
@@ -126,11 +136,10 @@ class CallPrices:
 
 
 @contextlib.contextmanager
-def _for_real() -> Generator[None]:
+def for_real(meter: Meter) -> Generator[None]:
     """Real tensors and plain kernels, even in the middle of a compilation."""
     with (
-        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(),
-        torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]),
+        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), meter.quiet()
     ):  # fmt: skip
         yield
 

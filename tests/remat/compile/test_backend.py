@@ -270,7 +270,7 @@ def test_options_are_checked() -> None:
 def test_other_devices_are_refused() -> None:
     model, x = with_dropout()
     compiled = torch.compile(model.to("meta"), backend="remat", options={"budget": "60%"})
-    with pytest.raises(BackendCompilerFailed, match="this model is on meta"):
+    with pytest.raises(BackendCompilerFailed, match="this one has inputs on meta"):
         compiled(x.to("meta"))
 
 
