@@ -1,0 +1,104 @@
+"""The links of a CUDA device to the host: `python -m benchmarks.gpu.links --out FILE`.
+
+Copies each way, pinned, alone and with the other way busy, and pageable; what a copy costs the ops
+that run beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.device import facts, keep
+
+SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
+REPEATS, PRODUCTS, WIDTH = 10, 40, 8192
+BESIDE_COPIES = 6
+Job = tuple[torch.cuda.Stream, Tensor, Tensor]
+
+
+def copy_us(jobs: Sequence[Job]) -> list[float]:
+    """Microseconds of one copy of each job, all jobs at once, each on its own stream."""
+    torch.cuda.synchronize()
+    ends: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for stream, target, source in jobs:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            start.record()
+            for _ in range(REPEATS):
+                target.copy_(source, non_blocking=True)
+            end.record()
+        ends.append((start, end))
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) / REPEATS for start, end in ends]
+
+
+def row_of(size_bytes: int) -> dict[str, float]:
+    """Copies of one size."""
+    down, up = torch.cuda.Stream(), torch.cuda.Stream()
+    device = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pageable = torch.empty(size_bytes, dtype=torch.uint8)
+    to_host, to_device = (down, pinned[0], device[0]), (up, device[1], pinned[1])
+    for _ in range(2):  # the first ones pay for the streams
+        both = copy_us((to_host, to_device))
+    return {
+        "bytes": size_bytes, "d2h_us": copy_us((to_host,))[0], "h2d_us": copy_us((to_device,))[0],
+        "both_d2h_us": both[0], "both_h2d_us": both[1],
+        "pageable_d2h_us": copy_us(((down, pageable, device[0]),))[0],
+    }  # fmt: skip
+
+
+def beside() -> dict[str, float]:
+    """Milliseconds of products alone, and with a copy each way beside them."""
+    x = torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    on_device = torch.empty(SIZES[-1], dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(SIZES[-1], dtype=torch.uint8, pin_memory=True)
+    side = torch.cuda.Stream()
+
+    def products_ms(copied: tuple[Tensor, Tensor] | None) -> float:
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if copied:
+            with torch.cuda.stream(side):
+                for _ in range(BESIDE_COPIES):
+                    copied[0].copy_(copied[1], non_blocking=True)
+        start.record()
+        for _ in range(PRODUCTS):
+            x @ x
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    products_ms(None)
+    cases: dict[str, Callable[[], float]] = {
+        "alone_ms": lambda: products_ms(None),
+        "beside_d2h_ms": lambda: products_ms((pinned, on_device)),
+        "beside_h2d_ms": lambda: products_ms((on_device, pinned)),
+    }
+    return {name: measure() for name, measure in cases.items()}
+
+
+def main() -> int:
+    """Measure, print a line a size, and keep the figures."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.links", description=__doc__)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    kept: dict[str, Any] = {**facts("cuda:0"), "copies": [row_of(size) for size in SIZES]}
+    for row in kept["copies"]:
+        rates = {k: round(row["bytes"] / 1e3 / us, 1) for k, us in row.items() if k != "bytes"}
+        print(f"{row['bytes']:>10} bytes, GB/s: {rates}")
+    kept["products"] = beside()
+    print(f"products: {kept['products']}")
+    keep(asked.out, kept)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Plans of models of published sizes on a GPU: `python -m benchmarks.gpu.steps --out FILE`.
+
+Each model is trained under bfloat16 autocast: as it is, with each of its blocks checkpointed, and
+by plans under `--budgets`. Peaks, reserved bytes and times stand beside what was predicted of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from benchmarks.comparison.models import SUITES
+from benchmarks.gpu.device import Bench, facts, keep
+from remat.budgets import unmodified
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.result import Result
+
+MODELS = ("gpt2-small", "vit-b", "resnet-50", "unet", "llama-1b", "gpt2-medium")
+BUDGETS = ("80%", "60%", "40%", "min")
+LIMIT_S = 5.0
+
+
+def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
+    """All rows of a model."""
+    beside_bytes = 0
+    if bench.is_cuda:
+        kept_bytes = meter_of(bench.device).library_bytes()
+        beside_bytes = torch.cuda.memory_allocated() - bench.own_bytes() - kept_bytes
+    with bench.autocast():
+        graph = remat.capture(bench.model, bench.args, device=bench.device)
+    rows = {"unmodified": _predicted(graph, unmodified(graph))}
+    rows["unmodified"] |= bench.measured(bench.model, beside_bytes)
+    with checkpointed(bench.model, bench.blocks):
+        rows["every block checkpointed"] = bench.measured(bench.model, beside_bytes)
+    for budget in budgets:
+        result = remat.solve(graph, budget, time_limit_s=LIMIT_S)
+        if result.schedule is None:
+            rows[budget] = {"status": result.status, "message": result.message}
+            continue
+        module = remat.rewrite(bench.model, result.schedule)
+        rows[budget] = {"status": result.status, "gap": result.gap, **_predicted(graph, result)}
+        rows[budget] |= bench.measured(module, beside_bytes)
+    return {"ops": len(graph.ops), "rows": rows}
+
+
+def _predicted(graph: TrainingGraph, result: Result) -> dict[str, Any]:
+    assert result.schedule is not None
+    found = {"predicted_peak_bytes": result.peak_bytes, "predicted_step_us": result.time_us}
+    if graph.device.startswith("cuda"):
+        reserved = remat.predict_reserved(graph, result)
+        found["predicted_reserved_bytes"] = reserved.default.reserved_bytes
+    return found
+
+
+class checkpointed:  # noqa: N801
+    """While it is entered, each of the named blocks of a model is checkpointed."""
+
+    def __init__(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
+        self._modules = [model.get_submodule(path) for path in blocks]
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            module.forward = _again(module.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            del module.forward
+
+
+def _again(forward: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def text_of(name: str, row: dict[str, Any], base: dict[str, Any]) -> str:
+    """A row in one line: measured, and predicted over measured."""
+    if "peak_bytes" not in row:
+        return f"  {name:26}{row['status']}: {row['message'][:70]}"
+    said = f"  {name:26}{row['peak_bytes'] / 2**20:9.1f} MiB {row['step_us'] / 1e3:8.2f} ms"
+    said += f" {100 * (row['step_us'] / base['step_us'] - 1):+6.1f} %"
+    for what in ("peak_bytes", "step_us", "reserved_bytes"):
+        if f"predicted_{what}" in row and row[what]:
+            off = row[f"predicted_{what}"] / row[what] - 1
+            said += f"   {what.split('_')[0]} {100 * off:+.2f} %"
+    return said
+
+
+def main() -> int:
+    """Measure, print a line a row, and keep the figures."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.steps", description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--suite", default="gpu", choices=list(SUITES))
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    kept: dict[str, Any] = {**facts(asked.device), "models": {}}
+    for name in asked.models:
+        kept["models"][name] = found = rows_of(
+            Bench(asked.suite, name, asked.device), asked.budgets
+        )
+        keep(asked.out, kept)
+        print(f"{name}, {found['ops']} ops", flush=True)
+        for row_name, row in found["rows"].items():
+            print(text_of(row_name, row, found["rows"]["unmodified"]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
