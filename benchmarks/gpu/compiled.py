@@ -44,7 +44,11 @@ def row(suite: str, name: str, device: str, budget: str) -> dict[str, Any]:
     began = time.perf_counter()
     found: dict[str, Any] = {"gradients_off_by": off_by(bench.gradients(step), expected)}
     found["first_step_s"] = time.perf_counter() - began
-    found |= bench.measured(step, beside_bytes)
+    found |= bench.memory(step, beside_bytes)
+    found |= {
+        f"{name}_us": us
+        for name, us in bench.times_us({"eager": bench.model, "step": step}).items()
+    }
     if budget:
         plan = remat.compiled_plans()[-1]
         found |= {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Bench:
     """
 
     def __init__(self, suite: str, name: str, device: str, *, draws: bool = True) -> None:
+        gc.collect()  # what is left of an earlier model would be counted beside this one
         made: Trainee = SUITES[suite][name].make()
         self.device, self.is_cuda = device, device.startswith("cuda")
         self.model, self.blocks = made.model.to(device), made.blocks
@@ -75,8 +77,8 @@ class Bench:
         self.step(module)
         return [p.grad.cpu() for p in self.model.parameters() if p.grad is not None]
 
-    def measured(self, module: Callable[..., Tensor], beside_bytes: int) -> dict[str, float]:
-        """Peak and reserved bytes of a step, what libraries keep included, and its median time.
+    def memory(self, module: Callable[..., Tensor], beside_bytes: int) -> dict[str, int]:
+        """Peak and reserved bytes of a step, what libraries keep included.
 
         Parameters
         ----------
@@ -85,7 +87,7 @@ class Bench:
         for _ in range(WARM_UPS):
             self.step(module)
         if not self.is_cuda:
-            return {"peak_bytes": 0, "reserved_bytes": 0, "step_us": self._step_us(module)}
+            return {"peak_bytes": 0, "reserved_bytes": 0}
         self.model.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -95,18 +97,24 @@ class Bench:
         return {
             "peak_bytes": torch.cuda.max_memory_allocated() - beside_bytes,
             "reserved_bytes": torch.cuda.max_memory_reserved() - beside_bytes,
-            "step_us": self._step_us(module),
         }
 
+    def times_us(self, modules: Mapping[str, Callable[..., Tensor]]) -> dict[str, float]:
+        """Median time of a step of each; they run in turn, so that the clocks are those of all."""
+        times: dict[str, list[float]] = {name: [] for name in modules}
+        for number in range(WARM_UPS + ROUNDS):
+            for name, module in modules.items():
+                taken_us = self._step_us(module)
+                if number >= WARM_UPS:
+                    times[name].append(taken_us)
+        return {name: statistics.median(each) for name, each in times.items()}
+
     def _step_us(self, module: Callable[..., Tensor]) -> float:
-        times_us: list[float] = []
-        for _ in range(ROUNDS):
-            self._wait()
-            began = time.perf_counter()
-            self.step(module)
-            self._wait()
-            times_us.append(1e6 * (time.perf_counter() - began))
-        return statistics.median(times_us)
+        self._wait()
+        began = time.perf_counter()
+        self.step(module)
+        self._wait()
+        return 1e6 * (time.perf_counter() - began)
 
     def _wait(self) -> None:
         if self.is_cuda:

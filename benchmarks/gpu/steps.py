@@ -28,6 +28,7 @@ from remat.solver.result import Result
 MODELS = ("gpt2-small", "vit-b", "resnet-50", "unet", "llama-1b", "gpt2-medium")
 BUDGETS = ("80%", "60%", "40%", "min")
 LIMIT_S = 5.0
+CHECKPOINTED = "every block checkpointed"
 
 
 def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
@@ -38,18 +39,21 @@ def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
         beside_bytes = torch.cuda.memory_allocated() - bench.own_bytes() - kept_bytes
     with bench.autocast():
         graph = remat.capture(bench.model, bench.args, device=bench.device)
-    rows = {"unmodified": _predicted(graph, unmodified(graph))}
-    rows["unmodified"] |= bench.measured(bench.model, beside_bytes)
-    with checkpointed(bench.model, bench.blocks):
-        rows["every block checkpointed"] = bench.measured(bench.model, beside_bytes)
+    rows = {"unmodified": _predicted(graph, unmodified(graph)), CHECKPOINTED: {}}
+    modules: dict[str, Callable[..., Tensor]] = {"unmodified": bench.model}
+    modules[CHECKPOINTED] = checkpointed(bench.model, bench.blocks)
     for budget in budgets:
         result = remat.solve(graph, budget, time_limit_s=LIMIT_S)
         if result.schedule is None:
             rows[budget] = {"status": result.status, "message": result.message}
             continue
-        module = remat.rewrite(bench.model, result.schedule)
+        with bench.autocast():
+            modules[budget] = remat.rewrite(bench.model, result.schedule)
         rows[budget] = {"status": result.status, "gap": result.gap, **_predicted(graph, result)}
-        rows[budget] |= bench.measured(module, beside_bytes)
+    for name, module in modules.items():
+        rows[name] |= bench.memory(module, beside_bytes)
+    for name, step_us in bench.times_us(modules).items():
+        rows[name]["step_us"] = step_us
     return {"ops": len(graph.ops), "rows": rows}
 
 
@@ -62,19 +66,20 @@ def _predicted(graph: TrainingGraph, result: Result) -> dict[str, Any]:
     return found
 
 
-class checkpointed:  # noqa: N801
-    """While it is entered, each of the named blocks of a model is checkpointed."""
+def checkpointed(model: nn.Module, paths: tuple[str, ...]) -> Callable[..., Tensor]:
+    """The model with each of its blocks at `paths` checkpointed, while it is called."""
+    blocks = [model.get_submodule(path) for path in paths]
 
-    def __init__(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
-        self._modules = [model.get_submodule(path) for path in blocks]
+    def run(*args: Tensor) -> Tensor:
+        for block in blocks:
+            block.forward = _again(block.forward)
+        try:
+            return model(*args)
+        finally:
+            for block in blocks:
+                del block.forward
 
-    def __enter__(self) -> None:
-        for module in self._modules:
-            module.forward = _again(module.forward)
-
-    def __exit__(self, *_: object) -> None:
-        for module in self._modules:
-            del module.forward
+    return run
 
 
 def _again(forward: Callable[..., Tensor]) -> Callable[..., Any]:

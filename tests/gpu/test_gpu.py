@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,18 +24,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def repeatable() -> Iterator[None]:
-    """Kernels that give the same bits at each run, where torch has them."""
-    cudnn, before = torch.backends.cudnn, torch.backends.cudnn.deterministic
-    was_exact = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    cudnn.deterministic = True
-    yield
-    cudnn.deterministic = before
-    torch.use_deterministic_algorithms(was_exact)
 
 
 def loaded(name: str) -> Loaded:
