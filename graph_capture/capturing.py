@@ -5,7 +5,7 @@ It stands above `tracing/`, `prices/` and `derived/`, which do not know of each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -120,7 +120,7 @@ def capture(
         return price_for(one, progress=progress, profile=known, measure_again=measure_again)
 
     if dynamic:
-        return ranged_graph_of(traced, priced)
+        return ranged_graph_of(traced, priced, workspaces_for)
     return on_one_rank(priced(traced), sharding)
 
 
@@ -142,3 +142,13 @@ def price_for(
     from remat.graph_capture.prices.pricing import price
 
     return price(traced, progress=progress, profile=profile, measure_again=measure_again)
+
+
+def workspaces_for(traced: Trace, names: Sequence[str]) -> dict[str, int]:
+    """Workspaces of the named ops of a trace: measured here, or modelled by the device's name."""
+    if traced.recipe.is_modelled:
+        ops = price_for(traced).ops
+        return {op.name: op.workspace_bytes for op in ops if op.name in set(names)}
+    from remat.graph_capture.prices.workspaces import measured_workspaces
+
+    return measured_workspaces(traced, names)

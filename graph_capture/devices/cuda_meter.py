@@ -161,12 +161,8 @@ class CudaMeter:
             before_bytes = torch.cuda.memory_allocated()
             probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
             bias = torch.ones(PROBE, device=self.device)
-
-            def products(x: Tensor) -> Tensor:
-                return functional.linear(functional.linear(x, x, bias), x, bias)
-
-            checkpoint(products, probe, use_reentrant=False).sum().backward()
-            del probe, bias, products
+            checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
+            del probe, bias
             return torch.cuda.memory_allocated() - before_bytes
 
     def rng_state(self) -> Tensor:
@@ -214,6 +210,10 @@ class CudaMeter:
             size_bytes = max(self.cache_bytes, 1)
             self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         self._cache.zero_()
+
+
+def _products(x: Tensor, bias: Tensor) -> Tensor:
+    return functional.linear(functional.linear(x, x, bias), x, bias)
 
 
 def _driver_version() -> str:

@@ -21,6 +21,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
+from remat.graph_capture.memory_events import RegionMemory
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
@@ -77,19 +78,17 @@ def measured_prices(
             progress(done // meter.passes, len(missing))
 
     costs = times_us(
-        {key: partial(_runner, joint, node) for key, node in missing.items()},
+        {key: partial(runner_of, joint, node) for key, node in missing.items()},
         {key: moved_bytes(node) for key, node in missing.items()},
         meter, failed, first=first, after=after, between=between,
         begun=cache.begun, keep=cache.keep_begun,
     )  # fmt: skip
     # Memory comes last: what libraries allocate at their first use is then no op's.
     with _said_if_short():
-        memory = meter.regions(_runner(joint, missing[key]) for key in costs)
+        memory = meter.regions(runner_of(joint, missing[key]) for key in costs)
     for (key, cost_us), found in zip(costs.items(), memory, strict=True):
-        traced_bytes = sum(fresh_storages(missing[key]))
-        kept_bytes = max(0, found.final_bytes - traced_bytes)
-        workspace_bytes = max(0, found.peak_bytes - traced_bytes - kept_bytes)
-        workspace_bytes = allocated_on(meter.device)(workspace_bytes)
+        kept_bytes = max(0, found.final_bytes - sum(fresh_storages(missing[key])))
+        workspace_bytes = allocated_on(meter.device)(workspace_of(missing[key], found))
         prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
     return prices, frozenset(no_room)
 
@@ -131,7 +130,14 @@ def _estimated(node: fx.Node, error: RuntimeError | MemoryError) -> Price:
     return Price(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
 
 
-def _runner(joint: Joint, node: fx.Node) -> Callable[[], Any]:
+def workspace_of(node: fx.Node, region: RegionMemory) -> int:
+    """Bytes of a region that ran `node`, beyond what it has made by then."""
+    kept_bytes = max(sum(fresh_storages(node)), region.final_bytes)
+    return max(0, region.peak_bytes - kept_bytes)
+
+
+def runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
+    """A run of an op on made data, alone on its rank."""
     args, kwargs = sample_arguments(node, joint.module)
     target = on_this_rank(node)
 

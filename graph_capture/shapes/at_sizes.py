@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -14,12 +14,15 @@ from remat.graph_capture.shapes.concrete import at_sizes
 from remat.graph_capture.shapes.extents import extents_of
 from remat.graph_capture.shapes.price_points import point_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph, structure_of
-from remat.graph_capture.shapes.ranges import Sizes, corner
+from remat.graph_capture.shapes.ranges import Sizes, corner, spread
 from remat.graph_capture.shapes.signature import RangedSignature
+from remat.graph_capture.shapes.workspaces import WorkspacePoint, off_lines
 from remat.graph_capture.tracing.resident import resident_of_batch
 from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
 
 Priced = Callable[[Trace], TrainingGraph]
+WorkspacesOf = Callable[[Trace, Sequence[str]], Mapping[str, int]]
+MOST_SIZES = 16
 
 
 def trace_at(trace: Trace, sizes: Sizes) -> Trace:
@@ -45,8 +48,17 @@ def trace_at(trace: Trace, sizes: Sizes) -> Trace:
     return dataclasses.replace(trace, joint=joint, recipe=recipe, env=None, compiled=True)
 
 
-def ranged_graph_of(trace: Trace, price: Priced) -> RangedGraph:
+def ranged_graph_of(
+    trace: Trace, price: Priced, workspaces: WorkspacesOf | None = None
+) -> RangedGraph:
     """The graph over the range of a trace, priced at its ends and its geometric middle.
+
+    Workspaces that follow no formula are measured at up to `MOST_SIZES` of each size, with the
+    others at their largest.
+
+    Parameters
+    ----------
+    workspaces : of the named ops of a trace; left out, none are measured beside prices.
 
     Raises
     ------
@@ -87,7 +99,30 @@ def ranged_graph_of(trace: Trace, price: Priced) -> RangedGraph:
         )
         for (sizes, one), by_price in zip(traces, priced, strict=True)
     )
-    return msgspec.structs.replace(ranged, base=base, points=points)
+    ranged = msgspec.structs.replace(ranged, base=base, points=points)
+    if workspaces is None:
+        return ranged
+    return _with_workspaces(trace, ranged, [graph for _, graph in graphs], workspaces)
+
+
+def _with_workspaces(
+    trace: Trace, ranged: RangedGraph, graphs: Sequence[TrainingGraph], workspaces: WorkspacesOf
+) -> RangedGraph:
+    """With the workspaces that follow no formula at further sizes."""
+    names = off_lines(graphs, [one.workspace_bytes for one in ranged.points])
+    if not names:
+        return ranged
+    high, index = corner(ranged.symbols, "high"), ranged.base.op_index
+    more: list[WorkspacePoint] = []
+    known = [one.sizes for one in ranged.points]
+    axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s, MOST_SIZES)]
+    for sizes in (sizes for sizes in axes if sizes not in known):
+        found = workspaces(trace_at(trace, sizes), names)
+        made = [op.workspace_bytes for op in ranged.at(**sizes).ops]
+        for name, workspace_bytes in found.items():
+            made[index[name]] = workspace_bytes
+        more.append(WorkspacePoint(sizes, tuple(made)))
+    return msgspec.structs.replace(ranged, workspaces=tuple(more))
 
 
 def _flops(trace: Trace, op: Op) -> int:

@@ -65,9 +65,9 @@ class BytesOver:
         workspaces = np.array([op.workspace_bytes for op in graph.base.ops], dtype=np.int64)
         libraries_bytes = graph.base.resident.libraries_bytes
         if graph.points:
-            workspaces = graph.prices.workspaces_at(high, plain)
+            workspaces = graph.prices.workspaces_upto(high, plain)
             libraries_bytes = graph.prices.libraries_at(high)
-            for name, extra in graph.prices.extra_at(high).items():
+            for name, extra in graph.prices.extra_at(high, plain, is_bound=True).items():
                 i = self._index[name]
                 values[i] = 0 if extra == NOT_ON_DEVICE else values[i] + extra
         batch_bytes = sum(self._counted(self._bytes(text, part)) for text in graph.batch_bytes)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from remat.graph_capture.devices.device_table import counted_on
 from remat.graph_capture.graph import Origin, TrainingGraph
 from remat.graph_capture.shapes.ranges import Sizes
-from remat.graph_capture.shapes.workspaces import Workspaces
+from remat.graph_capture.shapes.workspaces import WorkspacePoint, Workspaces, is_within
+from remat.graph_capture.shapes.workspaces_of_range import WorkspacesOfRange
 
 Floats = NDArray[np.float64]
 NOT_ON_DEVICE = -1
@@ -57,14 +58,37 @@ class PricesOfRange:
     Parameters
     ----------
     graphs : the unpriced graph at each point.
+    more : further sizes of which workspaces are known. more_graphs : the unpriced graph at each.
     """
 
-    def __init__(self, points: Sequence[PricePoint], graphs: Sequence[TrainingGraph]) -> None:
+    def __init__(
+        self,
+        points: Sequence[PricePoint],
+        graphs: Sequence[TrainingGraph],
+        more: Sequence[WorkspacePoint] = (),
+        more_graphs: Sequence[TrainingGraph] = (),
+    ) -> None:
         self.points = points
         self._costs = np.array([one.cost_us for one in points])
         self._flops = np.array([one.flops for one in points], dtype=np.float64)
         self._moved = np.array([_moved_bytes(graph) for graph in graphs])
-        self._workspaces = Workspaces([one.workspace_bytes for one in points], graphs)
+        self._workspaces = WorkspacesOfRange(
+            [WorkspacePoint(one.sizes, one.workspace_bytes) for one in points], graphs,
+            more, more_graphs,
+        )  # fmt: skip
+        # What a kernel keeps, it keeps in the storage of its first result.
+        self._first = [op.outputs[0] if op.outputs else "" for op in graphs[0].ops]
+        self._kept = Workspaces(
+            [one.sizes for one in points],
+            [[max(0, one.extra_bytes.get(name, 0)) for name in self._first] for one in points],
+            graphs,
+        )
+        self._off_device = {
+            name: NOT_ON_DEVICE
+            for one in points
+            for name, extra in one.extra_bytes.items()
+            if extra == NOT_ON_DEVICE
+        }
         self._works = np.log(np.maximum(self._moved.sum(axis=1), 1.0))
         self._form = _fitted(self._costs, self._flops, self._moved)
         fitted = self._by_form(self._flops, self._moved)
@@ -78,8 +102,15 @@ class PricesOfRange:
         measured = self._costs[middle].sum()
         return float(abs(fitted - measured) / measured) if measured else 0.0
 
-    def priced(self, graph: TrainingGraph, sizes: Sizes) -> TrainingGraph:
-        """An unpriced graph of the range with its prices."""
+    def priced(
+        self, graph: TrainingGraph, sizes: Sizes, *, is_bound: bool = False
+    ) -> TrainingGraph:
+        """An unpriced graph of the range with its prices.
+
+        Parameters
+        ----------
+        is_bound : whether workspaces are to bound those of all smaller sizes too.
+        """
         moved = _moved_bytes(graph)
         work = float(np.log(max(moved.sum(), 1.0)))
         flops = np.exp(_between(work, self._works, np.log(np.maximum(self._flops, 1e-9))))
@@ -87,12 +118,13 @@ class PricesOfRange:
         costs = self._by_form(flops[None], moved[None])[0] * left
         last = self.points[self._upper(sizes)]
         plain = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
-        workspaces = self.workspaces_at(sizes, plain)
+        workspaces = self._workspaces.at(sizes, plain, is_bound=is_bound)
         ops = tuple(
             msgspec.structs.replace(op, cost_us=float(c), workspace_bytes=int(w), price=origin)
             for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
         )
-        extra, allocated = self.extra_at(sizes), counted_on(graph.device)
+        extra = self.extra_at(sizes, plain, is_bound=is_bound)
+        allocated = counted_on(graph.device)
         values = tuple(
             msgspec.structs.replace(
                 v, size_bytes=bytes_kept(allocated(v.size_bytes), extra, v.name)
@@ -106,24 +138,24 @@ class PricesOfRange:
             notes=last.notes, versions=last.versions,
         )  # fmt: skip
 
-    def workspaces_at(self, sizes: Sizes, value_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Workspace of each op; see `Workspaces.at`."""
-        return self._workspaces.at(self._upper(sizes), value_bytes)
+    def workspaces_upto(self, sizes: Sizes, value_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A bound on the workspace of each op at these sizes and all smaller ones."""
+        return self._workspaces.at(sizes, value_bytes, is_bound=True)
 
     def libraries_at(self, sizes: Sizes) -> int:
         """What libraries hold: the most that was measured up to the next larger point."""
         return max(one.libraries_bytes for one in self.points[: self._upper(sizes) + 1])
 
-    def extra_at(self, sizes: Sizes) -> dict[str, int]:
-        """As `libraries_at`, of what values take beyond what their shapes say."""
-        found: dict[str, int] = {}
-        for point in self.points[: self._upper(sizes) + 1]:
-            for name, extra in point.extra_bytes.items():
-                found[name] = max(found.get(name, extra), extra)
-        return found
+    def extra_at(
+        self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
+    ) -> dict[str, int]:
+        """What values take beyond what their shapes say; found as workspaces are."""
+        found = self._kept.at(sizes, value_bytes, is_bound=is_bound).tolist()
+        named = zip(self._first, found, strict=True)
+        return {name: extra for name, extra in named if extra} | self._off_device
 
     def _upper(self, sizes: Sizes) -> int:
-        return next(i for i, one in enumerate(self.points) if _is_within(sizes, one.sizes))
+        return next(i for i, one in enumerate(self.points) if is_within(sizes, one.sizes))
 
     def _by_form(self, flops: Floats, moved: Floats) -> Floats:
         a, b, c = self._form
@@ -158,10 +190,6 @@ def point_of(
         notes=priced.notes,
         versions=priced.versions,
     )
-
-
-def _is_within(sizes: Sizes, upper: Sizes) -> bool:
-    return all(size <= upper[name] for name, size in sizes.items())
 
 
 def _between(at: float, known: Floats, rows: Floats) -> Floats:

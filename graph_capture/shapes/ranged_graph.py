@@ -21,6 +21,7 @@ from remat.graph_capture.shapes.guards import Guard
 from remat.graph_capture.shapes.intervals import bounds_of
 from remat.graph_capture.shapes.price_points import PricePoint, PricesOfRange
 from remat.graph_capture.shapes.ranges import Sizes, Symbol, corner, require_in_range
+from remat.graph_capture.shapes.workspaces import WorkspacePoint
 
 RANGED_VERSION = 1
 SHOWN = 5
@@ -44,6 +45,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         sizes that vary in braces. batch_bytes : of the batch's tensors, each an expression.
     guards : what the trace asks of the sizes; they hold at all sizes of the range.
     points : the sizes at which ops were priced; none for an unpriced graph.
+    workspaces : further sizes at which workspaces were measured.
     traced_hash : of the graph at the sizes that were traced with, by which it is traced again.
     """
 
@@ -54,6 +56,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     batch_bytes: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
     points: tuple[PricePoint, ...] = ()
+    workspaces: tuple[WorkspacePoint, ...] = ()
     traced_hash: str = ""
     schema_version: int = RANGED_VERSION
 
@@ -77,8 +80,9 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def at(self, **sizes: int) -> TrainingGraph:
         """The graph of the step at these sizes, as a capture at these sizes would be.
 
-        Costs are fitted between the sizes that were priced. What a kernel keeps beyond its results
-        is that of the next larger of these sizes, and so are workspaces that follow no formula.
+        Costs are fitted between the sizes that were priced. Workspaces, and what kernels keep
+        beyond their results, are those at the next sizes that were measured, the larger ones, where
+        they follow no formula.
 
         Raises
         ------
@@ -101,10 +105,14 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         low = require_in_range(self.symbols, corner(part, "low"))
         high = require_in_range(self.symbols, corner(part, "high"))
         if self.rising:
-            return self.at(**high)
-        return self._graph(high, functools.cache(lambda text: bounds_of(text, low, high)[1]))
+            most = functools.cache(lambda text: evaluated(text, high))
+        else:
+            most = functools.cache(lambda text: bounds_of(text, low, high)[1])
+        return self._graph(high, most, is_bound=True)
 
-    def _graph(self, point: Sizes, bytes_of: Callable[[str], int]) -> TrainingGraph:
+    def _graph(
+        self, point: Sizes, bytes_of: Callable[[str], int], *, is_bound: bool = False
+    ) -> TrainingGraph:
         shape_of = functools.cache(lambda text: evaluated(text, point))
         counted = counted_on(self.base.device)
         graph = msgspec.structs.replace(
@@ -116,18 +124,18 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 batch_bytes=sum(counted(bytes_of(text)) for text in self.batch_bytes),
             ),
         )
-        return self.prices.priced(graph, point) if self.points else graph
+        return self.prices.priced(graph, point, is_bound=is_bound) if self.points else graph
 
     @functools.cached_property
     def prices(self) -> PricesOfRange:
         """The prices of ops at any size, from those at `points`."""
         plain = msgspec.structs.replace(self, points=())
         # They may be out of the range, where it is a part of the one that was priced.
-        graphs = [
-            plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes))
-            for one in self.points
-        ]
-        return PricesOfRange(self.points, graphs)
+        graphs, more = (
+            [plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes)) for one in each]
+            for each in (self.points, self.workspaces)
+        )
+        return PricesOfRange(self.points, graphs, self.workspaces, more)
 
     def _value(
         self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]
@@ -145,7 +153,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def rising(self) -> bool:
         """Whether no value and no batch takes more bytes where a size is smaller, by its form.
 
-        What was measured is taken so that it does not: see `at`.
+        What was measured is taken so that it does not: see `bounding`.
         """
         return not self.not_rising()
 

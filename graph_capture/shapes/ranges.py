@@ -141,6 +141,14 @@ def corner(symbols: Sequence[Symbol], which: str) -> dict[str, int]:
     return {symbol.name: getattr(symbol, which) for symbol in symbols}
 
 
+def spread(symbol: Symbol, most: int) -> list[int]:
+    """Sizes of a symbol from the least to the largest: all of them, or `most` at equal steps."""
+    last = len(symbol.sizes) - 1
+    if last < most:
+        return list(symbol.sizes)
+    return [symbol.sizes[last * i // (most - 1)] for i in range(most)]
+
+
 def number_of_points(symbols: Sequence[Symbol]) -> int:
     """How many combinations of sizes there are."""
     return math.prod(len(symbol.sizes) for symbol in symbols)

@@ -121,7 +121,9 @@ class PlannedPieces:
             self._budget_bytes = choice.budget_bytes
             chosen = self._search.followed(map(choice.of_piece, range(len(self._whole.pieces))))
             peak_bytes = self._held_bytes + peak_of(chosen, asked.calls - 1)
-            require_within(one, asked, shared.device, choice.budget_bytes, peak_bytes, self._held_bytes)
+            require_within(
+                one, asked, shared.device, choice.budget_bytes, peak_bytes, self._held_bytes
+            )
             return chosen
 
     def _chosen(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import remat
+from remat.schedules.over_range import carried
 from tests.zoo.case import Case
 from tests.zoo.catalogue import ZOO
 
@@ -47,3 +48,7 @@ def test_it_trains_as_eager_at_each_length(name: str) -> None:
         found = remat.check(case.model, module, one.args, one.kwargs, loss_fn=case.loss_fn, steps=1)
         assert found.differences == (), length
         assert not found.exceeds(module.family.budget_bytes), length
+        assert module.ranged_graph is not None
+        graph, member = module.ranged_graph.at(seq=length), module.family.at(seq=length)
+        predicted = remat.simulate(graph, carried(member.schedule, graph))
+        assert abs(predicted.peak_bytes / found.plan_peak_bytes - 1) <= 0.01, length
