@@ -14,14 +14,14 @@ pytestmark = pytest.mark.usefixtures("clocked")
 
 
 class Slowing(CpuMeter):
-    """All that is timed in the second pass takes ten times as long."""
+    """All that is timed in the slow passes takes ten times as long."""
 
-    def __init__(self) -> None:
+    def __init__(self, *slow: int) -> None:
         super().__init__()
-        self.of_pass = 0
+        self.of_pass, self.slow = 0, slow
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        return (10.0 if self.of_pass == 1 else 1.0) * float(run() or 0) + moved_bytes
+        return (10.0 if self.of_pass in self.slow else 1.0) * float(run() or 0) + moved_bytes
 
     def next(self) -> None:
         self.of_pass += 1
@@ -35,8 +35,9 @@ def never(key: str, error: RuntimeError) -> None:
     raise AssertionError(key) from error
 
 
-def test_a_slow_while_of_the_machine_changes_no_price() -> None:
-    meter = Slowing()
+@pytest.mark.parametrize("slow", [(1,), (0, 1), (1, 2)])
+def test_a_slow_while_of_the_machine_changes_no_price(slow: tuple[int, ...]) -> None:
+    meter = Slowing(*slow)
     prices = {"add": 3.0, "mm": 7.0}
     moved = dict.fromkeys(prices, 2)
     found = times_us(made(prices), moved, meter, never, between=meter.next)
