@@ -1,6 +1,7 @@
 #!/bin/sh
 # All that is known of a CUDA device, in one call: sh benchmarks/gpu_run.sh [FOLDER]
-# Tests first, then figures, as small JSON files in FOLDER (default: benchmarks/results/gpu).
+# Tests first, then figures, as small JSON files in FOLDER (default: benchmarks/results/gpu). The
+# profiles are for plans elsewhere: remat run --device h100 --profile FILE.
 # Each part has a limit in seconds, so that all of it ends within nine minutes.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -24,10 +25,14 @@ part() { # part NAME LIMIT_S COMMAND...
     [ "$code" -eq 0 ] || failed="$failed $name"
 }
 
-part tests 150 "$python" -m pytest -q -m gpu --show-capture=no tests/gpu
-part links 20 "$python" -m benchmarks.gpu.links --out "$folder/links.json"
-part steps 200 "$python" -m benchmarks.gpu.steps --out "$folder/steps.json"
-part compiled 110 "$python" -m benchmarks.gpu.compiled gpt2-small --out "$folder/compiled.json"
+part tests 140 "$python" -m pytest -q -m gpu --show-capture=no tests/gpu
+part links 15 "$python" -m benchmarks.gpu.links --out "$folder/links.json"
+part steps 160 "$python" -m benchmarks.gpu.steps --out "$folder/steps.json"
+part compiled 100 "$python" -m benchmarks.gpu.compiled gpt2-small --out "$folder/compiled.json"
+for name in gpt resnet; do
+    part "profile of $name" 20 "$python" -m remat profile "examples/$name.py:factory" --device cuda \
+        -o "$folder/profile_$name.json"
+done
 part zoo 60 "$python" -m benchmarks.gpu_zoo --only example "low-rank" --out "$folder/zoo.json"
 [ -z "$failed" ] || {
     echo "gpu_run: failed:$failed" >&2
