@@ -18,9 +18,10 @@ from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.shapes.at_sizes import ranged_graph_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Counted, Trace, trace
+from remat.graph_capture.tracing.trace import Counted, trace
 
 
 @overload

@@ -13,9 +13,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.side_effects.carried import Carried, Settled
-from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.arena.step_memory import StepMemory
 from remat.rewriter.gradients.handing_over import HandingOver
 from remat.rewriter.graphs.boxed import Boxed, compile_boxed

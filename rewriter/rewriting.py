@@ -15,9 +15,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Trace
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.rewriter.compiled import compile_step
 from remat.rewriter.gradients.updating import Updates

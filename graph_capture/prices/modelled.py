@@ -40,7 +40,7 @@ from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.prices.roofline import Roofline
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.splitting.regions import regions_asked
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.one_trace import Trace
 
 RNG_STATE_BYTES = 16
 """Of a CUDA generator: seed and offset."""

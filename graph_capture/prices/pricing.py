@@ -26,7 +26,8 @@ from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.prices.step_time import step_rounds, whole_step
 from remat.graph_capture.splitting.regions import Found, regions_asked
-from remat.graph_capture.tracing.trace import Counted, Trace
+from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.trace import Counted
 
 
 @dataclass(frozen=True)

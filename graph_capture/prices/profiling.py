@@ -15,8 +15,9 @@ from remat.graph_capture.prices.op_work import Work, work_of
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.pricing import examples, price_with
 from remat.graph_capture.prices.profile import Profile, ProfiledOp
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Counted, Trace, trace
+from remat.graph_capture.tracing.trace import Counted, trace
 
 
 def profile(

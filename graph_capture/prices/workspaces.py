@@ -13,7 +13,7 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.prices.op_prices import runner_of, workspace_of
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.sample_inputs import price_key
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.one_trace import Trace
 
 
 def measured_workspaces(trace: Trace, names: Sequence[str]) -> dict[str, int]:

@@ -17,8 +17,8 @@ from remat.graph_capture.shapes.ranged_graph import RangedGraph, structure_of
 from remat.graph_capture.shapes.ranges import Sizes, corner, spread
 from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.shapes.workspaces import WorkspacePoint, off_lines
+from remat.graph_capture.tracing.one_trace import Trace, edit_traced, joint_of, num_forward_outputs
 from remat.graph_capture.tracing.resident import resident_of_batch
-from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
 
 Priced = Callable[[Trace], TrainingGraph]
 WorkspacesOf = Callable[[Trace, Sequence[str]], Mapping[str, int]]

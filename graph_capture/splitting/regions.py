@@ -14,7 +14,7 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import Places, copy_of
 from remat.graph_capture.splitting.heads import Head, find_heads
 from remat.graph_capture.splitting.replaced import replace_head
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.one_trace import Trace
 
 COUNTS = (2, 4, 8, 16)
 """Numbers of pieces that are priced."""

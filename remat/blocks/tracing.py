@@ -18,8 +18,9 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.block_match import BlockMatch, match_block
 from remat.graph_capture.tracing.block_calls import matching_blocks, watching_calls
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
+from remat.graph_capture.tracing.trace import trace, trace_recipe
 from remat.rewriter.guards.live_state import named_state
 
 

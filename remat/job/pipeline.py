@@ -29,8 +29,8 @@ from remat.solver.result import INTERRUPTED, Result
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Recipe
-    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
 
 

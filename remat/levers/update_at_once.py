@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.gradients.hand_over import HandOver
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Split
-    from remat.graph_capture.tracing.trace import Trace
 
 
 def training_step(

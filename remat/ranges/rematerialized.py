@@ -20,7 +20,8 @@ from remat.graph_capture.shapes.at_sizes import ranged_graph_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic, Sizes, require_in_range
 from remat.graph_capture.shapes.signature import RangedSignature
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.trace import trace
 from remat.ranges.solving import solve_over
 from remat.rewriter.rewriting import refuse_rewritten
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged

@@ -131,8 +131,8 @@ def check(
 
     Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
     times once that has taken 20 s, if no other ranks wait for this one. On a CUDA device eager runs
-    twice for equality, to see which results it repeats, and up to eight times if the plan's differ. Gradients, buffers, the batch and the
-    random streams are put back as they were.
+    twice for equality, to see which results it repeats, and up to `MOST_EAGER` times if the plan's
+    differ. Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
     ----------

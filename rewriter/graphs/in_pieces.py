@@ -16,8 +16,9 @@ from remat.graph_capture.errors import RewriteError, ScheduleError
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.splitting.regions import AND, COUNTS, find_regions
 from remat.graph_capture.splitting.same_bits import is_known_to_give_them
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import Trace, trace_recipe
+from remat.graph_capture.tracing.trace import trace_recipe
 from remat.schedules.schedule import Pieces, Schedule
 
 

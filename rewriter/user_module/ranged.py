@@ -11,8 +11,9 @@ from torch import nn
 from remat.graph_capture.errors import RewriteError, SignatureError
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.signature import RangedSignature
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import Trace, trace_recipe
+from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import compile_step, copy_to_compile
 from remat.rewriter.guards.leaves import FlatBatches
 from remat.rewriter.user_module.module import RematModule, in_modes, make_module

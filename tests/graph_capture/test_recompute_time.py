@@ -16,7 +16,7 @@ from remat.graph_capture.prices.booking import booked, costs_of, with_costs
 from remat.graph_capture.prices.keeping_time import Costs
 from remat.graph_capture.prices.price_cache import WholeStep
 from remat.graph_capture.prices.recompute_time import LEAST, MOST, as_recomputed, recomputing
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.one_trace import Trace
 from tests.graph_capture.traced_models import at_100_us, traced
 
 EXACT = ["plain", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]

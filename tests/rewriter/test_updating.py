@@ -14,7 +14,7 @@ from remat.graph_capture import trace
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import UPDATE
-from remat.graph_capture.tracing.trace import Trace
+from remat.graph_capture.tracing.one_trace import Trace
 from remat.rewriter import RematModule, rewrite
 from remat.rewriter.gradients.updating import Updates
 from remat.schedules.schedule import Schedule
