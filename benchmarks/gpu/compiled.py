@@ -7,18 +7,15 @@ The peaks that plans are judged by stand beside the measured ones.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import remat
-from benchmarks.comparison.models import SUITES
-from benchmarks.gpu.device import Bench, facts, keep, off_by
+from benchmarks.gpu.device import Bench, asked_of, facts, keep, off_by
 from remat.compile.on_device import libraries_bytes
 
 MODELS = ("gpt2-small", "resnet-50")
@@ -60,13 +57,7 @@ def row(suite: str, name: str, device: str, budget: str) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, print a line a row, and keep the figures."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.compiled", description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--suite", default="gpu", choices=list(SUITES))
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = asked_of("compiled", __doc__, MODELS, BUDGETS)
     warnings.simplefilter("ignore")
     kept: dict[str, Any] = {**facts(asked.device), "models": {}}
     for name in asked.models:

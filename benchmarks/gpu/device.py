@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ def facts(device: str) -> dict[str, Any]:
         "versions": {"torch": str(torch.__version__), **meter.versions},
         "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
+
+
+def asked_of(
+    name: str, text: str | None, models: Sequence[str], budgets: Sequence[str]
+) -> argparse.Namespace:
+    """What the command line asks for: models, their suite, the device, budgets, a file."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.gpu.{name}", description=text)
+    parser.add_argument("models", nargs="*", default=list(models))
+    parser.add_argument("--suite", default="gpu", choices=list(SUITES))
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--budgets", nargs="*", default=list(budgets))
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    return parser.parse_args()
 
 
 def keep(path: Path | None, found: dict[str, Any]) -> None:

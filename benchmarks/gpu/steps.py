@@ -6,11 +6,9 @@ by plans under `--budgets`. Peaks, reserved bytes and times stand beside what wa
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from benchmarks.comparison.models import SUITES
-from benchmarks.gpu.device import Bench, facts, keep
+from benchmarks.gpu.device import Bench, asked_of, facts, keep
 from remat.budgets import unmodified
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.graph import TrainingGraph
@@ -101,13 +98,7 @@ def text_of(name: str, row: dict[str, Any], base: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure, print a line a row, and keep the figures."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.steps", description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--suite", default="gpu", choices=list(SUITES))
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = asked_of("steps", __doc__, MODELS, BUDGETS)
     warnings.simplefilter("ignore")
     kept: dict[str, Any] = {**facts(asked.device), "models": {}}
     for name in asked.models:
