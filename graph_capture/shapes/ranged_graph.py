@@ -19,6 +19,7 @@ from remat.graph_capture.graph import TrainingGraph, Value
 from remat.graph_capture.shapes.expressions import evaluated, never_falls
 from remat.graph_capture.shapes.guards import Guard
 from remat.graph_capture.shapes.intervals import bounds_of
+from remat.graph_capture.shapes.point_rules import check_points
 from remat.graph_capture.shapes.price_points import PricePoint, PricesOfRange
 from remat.graph_capture.shapes.ranges import Sizes, Symbol, corner, require_in_range
 from remat.graph_capture.shapes.workspaces import WorkspacePoint
@@ -66,6 +67,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 f"this file of a range has schema version {self.schema_version}, this release "
                 f"reads {RANGED_VERSION}: capture the model again"
             )
+        check_points(len(self.base.ops), self.symbols, self.points, self.workspaces)
 
     @property
     def name(self) -> str:
