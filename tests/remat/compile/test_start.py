@@ -241,7 +241,7 @@ def test_auto_takes_a_plan_that_is_as_good_now(
     # In a little more, nothing is sought; in much more, less need run again; in less, more must.
     for factor in (1.0, 1.005, 1.2, 1.0):
         free_bytes = int(factor * room_bytes)
-        monkeypatch.setattr(place, "auto_bytes", lambda free_bytes=free_bytes: free_bytes)
+        monkeypatch.setattr(place, "auto_bytes", lambda _, found=free_bytes: found)
         plans, _, _, _ = started(budget="auto")
         replays.append(plans[0].replays > 0)
         assert plans[0].peak_bytes <= plans[0].budget_bytes
