@@ -144,6 +144,13 @@ def memory_bytes() -> int:
     return max(children, int(high) * 1024)
 
 
+def commit_here() -> str:
+    """The short name of the commit that is checked out; empty where there is none."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return ran.stdout.strip()
+
+
 def cpu_name() -> str:
     """Processor model and the number of cores this process may use."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cell import cpu_name
+from benchmarks.cell import commit_here, cpu_name
 from benchmarks.comparison import batches
 from benchmarks.comparison.batches import CHECKPOINTS, GPU_GIB, METHODS
 from benchmarks.comparison.cores import CORES
@@ -120,14 +119,10 @@ class Results:
 
 def facts(suite: str) -> dict[str, Any]:
     """Device, versions, date and commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    ).stdout.strip()  # fmt: skip
     device = torch.cuda.get_device_name() if suite == "gpu" else f"{cpu_name()}, 1 thread a step"
     return {
         "device": device, "torch": str(torch.__version__), "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"), "commit": commit,
+        "date": time.strftime("%Y-%m-%d"), "commit": commit_here(),
     }  # fmt: skip
 
 

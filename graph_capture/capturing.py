@@ -5,7 +5,7 @@ It stands above `tracing/`, `prices/` and `derived/`, which do not know of each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,9 +13,10 @@ from torch import nn
 
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import Profile, as_profile
-from remat.graph_capture.shapes.at_sizes import ranged_graph_of
+from remat.graph_capture.shapes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.one_trace import Trace
@@ -121,7 +122,7 @@ def capture(
         return price_for(one, progress=progress, profile=known, measure_again=measure_again)
 
     if dynamic:
-        return ranged_graph_of(traced, priced, workspaces_for)
+        return ranged_graph_of(traced, priced, workspaces_by(traced, known))
     return on_one_rank(priced(traced), sharding)
 
 
@@ -145,11 +146,18 @@ def price_for(
     return price(traced, progress=progress, profile=profile, measure_again=measure_again)
 
 
-def workspaces_for(traced: Trace, names: Sequence[str]) -> dict[str, int]:
-    """Workspaces of the named ops of a trace: measured here, or modelled by the device's name."""
+def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf | None:
+    """What tells the workspaces of ops: by running them here, or by a model of the device.
+
+    None with a profile of another machine, on which nothing can be run.
+    """
     if traced.recipe.is_modelled:
-        ops = price_for(traced).ops
-        return {op.name: op.workspace_bytes for op in ops if op.name in set(names)}
+        return lambda one, names: {
+            op.name: op.workspace_bytes
+            for op in price_for(one, profile=profile).ops
+            if op.name in names
+        }
     from remat.graph_capture.prices.workspaces import measured_workspaces
 
-    return measured_workspaces(traced, names)
+    is_here = profile is None or profile.title == meter_of(traced.recipe.device).title
+    return measured_workspaces if is_here else None

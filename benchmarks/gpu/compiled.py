@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 import remat
-from benchmarks.gpu.device import Bench, asked_of, facts, keep, off_by
-from remat.compile.on_device import libraries_bytes
+from benchmarks.comparison import methods
+from benchmarks.comparison.methods import Variant
+from benchmarks.comparison.row import SMALL, error
+from benchmarks.gpu.device import Bench, asked_of, facts, keep
 
 MODELS = ("gpt2-small", "resnet-50")
 BUDGETS = ("100%", "60%", "40%")
@@ -26,26 +28,18 @@ def row(suite: str, name: str, device: str, budget: str) -> dict[str, Any]:
     """One compiled step; torch's own where there is no budget."""
     torch._dynamo.reset()
     bench = Bench(suite, name, device, draws=False)
-    beside_bytes = 0
-    if bench.is_cuda:
-        torch.cuda.empty_cache()
-        kept_bytes = libraries_bytes(device)
-        beside_bytes = torch.cuda.memory_allocated() - bench.own_bytes() - kept_bytes
+    model, eager = bench.trainee.model, methods.eager(bench.trainee)
     options = {"budget": budget, "warm": False}
-    step = (
-        torch.compile(bench.model, backend="remat", options=options)
-        if budget
-        else torch.compile(bench.model)
+    step = Variant(
+        torch.compile(model, backend="remat", options=options) if budget else torch.compile(model)
     )
-    expected = bench.gradients(bench.model)
+    expected = bench.gradients(eager)
     began = time.perf_counter()
-    found: dict[str, Any] = {"gradients_off_by": off_by(bench.gradients(step), expected)}
+    found: dict[str, Any] = {"gradients_off_by": error(bench.gradients(step), expected, SMALL)}
     found["first_step_s"] = time.perf_counter() - began
-    found |= bench.memory(step, beside_bytes)
-    found |= {
-        f"{name}_us": us
-        for name, us in bench.times_us({"eager": bench.model, "step": step}).items()
-    }
+    found |= bench.memory(step)
+    times_us = bench.times_us({"eager": eager, "step": step})
+    found |= {f"{name}_us": us for name, us in times_us.items()}
     if budget:
         plan = remat.compiled_plans()[-1]
         found |= {
@@ -66,8 +60,8 @@ def main() -> int:
             title = budget or "torch.compile"
             try:
                 found = row(asked.suite, name, asked.device, budget)
-            except Exception as error:  # noqa: BLE001 - the rest is measured, and it is told
-                found = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            except Exception as failed:  # noqa: BLE001 - the rest is measured, and it is told
+                found = {"error": f"{type(failed).__name__}: {failed}"[:2000]}
             rows[title] = found
             keep(asked.out, kept)
             print(name, title, found, flush=True)

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
 import remat
+from benchmarks.comparison import methods
+from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
 from remat.budgets import unmodified
-from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.result import Result
 
@@ -30,26 +26,23 @@ CHECKPOINTED = "every block checkpointed"
 
 def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
     """All rows of a model."""
-    beside_bytes = 0
-    if bench.is_cuda:
-        kept_bytes = meter_of(bench.device).library_bytes()
-        beside_bytes = torch.cuda.memory_allocated() - bench.own_bytes() - kept_bytes
+    trainee = bench.trainee
     with bench.autocast():
-        graph = remat.capture(bench.model, bench.args, device=bench.device)
+        graph = remat.capture(trainee.model, trainee.args, device=bench.device)
     rows = {"unmodified": _predicted(graph, unmodified(graph)), CHECKPOINTED: {}}
-    modules: dict[str, Callable[..., Tensor]] = {"unmodified": bench.model}
-    modules[CHECKPOINTED] = checkpointed(bench.model, bench.blocks)
+    variants = {"unmodified": methods.eager(trainee)}
+    variants[CHECKPOINTED] = methods.checkpointed(trainee, 1)
     for budget in budgets:
         result = remat.solve(graph, budget, time_limit_s=LIMIT_S)
         if result.schedule is None:
             rows[budget] = {"status": result.status, "message": result.message}
             continue
         with bench.autocast():
-            modules[budget] = remat.rewrite(bench.model, result.schedule)
+            variants[budget] = Variant(remat.rewrite(trainee.model, result.schedule))
         rows[budget] = {"status": result.status, "gap": result.gap, **_predicted(graph, result)}
-    for name, module in modules.items():
-        rows[name] |= bench.memory(module, beside_bytes)
-    for name, step_us in bench.times_us(modules).items():
+    for name, variant in variants.items():
+        rows[name] |= bench.memory(variant)
+    for name, step_us in bench.times_us(variants).items():
         rows[name]["step_us"] = step_us
     return {"ops": len(graph.ops), "rows": rows}
 
@@ -61,26 +54,6 @@ def _predicted(graph: TrainingGraph, result: Result) -> dict[str, Any]:
         reserved = remat.predict_reserved(graph, result)
         found["predicted_reserved_bytes"] = reserved.default.reserved_bytes
     return found
-
-
-def checkpointed(model: nn.Module, paths: tuple[str, ...]) -> Callable[..., Tensor]:
-    """The model with each of its blocks at `paths` checkpointed, while it is called."""
-    blocks = [model.get_submodule(path) for path in paths]
-
-    def run(*args: Tensor) -> Tensor:
-        for block in blocks:
-            block.forward = _again(block.forward)
-        try:
-            return model(*args)
-        finally:
-            for block in blocks:
-                del block.forward
-
-    return run
-
-
-def _again(forward: Callable[..., Tensor]) -> Callable[..., Any]:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
 def text_of(name: str, row: dict[str, Any], base: dict[str, Any]) -> str:

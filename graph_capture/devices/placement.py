@@ -6,6 +6,7 @@ So autograd never sees a fake CUDA tensor where torch has no CUDA device: that e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def resolved_device(name: str | None, model: nn.Module) -> str:
     if name != CUDA:
         return name
     return own if is_cuda(own) else f"{CUDA}:{torch.cuda.current_device()}"
+
+
+def device_holding(tensors: Iterable[Any]) -> str:
+    """The first CUDA device that holds one of these, else the CPU; what is no tensor is nowhere."""
+    devices = (str(one.device) for one in tensors if isinstance(one, Tensor))
+    return next(filter(is_cuda, devices), CPU)
 
 
 def check_placement(what: str, found: torch.device, device: str) -> None:

@@ -1,8 +1,8 @@
-"""Workspaces of ops without their times: one run each, where no price is kept."""
+"""Workspaces of ops without their times: one run each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -11,29 +11,28 @@ from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.prices.op_prices import runner_of, workspace_of
-from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.tracing.one_trace import Trace
 
 
-def measured_workspaces(trace: Trace, names: Sequence[str]) -> dict[str, int]:
+def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
     """Bytes that each named op takes beyond its results while it runs, on the trace's device.
 
     Ops that do not run on made data are left out.
     """
     meter = meter_of(trace.recipe.device)
-    kept = PriceCache(meter.title, meter.settings).prices
     nodes = {name: node for name in names if (node := trace.joint.node_of_op.get(name))}
     own = {op.name: op.workspace_bytes for op in trace.graph.ops}
     keys = {name: price_key(node) for name, node in nodes.items()}
-    found = {key: kept[key].workspace_bytes for key in keys.values() if key in kept}
-    missing = {key: nodes[name] for name, key in keys.items() if key not in found}
+    distinct = {key: nodes[name] for name, key in keys.items()}
     allocated = allocated_on(meter.device)
     ran: list[str] = []
     with trace.python_state.streams_kept(), meter.quiet():
-        regions = meter.regions(_warm(trace.joint, missing, ran))
-    for key, region in zip(ran, regions, strict=True):
-        found[key] = allocated(workspace_of(missing[key], region))
+        regions = meter.regions(_warm(trace.joint, distinct, ran))
+    found = {
+        key: allocated(workspace_of(distinct[key], region))
+        for key, region in zip(ran, regions, strict=True)
+    }
     return {name: own[name] + found[key] for name, key in keys.items() if key in found}
 
 

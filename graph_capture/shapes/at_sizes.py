@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -21,7 +21,7 @@ from remat.graph_capture.tracing.one_trace import Trace, edit_traced, joint_of, 
 from remat.graph_capture.tracing.resident import resident_of_batch
 
 Priced = Callable[[Trace], TrainingGraph]
-WorkspacesOf = Callable[[Trace, Sequence[str]], Mapping[str, int]]
+WorkspacesOf = Callable[[Trace, Collection[str]], Mapping[str, int]]
 MOST_SIZES = 16
 
 
@@ -109,7 +109,7 @@ def _with_workspaces(
     trace: Trace, ranged: RangedGraph, graphs: Sequence[TrainingGraph], workspaces: WorkspacesOf
 ) -> RangedGraph:
     """With the workspaces that follow no formula at further sizes."""
-    names = off_lines(graphs, [one.workspace_bytes for one in ranged.points])
+    names = dict.fromkeys(off_lines(graphs, [one.workspace_bytes for one in ranged.points]))
     if not names:
         return ranged
     high, index = corner(ranged.symbols, "high"), ranged.base.op_index

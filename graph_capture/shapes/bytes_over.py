@@ -65,7 +65,7 @@ class BytesOver:
         workspaces = np.array([op.workspace_bytes for op in graph.base.ops], dtype=np.int64)
         libraries_bytes = graph.base.resident.libraries_bytes
         if graph.points:
-            workspaces = graph.prices.workspaces_upto(high, plain)
+            workspaces = graph.prices.workspaces_at(high, plain, is_bound=True)
             libraries_bytes = graph.prices.libraries_at(high)
             for name, extra in graph.prices.extra_at(high, plain, is_bound=True).items():
                 i = self._index[name]

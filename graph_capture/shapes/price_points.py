@@ -118,7 +118,7 @@ class PricesOfRange:
         costs = self._by_form(flops[None], moved[None])[0] * left
         last = self.points[self._upper(sizes)]
         plain = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
-        workspaces = self._workspaces.at(sizes, plain, is_bound=is_bound)
+        workspaces = self.workspaces_at(sizes, plain, is_bound=is_bound)
         ops = tuple(
             msgspec.structs.replace(op, cost_us=float(c), workspace_bytes=int(w), price=origin)
             for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
@@ -138,9 +138,11 @@ class PricesOfRange:
             notes=last.notes, versions=last.versions,
         )  # fmt: skip
 
-    def workspaces_upto(self, sizes: Sizes, value_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A bound on the workspace of each op at these sizes and all smaller ones."""
-        return self._workspaces.at(sizes, value_bytes, is_bound=True)
+    def workspaces_at(
+        self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
+    ) -> NDArray[np.int64]:
+        """Workspace of each op; see `Workspaces.at`."""
+        return self._workspaces.at(sizes, value_bytes, is_bound=is_bound)
 
     def libraries_at(self, sizes: Sizes) -> int:
         """What libraries hold: the most that was measured up to the next larger point."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from remat.graph_capture.devices.device_table import CPU, is_cuda
 from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.placement import device_holding
 from remat.graph_capture.errors import DeviceError
 from remat.rewriter.inductor.prices import for_real
 
@@ -21,16 +22,17 @@ def device_of(inputs: Iterable[Any]) -> str:
     ------
     DeviceError : the inputs are on several CUDA devices, or on a device of another kind.
     """
-    found = {str(t.device) for t in inputs if isinstance(t, Tensor)}
-    on_cuda = sorted(filter(is_cuda, found))
-    others = sorted(found - {CPU, *on_cuda})
-    if others or len(on_cuda) > 1:
+    tensors = [given for given in inputs if isinstance(given, Tensor)]
+    device = device_holding(tensors)
+    others = sorted({str(tensor.device) for tensor in tensors} - {CPU, device})
+    if others:
+        on_cuda = [device] if is_cuda(device) else []
         raise DeviceError(
-            f'backend "remat" plans a graph for a CPU or for one CUDA device, and this one has '
-            f"inputs on {', '.join((*others, *on_cuda))}: compile what runs on each device by "
+            'backend "remat" plans a graph for a CPU or for one CUDA device, and this one has '
+            f"inputs on {', '.join((*on_cuda, *others))}: compile what runs on each device by "
             "itself, or compile without a budget"
         )
-    return on_cuda[0] if on_cuda else CPU
+    return device
 
 
 @functools.cache

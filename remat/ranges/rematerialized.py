@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
-from remat.graph_capture.capturing import price_for, workspaces_for
+from remat.graph_capture.capturing import price_for, workspaces_by
 from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.prices.profile import as_profile
@@ -68,7 +68,9 @@ def rematerialize_over(
         model, args, kwargs, loss_fn=loss_fn, target=target,
         optimizer=optimizer, accumulate=accumulate, dynamic=dynamic,
     )  # fmt: skip
-    graph = ranged_graph_of(traced, lambda one: price_for(one, profile=known), workspaces_for)
+    graph = ranged_graph_of(
+        traced, lambda one: price_for(one, profile=known), workspaces_by(traced, known)
+    )
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute), **options}
     sizes = _sizes_of(traced, batch)
     try:

@@ -9,19 +9,20 @@ prices. It emits schedules of the graph, and replays the peaks of their code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch._functorch.config as functorch_config
-from torch import Tensor, fx
+from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from remat.graph_capture.devices.device_table import CPU, allocated_on, is_cuda
+from remat.graph_capture.devices.device_table import allocated_on
+from remat.graph_capture.devices.placement import device_holding
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.nodes import copy_of, is_tangent
 from remat.graph_capture.joint.refuse_ops import refuse_sparse
@@ -89,7 +90,7 @@ class FusedStep(StepBytes):
         first = n_written_by_caller(gm)
         self._visible = range(first, first + n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-        device = _device_of(inputs)
+        device = device_holding(node.meta.get("val") for node in inputs)
         self._prices = CallPrices(gm, device)
         self.joint: FusedJoint = build_fused(
             gm, n_outputs, "torch.compile", Resident(), device, self._overwritten
@@ -175,13 +176,6 @@ def _sizes_as_numbers() -> Generator[None]:
         yield
     finally:
         mode.static_shapes = before
-
-
-def _device_of(inputs: Iterable[fx.Node]) -> str:
-    """A CUDA device if one holds an input, else the CPU."""
-    tensors = (node.meta.get("val") for node in inputs)
-    devices = (str(t.device) for t in tensors if isinstance(t, Tensor))
-    return next(filter(is_cuda, devices), CPU)
 
 
 class Partitioner(CustomPartitionerFn):

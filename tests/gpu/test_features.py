@@ -17,6 +17,7 @@ from examples.gpt import GPT, Sizes
 from remat.compile.on_device import libraries_bytes
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.tracing.resident import storage_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,8 +135,7 @@ def test_a_compiled_model_keeps_to_its_peak(budget: str) -> None:
         assert found.grad is not None
         assert float((found.grad - wanted).norm() / wanted.norm()) < GRADIENT_ERROR
     model.zero_grad()
-    held = [*model.parameters(), *model.buffers(), *args]
-    held_bytes = sum({t.untyped_storage()._cdata: t.nbytes for t in held}.values())
+    held_bytes = storage_bytes([*model.parameters(), *model.buffers(), *args])
     held_bytes += libraries_bytes("cuda:0")
     peak_bytes = (
         held_bytes + meter_of("cuda:0").step_memory(lambda: step(*args).backward()).peak_bytes
