@@ -76,19 +76,15 @@ class PricesOfRange:
             [WorkspacePoint(one.sizes, one.workspace_bytes) for one in points], graphs,
             more, more_graphs,
         )  # fmt: skip
-        # What a kernel keeps, it keeps in the storage of its first result.
-        self._first = [op.outputs[0] if op.outputs else "" for op in graphs[0].ops]
+        extra = {(name, more) for one in points for name, more in one.extra_bytes.items()}
+        self._off_device = {name: more for name, more in extra if more == NOT_ON_DEVICE}
+        self._with_extra = sorted({name for name, _ in extra} - self._off_device.keys())
         self._kept = Workspaces(
             [one.sizes for one in points],
-            [[max(0, one.extra_bytes.get(name, 0)) for name in self._first] for one in points],
+            [[one.extra_bytes.get(name, 0) for name in self._with_extra] for one in points],
             graphs,
+            beside=_made_with(graphs[0], self._with_extra),
         )
-        self._off_device = {
-            name: NOT_ON_DEVICE
-            for one in points
-            for name, extra in one.extra_bytes.items()
-            if extra == NOT_ON_DEVICE
-        }
         self._works = np.log(np.maximum(self._moved.sum(axis=1), 1.0))
         self._form = _fitted(self._costs, self._flops, self._moved)
         fitted = self._by_form(self._flops, self._moved)
@@ -153,7 +149,7 @@ class PricesOfRange:
     ) -> dict[str, int]:
         """What values take beyond what their shapes say; found as workspaces are."""
         found = self._kept.at(sizes, value_bytes, is_bound=is_bound).tolist()
-        named = zip(self._first, found, strict=True)
+        named = zip(self._with_extra, found, strict=True)
         return {name: extra for name, extra in named if extra} | self._off_device
 
     def _upper(self, sizes: Sizes) -> int:
@@ -192,6 +188,12 @@ def point_of(
         notes=priced.notes,
         versions=priced.versions,
     )
+
+
+def _made_with(graph: TrainingGraph, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each value, what its op reads and makes; nothing for what is resident."""
+    makers = {name: (*op.inputs, *op.outputs) for op in graph.ops for name in op.outputs}
+    return [makers.get(name, ()) for name in names]
 
 
 def _between(at: float, known: Floats, rows: Floats) -> Floats:

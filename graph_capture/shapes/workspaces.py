@@ -21,6 +21,7 @@ from remat.graph_capture.shapes.ranges import Sizes
 Ints = NDArray[np.int64]
 ON_LINE = 3
 """Points in a row that make a line: any two are on one."""
+NONE_YET = np.iinfo(np.int64).min
 SLACK = 1e-6
 """Of a byte: what floats may be off."""
 
@@ -53,7 +54,10 @@ class Workspaces:
 
     Parameters
     ----------
-    sizes, graphs : of each point; the graphs are unpriced. measured : of each op, at each point.
+    sizes, graphs : of each point; the graphs are unpriced. measured : at each point, of each op, or
+        of whatever else `beside` is for.
+    beside : for each that was measured the values with which it may grow; left out, those that the
+        op reads or makes.
     along : the only size that varies from point to point, in which lines then are; left out, they
         are in bytes of values.
     """
@@ -64,6 +68,7 @@ class Workspaces:
         measured: Sequence[Sequence[int]],
         graphs: Sequence[TrainingGraph],
         along: str = "",
+        beside: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self._sizes, self._along = sizes, along
         self._measured: Ints = np.array(measured, dtype=np.int64)
@@ -71,7 +76,7 @@ class Workspaces:
         if along:
             lines = _lines_along([one[along] for one in sizes], self._measured)
         else:
-            lines = _lines(self._measured, graphs)
+            lines = _lines(self._measured, graphs, beside)
         self._lines: Ints = np.array(lines, dtype=np.int64).reshape(-1, len(_Line._fields))
 
     def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
@@ -90,7 +95,7 @@ class Workspaces:
         found = self._beside(upper, sizes, is_bound)
         op, value, size, made, step, more = lines[:-2]
         # A line rises, so that all that is below it was measured before its point.
-        found[op] = self._most[upper - 1][op] if is_bound and upper else 0
+        found[op] = self._most[upper - 1][op] if is_bound and upper else NONE_YET
         beyond = (value_bytes[value] - size) * (more / np.maximum(step, 1))
         np.maximum.at(found, op, made + np.ceil(beyond - SLACK).astype(np.int64))
         return found
@@ -126,16 +131,21 @@ def off_lines(graphs: Sequence[TrainingGraph], measured: Sequence[Sequence[int]]
     return [op.name for op in ops if op.target in targets]
 
 
-def _lines(measured: Ints, graphs: Sequence[TrainingGraph]) -> list[_Line]:
+def _lines(
+    measured: Ints,
+    graphs: Sequence[TrainingGraph],
+    beside: Sequence[Sequence[str]] | None = None,
+) -> list[_Line]:
     if len(graphs) < ON_LINE:
         return []
     index = {value.name: i for i, value in enumerate(graphs[0].values)}
     sizes = np.array([[value.size_bytes for value in graph.values] for graph in graphs])
     found: list[_Line] = []
-    for i, op in enumerate(graphs[0].ops):
+    own = [(*op.inputs, *op.outputs) for op in graphs[0].ops] if beside is None else beside
+    for i, names in enumerate(own):
         if (measured[:, i] == measured[0, i]).all():
             continue
-        for v in dict.fromkeys(index[name] for name in (*op.inputs, *op.outputs)):
+        for v in dict.fromkeys(index[name] for name in names):
             found += _lines_of(i, v, sizes[:, v].tolist(), measured[:, i].tolist())
     return found
 

@@ -52,7 +52,11 @@ EDITS: dict[str, tuple[str, Edit]] = {
     ),
     "bytes kept": (
         "are negative, or too many",
-        lambda d: d["points"][0].__setitem__("extra_bytes", {"a": -2}),
+        lambda d: d["points"][0].__setitem__("extra_bytes", {"a": 10**25}),
+    ),
+    "libraries": (
+        "are negative, or too many",
+        lambda d: d["points"][0].__setitem__("libraries_bytes", -2),
     ),
     "other sizes": (
         "which are not its sizes", lambda d: d["workspaces"][0].__setitem__("sizes", {"m": 3})

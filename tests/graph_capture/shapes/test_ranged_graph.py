@@ -143,3 +143,15 @@ def test_sizes_to_trace_with_are_like_no_others() -> None:
     assert len({*found.values(), 11, 13, 7}) == 5
     steps = generic_sizes([Symbol("side", 16, 64, 8)], {})["side"]
     assert steps % 8 == 0
+
+
+def test_random_states_of_a_modelled_device_are_smaller_than_a_cpus() -> None:
+    sized = SIZED["gpt"]()
+    graph = remat.capture(
+        sized.model, sized.batch(batch=2, seq=20), dynamic=sized.dynamic, device="h100"
+    )
+    assert min(extra for one in graph.points for extra in one.extra_bytes.values()) < -1
+    alone = remat.capture(sized.model, sized.batch(batch=3, seq=129), device="h100", split="none")
+    assert [value.size_bytes for value in graph.at(batch=3, seq=129).values] == [
+        value.size_bytes for value in alone.values
+    ]
