@@ -18,8 +18,11 @@ import msgspec
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph_rules import check_graph
+from remat.graph_capture.links import Links, Tier
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READ_VERSIONS = (1, 2)
+"""Version 1 had no links, and no values with a home."""
 KEPT = "kept by"
 """How `Op.pinned` begins where only the user wants that the op does not run twice."""
 CUSTOM = "a custom op"
@@ -34,11 +37,11 @@ UPDATE = "remat.update"
 WRITES_FIRST = "it writes in place, where eager makes a new tensor"
 """Why an op is pinned that adds a term of a gradient to a view, as autograd would not."""
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "update"]
 Origin = Literal["unpriced", "measured", "modelled", "estimated"]
 Kind = Literal[
     "parameter", "buffer", "input", "constant", "activation", "rng_state", "tangent",
-    "gradient", "output",
+    "gradient", "output", "optimizer",
 ]  # fmt: skip
 
 Optimizer = Literal["none", "sgd", "momentum", "adamw"]
@@ -59,6 +62,9 @@ class Value(msgspec.Struct, frozen=True):
         user's code holds it after its last use. No schedule needs to.
     written_over : name of the value in whose storage eager writes it; empty for most. A schedule
         makes a storage for each.
+    home : only without a producer. The tier where the value is as the step begins, and must be
+        as it ends; the schedule may move it in between, and `Resident` does not count it. None for
+        what is resident on the device.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Value(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
     held_until: str = ""
     written_over: str = ""
+    home: Tier | None = None
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -84,6 +91,8 @@ class Op(msgspec.Struct, frozen=True):
     module, source : module path and ``file:line`` of the user's code behind it.
     checkpoint : number of the user's own checkpoint that covers it; 0 for none. Eager makes again
         what a checkpoint covers. A plan decides anew.
+    host_cost_us : time of one run on the host; None where it cannot run there.
+    updates : those of `inputs` that it rewrites in place, where it runs.
     """
 
     name: str
@@ -98,6 +107,8 @@ class Op(msgspec.Struct, frozen=True):
     source: str = ""
     price: Origin = "unpriced"
     checkpoint: int = 0
+    host_cost_us: float | None = None
+    updates: tuple[str, ...] = ()
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -176,6 +187,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         versions : of what captured and priced it. notes : on the prices, in words.
     regions : ops that may run in pieces. captured_us : where some do, the time of the step that
         was captured; 0 elsewhere.
+    links : the ways to memory below the device; None where nothing may leave it.
     """
 
     name: str
@@ -191,14 +203,16 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     notes: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     captured_us: float = 0.0
+    links: Links | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
+        if self.schema_version not in READ_VERSIONS:
             raise GraphError(
                 f"graph file has schema version {self.schema_version}, "
                 f"this release reads {SCHEMA_VERSION}: capture the model again"
             )
+        msgspec.structs.force_setattr(self, "schema_version", SCHEMA_VERSION)
         check_graph(self)
 
     @functools.cached_property
@@ -258,7 +272,8 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         values = (self.value_by_name[name] for name in op.outputs)
         results = ", ".join(f"{v.name}: {v.dtype}{list(v.shape)}" for v in values)
         pin = " pinned" if op.pinned and not op.pinned.startswith(CUSTOM) else ""
-        return f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
+        line = f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
+        return f"{line} updates {', '.join(op.updates)}" if op.updates else line
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal graph."""

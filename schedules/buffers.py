@@ -25,7 +25,7 @@ from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.schedules.as_planned import as_planned
-from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.schedule import Compute, Schedule, brought, dropped
 from remat.schedules.simulate import simulate
 from remat.schedules.update_workspaces import workspaces_of_updates
 
@@ -125,7 +125,7 @@ class Buffers:
 def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     """Each stay of each value on the device, each second copy, and each run's workspace.
 
-    An offloaded value's buffer ends with its offload, and its fetch begins another.
+    The buffer of a value that goes to the host ends where it is freed; its fetch begins another.
 
     Raises
     ------
@@ -155,10 +155,10 @@ class _Walk:
             if isinstance(step, Compute):
                 self._compute(self.graph.ops[self.graph.op_index[step.op]])
                 self.now += 1
-            elif isinstance(step, Fetch):
+            elif brought(step):
                 self._begin(step.value)
                 self.now += 1
-            else:
+            elif dropped(step):
                 self.rows[self.live.pop(step.value)][2] = self.now
         for row in self.live.values():
             self.rows[row][2:] = self.now, BufferKind.LASTING

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.shapes.bytes_over import PartBytes
-from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.schedule import Compute, Schedule, brought, dropped
 
 Ints = NDArray[np.int64]
 
@@ -34,11 +34,11 @@ class FastPeak:
                 made += [(i, self.index[name], 1) for name in outputs]
                 fresh = [name for name in outputs if name not in live]
             else:
-                fresh = [step.value] if isinstance(step, Fetch) else []
+                fresh = [brought(step)] if brought(step) else []
                 made += [(i, self.index[name], 1) for name in fresh]
             changed += [(i + 1, self.index[name], 1) for name in fresh]
             live.update(fresh)
-            if not isinstance(step, (Compute, Fetch)):
+            if not isinstance(step, Compute) and dropped(step):
                 changed.append((i + 1, self.index[step.value], -1))
                 live.discard(step.value)
         self.made, self.changed = _columns(made), _columns(changed)

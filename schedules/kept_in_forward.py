@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.schedule import Compute, Schedule, brought, dropped
 
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
@@ -27,10 +27,9 @@ def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[st
     for step in schedule.steps[: end_of_forward(graph, schedule)]:
         if isinstance(step, Compute):
             live.update(graph.ops[graph.op_index[step.op]].outputs)
-        elif isinstance(step, Fetch):
-            live.add(step.value)
         else:
-            live.discard(step.value)
+            live.update({brought(step)} - {""})
+            live.discard(dropped(step))
     return frozenset(live)
 
 

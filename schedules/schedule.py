@@ -11,32 +11,42 @@ from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import DELIVER, UPDATE, TrainingGraph
 from remat.graph_capture.graph_rules import are_figures
+from remat.graph_capture.links import Tier
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READ_VERSIONS = (1, 2)
+"""Version 1 had one tier below the device: what went there left the device at once."""
 
 
 class Compute(msgspec.Struct, frozen=True, array_like=True, tag="compute"):
-    """Run an op; all its outputs are live afterwards."""
+    """Run an op on the device or on the host; all its outputs are there afterwards."""
 
     op: str
+    at: Tier = "device"
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag="free"):
-    """Drop a value."""
+    """Drop the copy of a value in one tier.
+
+    The device first waits for copies out of it.
+    """
 
     value: str
+    at: Tier = "device"
 
 
 class Offload(msgspec.Struct, frozen=True, array_like=True, tag="offload"):
-    """Move a value to host memory; it leaves the device."""
+    """Begin to copy a value one tier down. The copy above stays until it is freed."""
 
     value: str
+    to: Tier = "host"
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """Bring an offloaded value back to the device."""
+    """Begin to copy a value one tier up. The copy below stays until it is freed."""
 
     value: str
+    to: Tier = "device"
 
 
 Step = Compute | Free | Offload | Fetch
@@ -79,11 +89,14 @@ class Schedule(msgspec.Struct, frozen=True):
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
+        if self.schema_version not in READ_VERSIONS:
             raise ScheduleError(
                 f"plan file has schema version {self.schema_version}, "
                 f"this release reads {SCHEMA_VERSION}: solve again"
             )
+        if self.schema_version == 1:
+            msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
+            msgspec.structs.force_setattr(self, "schema_version", SCHEMA_VERSION)
         if not are_figures(self.budget_bytes):
             raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
         self._check_pieces()
@@ -131,6 +144,11 @@ class Schedule(msgspec.Struct, frozen=True):
     def updates(self) -> bool:
         """Whether it was made for a graph that updates parameters during backward."""
         return any(f" = {UPDATE}(" in line for line in self.signatures)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it copies anything between tiers."""
+        return any(isinstance(step, Offload | Fetch) for step in self.steps)
 
     def computations(self) -> Counter[str]:
         """How often each op is computed."""
@@ -219,3 +237,23 @@ class Schedule(msgspec.Struct, frozen=True):
             f"{again} of them again, budget {self.budget_bytes} bytes, "
             f"graph {self.graph_hash[:12]})"
         )
+
+
+def brought(step: Step) -> str:
+    """The value that a step other than `Compute` brings to the device; empty for none."""
+    return step.value if isinstance(step, Fetch) and step.to == "device" else ""
+
+
+def dropped(step: Step) -> str:
+    """The value that a step drops from the device; empty for none."""
+    return step.value if isinstance(step, Free) and step.at == "device" else ""
+
+
+def _upgraded(steps: Iterable[Step]) -> Iterable[Step]:
+    """Steps of version 1, in which a copy moved a value: it left where it came from."""
+    for step in steps:
+        yield step
+        if isinstance(step, Offload):
+            yield Free(step.value)
+        elif isinstance(step, Fetch):
+            yield Free(step.value, "host")

@@ -78,7 +78,7 @@ def levers_of(
 
     Returns
     -------
-    tuple of Lever : none for a schedule that offloads, whose time is not known.
+    tuple of Lever : none for a schedule that moves values between tiers.
     """
     if not all(isinstance(step, Compute | Free) for step in schedule.steps):
         return ()

@@ -14,7 +14,7 @@ from typing import Any
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
-from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.schedule import Compute, Schedule, brought, dropped
 from remat.schedules.update_workspaces import workspaces_of_updates
 from remat.schedules.views.timeline import timeline
 
@@ -101,10 +101,10 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
             workspace_bytes = updates.get(op.name, op.workspace_bytes)
             _run_op(recording, graph, op, workspace_bytes, now_us)
             run += 1
-        elif isinstance(step, Fetch):
+        elif brought(step):
             value = graph.value_by_name[step.value]
             recording.alloc(step.value, value.size_bytes, [_frame("fetch", "", 0)], now_us)
-        else:
+        elif dropped(step):
             recording.free(step.value, now_us)
     return {
         "segments": [_segment(recording)],

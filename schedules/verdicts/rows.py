@@ -15,7 +15,7 @@ from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import live_after_forward
-from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
+from remat.schedules.schedule import Compute, Offload, Schedule, brought, dropped
 from remat.schedules.simulate import simulate
 from remat.schedules.verdicts.globs import EXAMPLES, modules_text, names_module
 
@@ -87,10 +87,9 @@ def times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
             for name in graph.ops[graph.op_index[step.op]].outputs:
                 made[name] += name not in live
                 live.add(name)
-        elif isinstance(step, Fetch):
-            live.add(step.value)
         else:
-            live.discard(step.value)
+            live.update({brought(step)} - {""})
+            live.discard(dropped(step))
     return made
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import end_of_forward
-from remat.schedules.schedule import Compute, Fetch, Schedule
+from remat.schedules.schedule import Compute, Schedule, brought, dropped
 from remat.schedules.simulate import Simulation, simulate
 
 Ints = NDArray[np.int64]
@@ -99,9 +99,9 @@ class Timeline:
                 outputs = self.graph.ops[self.graph.op_index[step.op]].outputs
                 since |= {name: run for name in outputs if name not in since}
                 run += 1
-            elif isinstance(step, Fetch):
+            elif brought(step):
                 since[step.value] = run
-            else:
+            elif dropped(step):
                 found.append(Residence(step.value, since.pop(step.value), run))
         found += [Residence(name, begin, run) for name, begin in since.items()]
         return tuple(found)
@@ -119,16 +119,19 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     runs = [(i, step.op) for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
     steps = np.array([i for i, _ in runs], dtype=np.int64)
     ops = np.array([graph.op_index[name] for _, name in runs], dtype=np.int64)
-    costs = np.array([graph.ops[int(i)].cost_us for i in ops], dtype=np.float64)
     again = np.ones(len(ops), dtype=np.bool_)
     again[np.unique(ops, return_index=True)[1]] = False
+    before_us = np.concatenate([[0.0], simulation.clock_us])[steps]
+    waits_us = np.zeros(len(schedule.steps))
+    for stall in simulation.stalls:
+        waits_us[stall.step] += stall.us
     return Timeline(
         graph=graph,
         schedule=schedule,
         simulation=simulation,
         steps=steps,
         ops=ops,
-        start_us=np.concatenate([[0.0], np.cumsum(costs)[:-1]]) if len(ops) else costs,
+        start_us=before_us + waits_us[steps],
         live_bytes=np.array(simulation.live_bytes, dtype=np.int64)[steps],
         again=again,
     )

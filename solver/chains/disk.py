@@ -89,8 +89,8 @@ def with_disk(
     after: dict[int, list[Step]] = {}
     for name, times in making.items():
         for first, following in _waits(problem, made.steps, name, times):
-            after.setdefault(first, []).append(Offload(name))
-            before.setdefault(following, []).append(Fetch(name))
+            after.setdefault(first, []).extend((Offload(name), Free(name)))
+            before.setdefault(following, []).extend((Fetch(name), Free(name, "host")))
     steps: list[Step] = []
     for position, step in enumerate(made.steps):
         steps += [*before.get(position, ()), step, *after.get(position, ())]

@@ -14,8 +14,8 @@ Optimal: on chains whose stages are alike in time and bytes (`binomial` counts t
 Cost: O(stages · repetitions); `mixed` O(stages² · slots).
 Shortcomings: takes chains only; blind to times and sizes; runs a stage's forward again right
 before its backward even where there is room, unless the fill carries its values.
-With `disk_slots` it is the one solver that writes `Offload` steps. The simulator takes
-transfers to cost no time, and nothing is filled.
+With `disk_slots` each state leaves right after its last use and comes right before its next, so
+the device waits for every copy, and nothing is filled: `joint` places copies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,14 @@ class Revolve:
             raise SolverError(f"stages must be 2 or more, not {self.stages}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best such schedule within `budget_bytes`; no bound beyond every op once."""
+        """The best such schedule within `budget_bytes`; no bound beyond every op once.
+
+        Raises
+        ------
+        SolverError : states wait on the host, and the graph has no links.
+        """
+        if self.disk_slots and graph.links is None:
+            raise SolverError("disk_slots needs a link to the host: capture with host='64GiB'")
         search = Search.of(self, "revolve", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)

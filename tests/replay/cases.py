@@ -81,7 +81,7 @@ def _lines(steps: tuple[Step, ...]) -> Iterator[str]:
         elif isinstance(step, Offload | Fetch):
             line += f"  {type(step).__name__.lower()} {step.value}"
         else:
-            line += f"  -{step.value}"
+            line += f"  -{step.value}" + (f" on the {step.at}" if step.at != "device" else "")
     yield line
 
 

@@ -47,7 +47,7 @@ def with_transfers(graph: TrainingGraph, steps: list[Step], seed: int) -> list[S
     away, live = dict[str, None](), dict[str, None]()
     for step in steps:
         for value in [name for name in away if name in _names(graph, step)]:
-            found.append(Fetch(value))
+            found += [Fetch(value), Free(value, "host")]
             del away[value]
             live[value] = None
         found.append(step)
@@ -57,7 +57,7 @@ def with_transfers(graph: TrainingGraph, steps: list[Step], seed: int) -> list[S
             live.update(dict.fromkeys(graph.ops[graph.op_index[step.op]].outputs))
         if live and source.random() < 0.4:
             away[source.choice(list(live))] = None
-            found.append(Offload(next(reversed(away))))
+            found += [Offload(next(reversed(away))), Free(next(reversed(away)))]
             del live[found[-1].value]
     return [*found, *(Fetch(value) for value in away)]
 

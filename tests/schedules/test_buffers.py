@@ -18,6 +18,7 @@ from remat.schedules.simulate import simulate
 from remat.solver import solve
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
+from tests.links import with_links
 from tests.schedules.conftest import Planned
 from tests.schedules.random_walks import random_steps, with_transfers
 from tests.solver.random_graphs import (
@@ -131,8 +132,9 @@ def test_a_second_copy_counts_while_its_op_runs() -> None:
 
 
 def test_an_offloaded_value_is_a_buffer_on_each_side() -> None:
-    steps = [Compute("a"), Offload("x"), Fetch("x"), Compute("b"), Free("x"), Free("y")]
-    graph = two_outputs()
+    moved = [Offload("x"), Free("x"), Fetch("x"), Free("x", "host")]
+    steps = [Compute("a"), *moved, Compute("b"), Free("x"), Free("y")]
+    graph = with_links(two_outputs())
     buffers = agrees(graph, Schedule.for_graph(graph, steps))
     assert rows(buffers)[:3] == [
         ("x", 10, 0, 1, BufferKind.VALUE),

@@ -15,6 +15,7 @@ from remat.schedules.views.module_groups import MANY, layer_of, place_of, rows_o
 from remat.schedules.views.ribbon import Span, ribbon
 from remat.schedules.views.timeline import timeline
 from remat.solver import solve
+from tests.links import with_links
 from tests.schedules.conftest import Planned
 from tests.solver.random_graphs import chain, training_graphs
 
@@ -38,7 +39,7 @@ def test_bands_sum_to_what_the_simulator_counts(graph: TrainingGraph, solver: st
 
 
 def test_what_is_offloaded_is_away_until_it_is_fetched() -> None:
-    graph = chain(20)
+    graph = with_links(chain(20))
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes // 2
     schedule = solve(graph, budget_bytes, "revolve", disk_slots=5).schedule
     assert schedule is not None

@@ -30,6 +30,7 @@ from remat.solver.chains.disk import least_read, stored_states
 from remat.solver.chains.places import articulation_points, kept_values
 from remat.solver.chains.rotor_table import ChainModel, ChainRuns, solve_rotor
 from remat.solver.problem import Problem
+from tests.links import with_links
 from tests.paths import ROOT
 from tests.solver.captured_order import keeps_order
 from tests.solver.random_graphs import (
@@ -343,13 +344,15 @@ def test_greedy_takes_all_ops_where_there_are_no_articulation_points() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_states_on_disk_leave_room(mixed: bool) -> None:
-    graph = chain(24)
+    graph = with_links(chain(24))
     least = solve(graph, 0, "revolve", slots=5, mixed=mixed)
     on_disk = solve(graph, 0, "revolve", slots=5, mixed=mixed, disk_slots=2)
     assert on_disk.least_feasible_bytes <= least.least_feasible_bytes
     found = solve(graph, least.least_feasible_bytes, "revolve", slots=5, mixed=mixed, disk_slots=2)
     assert found.schedule is not None
-    simulate(graph, found.schedule)
+    judged = simulate(graph, found.schedule)
+    assert judged.moved_bytes["d2h"] == judged.moved_bytes["h2d"] > 0
+    assert found.time_us == judged.time_us > sum(judged.busy_us[at] for at in ("device",))
     moved = [step.value for step in found.schedule.steps if isinstance(step, Offload)]
     fetched = [step.value for step in found.schedule.steps if isinstance(step, Fetch)]
     assert sorted(moved) == sorted(fetched)

@@ -1,0 +1,107 @@
+"""When each step of a schedule runs: a clock an engine, each in the order of the steps.
+
+Engines are the device, the host that computes, and four links. A computation starts when its engine
+is free and each input has arrived. A copy starts when its link is free, its source has arrived, all
+computations on the device that were issued before it have ended, and its room is really free.
+Clocks decide no byte: a wrong rate costs time and never breaks a budget.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from remat.graph_capture.links import LINK_NAMES, LinkName, Links, Tier
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """Time that a step waits: `value` has not arrived yet, or copies still read it."""
+
+    step: int
+    value: str
+    us: float
+
+
+class Clocks:
+    """Times of one schedule so far, in microseconds from its start.
+
+    Attributes
+    ----------
+    now : of each engine. busy : time in which it worked. moved_bytes : over each link.
+    """
+
+    def __init__(self, links: Links | None) -> None:
+        self.links = links
+        self.now: dict[str, float] = dict.fromkeys(("device", "host", *LINK_NAMES), 0.0)
+        self.busy = dict.fromkeys(self.now, 0.0)
+        self.moved_bytes = dict.fromkeys(LINK_NAMES, 0)
+        self.stalls: list[Stall] = []
+        # When the copy of a value in a tier is whole, and when the last that reads it ends.
+        self.arrives: dict[tuple[Tier, str], float] = {}
+        self.is_read_until: dict[tuple[Tier, str], float] = {}
+        # Below the device: what was dropped, and when its readers end.
+        self.leaving: dict[Tier, list[tuple[float, int]]] = {"host": [], "nvme": []}
+        self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
+
+    def compute(
+        self,
+        step: int,
+        at: Tier,
+        cost_us: float,
+        inputs: tuple[str, ...],
+        made: tuple[str, ...],
+        updates: tuple[str, ...],
+    ) -> None:
+        """Run an op that reads `inputs`, makes `made` and rewrites `updates`."""
+        if self.arrives or self.is_read_until:
+            for name in inputs:
+                self._wait(step, at, name, self.arrives.get((at, name), 0.0))
+            for name in updates:
+                self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
+        self.now[at] += cost_us
+        self.busy[at] += cost_us
+        if at != "device":
+            for name in (*made, *updates):
+                self.arrives[at, name] = self.now[at]
+            for name in inputs:
+                self._read(at, name, self.now[at])
+
+    def copy(self, link: LinkName, name: str, size_bytes: int, source: Tier, to: Tier,
+             room_us: float) -> None:  # fmt: skip
+        """Begin a copy whose room is free at `room_us`."""
+        way = self.links.link(link) if self.links else None
+        assert way is not None
+        start = max(self.now[link], self.arrives.get((source, name), 0.0), room_us)
+        if "device" in (source, to):
+            start = max(start, self.now["device"])
+        took_us = way.us(size_bytes)
+        self.now[link] = self.arrives[to, name] = start + took_us
+        self.busy[link] += took_us
+        self.moved_bytes[link] += size_bytes
+        self._read(source, name, start + took_us)
+
+    def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:
+        """Drop a copy. The device waits for what reads it; a lower tier has its bytes free then."""
+        until = self.is_read_until.pop((at, name), 0.0)
+        until = max(until, self.arrives.pop((at, name), 0.0))
+        if at == "device":
+            self._wait(step, at, name, until)
+        else:
+            self.leaving[at].append((until, size_bytes))
+            self.left_bytes[at] += size_bytes
+
+    def room_us(self, tier: Tier, spare_bytes: float) -> float:
+        """When a tier really has room, where its books show `spare_bytes` beyond it."""
+        short_bytes = self.left_bytes.get(tier, 0) - spare_bytes
+        for until, size_bytes in sorted(self.leaving[tier]) if short_bytes > 0 else ():
+            short_bytes -= size_bytes
+            if short_bytes <= 0:
+                return until
+        return 0.0
+
+    def _wait(self, step: int, engine: Tier, name: str, until: float) -> None:
+        if until > self.now[engine]:
+            self.stalls.append(Stall(step, name, until - self.now[engine]))
+            self.now[engine] = until
+
+    def _read(self, tier: Tier, name: str, until: float) -> None:
+        self.is_read_until[tier, name] = max(until, self.is_read_until.get((tier, name), 0.0))

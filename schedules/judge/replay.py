@@ -1,0 +1,200 @@
+"""The rules of a schedule, step by step, and the bytes that it holds in each tier.
+
+Bytes go by the order of the steps alone. A copy takes its room where `Offload` or `Fetch` stands,
+and leaves it where `Free` stands, so no peak depends on how fast anything is. Each rule raises
+where it is broken. The clocks run beside it.
+"""
+
+from __future__ import annotations
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
+from remat.graph_capture.links import LinkName, Links, Tier
+from remat.schedules.judge.clocks import Clocks
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+from remat.schedules.update_workspaces import workspaces_of_updates
+from remat.schedules.verdicts.globs import asked_again, is_freed
+
+Route = tuple[Tier, LinkName]
+OFFLOADS: dict[Tier, Route] = {"host": ("device", "d2h"), "nvme": ("host", "write")}
+"""From the target of an offload to its source and its link."""
+FETCHES: dict[Tier, Route] = {"device": ("host", "h2d"), "host": ("nvme", "read")}
+
+
+class Replay:
+    """One pass over a schedule.
+
+    Attributes
+    ----------
+    live : by tier, the values that it holds. bytes, peak_bytes : by tier, now and at most.
+    """
+
+    def __init__(self, graph: TrainingGraph, schedule: Schedule, links: Links | None) -> None:
+        self.graph, self.links = graph, links
+        self.asked, self.clocks = asked_again(schedule), Clocks(links)
+        self.update_workspaces = workspaces_of_updates(graph, schedule)
+        homes = {v.name: v.home for v in graph.values if not v.producer}
+        self.home: dict[str, Tier] = {name: tier for name, tier in homes.items() if tier}
+        self.resident = homes.keys() - self.home.keys()
+        self.size = {v.name: v.size_bytes for v in graph.values if v.name not in self.resident}
+        self.live: dict[Tier, dict[str, None]] = {"device": {}, "host": {}, "nvme": {}}
+        self.bytes: dict[Tier, int] = {"device": graph.resident.total_bytes, "host": 0, "nvme": 0}
+        for name, tier in self.home.items():
+            self._add(tier, name)
+        self.peak_bytes = dict(self.bytes)
+        self.computed: set[str] = set()
+        self.forward_left = graph.n_forward
+        # The caller holds outputs of forward until the step ends. New values of buffers are outputs
+        # of forward alone: AOTAutograd copies them into the buffers as forward ends.
+        self.held = set(graph.forward_outputs) & set(graph.outputs)
+        self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
+        self.ordered_done = 0
+        self.updated: dict[str, str] = {}
+        self.opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
+
+    def step(self, i: int, step: Step) -> int:
+        """Carry out one step; return the bytes live on the device while it ran."""
+        if isinstance(step, Compute):
+            running = self._compute(i, step)
+        elif isinstance(step, Free):
+            running = self.bytes["device"]
+            self._drop(i, step.at, step.value)
+        else:
+            running = self._copy(i, step)
+        self.peak_bytes["device"] = max(self.peak_bytes["device"], running)
+        return running
+
+    def op_of(self, i: int, name: str) -> Op:
+        """The op of that name."""
+        index = self.graph.op_index.get(name)
+        self._require(index is not None, i, f"the graph has no op {name}")
+        assert index is not None
+        return self.graph.ops[index]
+
+    def workspace_bytes(self, op: Op) -> int:
+        """What a run takes beside inputs and outputs."""
+        return self.update_workspaces.get(op.name, op.workspace_bytes)
+
+    def check_end(self, n_steps: int) -> None:
+        """Raise `ScheduleError` unless the step is whole."""
+        for op in self.graph.ops:
+            self._require(op.name in self.computed, n_steps, f"op {op.name} is never computed")
+        self._check_live(self.graph.outputs, n_steps, "the step ends")
+        for name, tier in self.home.items():
+            there = name in self.live[tier]
+            self._require(there, n_steps, f"{name} must be on the {tier} when the step ends")
+
+    def _compute(self, i: int, step: Compute) -> int:
+        op, live = self.op_of(i, step.op), self.live[step.at]
+        self._check_may_run(i, op, step.at)
+        fresh = tuple(value for value in op.outputs if value not in live)
+        again = op.name in self.computed
+        self._require(not again or bool(fresh), i, f"op {op.name} makes nothing that is not live")
+        cost_us = op.cost_us if step.at == "device" else op.host_cost_us
+        assert cost_us is not None
+        self.clocks.compute(i, step.at, cost_us, op.inputs, fresh, op.updates)
+        running = self.bytes["device"]
+        if step.at == "device":
+            running += self.workspace_bytes(op) + sum(self.size[v] for v in op.outputs)
+        for value in fresh:
+            self._add(step.at, value)
+        for value in op.updates:
+            self._drop_stale(i, step.at, value)
+        if not again:
+            self._check_order(i, op)
+        self.computed.add(op.name)
+        self._pass_end_of_forward(i, op, again)
+        return running
+
+    def _check_may_run(self, i: int, op: Op, at: Tier) -> None:
+        again = op.name in self.computed
+        may = not (again and (op.pinned or op.updates)) or is_freed(op, self.asked)
+        self._require(may, i, f"op {op.name} must not run twice: {op.pinned or 'it updates'}")
+        runs_there = at == "device" or (at == "host" and op.host_cost_us is not None)
+        self._require(runs_there, i, f"op {op.name} cannot run on the {at}")
+        for value in op.inputs:
+            present = value in self.live[at] or (at == "device" and value in self.resident)
+            where = "" if at == "device" else f" on the {at}"
+            self._require(present, i, f"op {op.name} reads {value}, which is not live{where}")
+            by = self.updated.get(value, "")
+            self._require(not by, i, f"op {op.name} reads {value}, which op {by} has updated")
+        if op.target == UPDATE:
+            self.updated |= {value: op.name for value in op.inputs if value in self.resident}
+
+    def _pass_end_of_forward(self, i: int, op: Op, again: bool) -> None:
+        if not again and op.phase == "forward":
+            self.forward_left -= 1
+            if self.forward_left == 0:
+                self._check_live(self.graph.forward_outputs, i, "forward ends")
+        elif op.phase == "backward":
+            early = f"backward op {op.name} runs before forward ends"
+            self._require(self.forward_left == 0, i, early)
+
+    def _check_order(self, i: int, op: Op) -> None:
+        """First runs may come in any order that gives the same bits.
+
+        Ops that draw share one random stream, and ops with effects share the buffers: these keep
+        their captured order. `remat.tangents` opens backward.
+        `tests/rewriter/test_reordered.py` trains random orders against eager.
+        """
+        if op.name in self.rank:
+            due = self.graph.ordered_ops[self.ordered_done]
+            self._require(
+                op.name == due, i, f"op {op.name} must first run after {due}, as captured"
+            )
+            self.ordered_done += 1
+        is_opened = self.opening <= self.computed or op.name in self.opening
+        self._require(op.phase == "forward" or is_opened, i, f"op {op.name} runs before tangents")
+
+    def _copy(self, i: int, step: Offload | Fetch) -> int:
+        route = (OFFLOADS if isinstance(step, Offload) else FETCHES).get(step.to)
+        self._require(route is not None, i, f"no copy goes that way to the {step.to}")
+        assert route is not None
+        source, link = route
+        name, to = step.value, step.to
+        has_link = self.links is not None and self.links.link(link) is not None
+        self._require(has_link, i, f"{name} goes from {source} to {to}, and the graph has no such "
+                      "link: capture with host= (and nvme=), or solve without")  # fmt: skip
+        self._require(name in self.live[source], i, f"{name} is not on the {source}: no copy")
+        self._require(name not in self.live[to], i, f"{name} is on the {to} already")
+        self._add(to, name)
+        self.peak_bytes[to] = max(self.peak_bytes[to], self.bytes[to])
+        assert self.links is not None
+        spare = self.links.room_bytes(to) - self.bytes[to]
+        self._require(spare >= 0, i, f"the {to} is full: {name} is {-spare} bytes too many")
+        room_us = self.clocks.room_us(to, spare) if to != "device" else 0.0
+        self.clocks.copy(link, name, self.size[name], source, to, room_us)
+        return self.bytes["device"]
+
+    def _drop(self, i: int, at: Tier, name: str) -> None:
+        where = "live" if at == "device" else f"on the {at}"
+        self._require(name in self.live[at], i, f"{name} is not {where}, so it cannot be dropped")
+        handed_over = at == "device" and self.forward_left == 0 and name in self.held
+        self._require(not handed_over, i, f"{name} is in the caller's hands until the step ends")
+        self.clocks.drop(i, at, name, self.size[name])
+        self._remove(at, name)
+
+    def _drop_stale(self, i: int, at: Tier, name: str) -> None:
+        """Drop what copies of a value were before it was rewritten at a tier."""
+        for tier in self.live:
+            if tier != at and name in self.live[tier]:
+                self.clocks.drop(i, tier, name, self.size[name])
+                self._remove(tier, name)
+
+    def _add(self, tier: Tier, name: str) -> None:
+        self.live[tier][name] = None
+        self.bytes[tier] += self.size[name]
+
+    def _remove(self, tier: Tier, name: str) -> None:
+        del self.live[tier][name]
+        self.bytes[tier] -= self.size[name]
+
+    def _check_live(self, names: tuple[str, ...], i: int, when: str) -> None:
+        for name in names:
+            present = name in self.live["device"] or name in self.resident or name in self.home
+            self._require(present, i, f"{name} must be live when {when}")
+
+    @staticmethod
+    def _require(holds: bool, i: int, message: str) -> None:
+        if not holds:
+            raise ScheduleError(f"invalid schedule at step {i}: {message}")
