@@ -14,7 +14,7 @@ from remat.graph_capture.links import Links
 from remat.schedules.as_planned import as_planned
 from remat.schedules.judge.clocks import Stall
 from remat.schedules.judge.replay import Replay
-from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.schedule import Compute, Schedule, Step
 
 
 class Simulation(msgspec.Struct, frozen=True):
@@ -89,8 +89,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         clock_us.append(replay.clocks.now["device"])
         if live_bytes[-1] > peak_bytes:
             peak_bytes, peak_step, at_peak = live_bytes[-1], i, tuple(replay.live["device"])
-            on_device = isinstance(step, Compute) and step.at == "device"
-            workspace = replay.workspace_bytes(replay.op_of(i, step.op)) if on_device else 0
+            workspace = _workspace_bytes(replay, i, step)
     replay.check_end(len(steps))
     time_us = max(replay.clocks.now.values())
     return Simulation(
@@ -104,7 +103,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         clock_us=tuple(clock_us),
         stalls=tuple(replay.clocks.stalls),
         busy_us=replay.clocks.busy,
-        moved_bytes=replay.clocks.moved_bytes,
+        moved_bytes={**replay.clocks.moved_bytes},
         host_peak_bytes=replay.peak_bytes["host"],
         nvme_peak_bytes=replay.peak_bytes["nvme"],
     )
@@ -131,3 +130,9 @@ def overhead_of(time_us: float, base_us: float) -> float:
     For times of schedules and for lower bounds on them.
     """
     return max(time_us / base_us - 1, 0.0) if base_us else 0.0
+
+
+def _workspace_bytes(replay: Replay, i: int, step: Step) -> int:
+    if not isinstance(step, Compute) or step.at != "device":
+        return 0
+    return replay.workspace_bytes(replay.op_of(i, step.op))

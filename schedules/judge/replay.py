@@ -7,6 +7,8 @@ where it is broken. The clocks run beside it.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
 from remat.graph_capture.links import LinkName, Links, Tier
@@ -33,9 +35,10 @@ class Replay:
         self.graph, self.links = graph, links
         self.asked, self.clocks = asked_again(schedule), Clocks(links)
         self.update_workspaces = workspaces_of_updates(graph, schedule)
-        homes = {v.name: v.home for v in graph.values if not v.producer}
-        self.home: dict[str, Tier] = {name: tier for name, tier in homes.items() if tier}
-        self.resident = homes.keys() - self.home.keys()
+        self.home: dict[str, Tier] = {
+            v.name: v.home for v in graph.values if not v.producer and v.home is not None
+        }
+        self.resident = {v.name for v in graph.values if not v.producer} - self.home.keys()
         self.size = {v.name: v.size_bytes for v in graph.values if v.name not in self.resident}
         self.live: dict[Tier, dict[str, None]] = {"device": {}, "host": {}, "nvme": {}}
         self.bytes: dict[Tier, int] = {"device": graph.resident.total_bytes, "host": 0, "nvme": 0}
@@ -67,8 +70,8 @@ class Replay:
     def op_of(self, i: int, name: str) -> Op:
         """The op of that name."""
         index = self.graph.op_index.get(name)
-        self._require(index is not None, i, f"the graph has no op {name}")
-        assert index is not None
+        if index is None:
+            _refuse(i, f"the graph has no op {name}")
         return self.graph.ops[index]
 
     def workspace_bytes(self, op: Op) -> int:
@@ -78,18 +81,20 @@ class Replay:
     def check_end(self, n_steps: int) -> None:
         """Raise `ScheduleError` unless the step is whole."""
         for op in self.graph.ops:
-            self._require(op.name in self.computed, n_steps, f"op {op.name} is never computed")
+            if op.name not in self.computed:
+                _refuse(n_steps, f"op {op.name} is never computed")
         self._check_live(self.graph.outputs, n_steps, "the step ends")
         for name, tier in self.home.items():
-            there = name in self.live[tier]
-            self._require(there, n_steps, f"{name} must be on the {tier} when the step ends")
+            if name not in self.live[tier]:
+                _refuse(n_steps, f"{name} must be on the {tier} when the step ends")
 
     def _compute(self, i: int, step: Compute) -> int:
         op, live = self.op_of(i, step.op), self.live[step.at]
         self._check_may_run(i, op, step.at)
         fresh = tuple(value for value in op.outputs if value not in live)
         again = op.name in self.computed
-        self._require(not again or bool(fresh), i, f"op {op.name} makes nothing that is not live")
+        if again and not fresh:
+            _refuse(i, f"op {op.name} makes nothing that is not live")
         cost_us = op.cost_us if step.at == "device" else op.host_cost_us
         assert cost_us is not None
         self.clocks.compute(i, step.at, cost_us, op.inputs, fresh, op.updates)
@@ -107,17 +112,19 @@ class Replay:
         return running
 
     def _check_may_run(self, i: int, op: Op, at: Tier) -> None:
-        again = op.name in self.computed
-        may = not (again and (op.pinned or op.updates)) or is_freed(op, self.asked)
-        self._require(may, i, f"op {op.name} must not run twice: {op.pinned or 'it updates'}")
-        runs_there = at == "device" or (at == "host" and op.host_cost_us is not None)
-        self._require(runs_there, i, f"op {op.name} cannot run on the {at}")
+        is_barred = op.name in self.computed and (op.pinned or op.updates)
+        if is_barred and not is_freed(op, self.asked):
+            _refuse(i, f"op {op.name} must not run twice: {op.pinned or 'it updates'}")
+        if at != "device" and (at == "nvme" or op.host_cost_us is None):
+            _refuse(i, f"op {op.name} cannot run on the {at}")
+        live, resident = self.live[at], self.resident if at == "device" else ()
         for value in op.inputs:
-            present = value in self.live[at] or (at == "device" and value in self.resident)
-            where = "" if at == "device" else f" on the {at}"
-            self._require(present, i, f"op {op.name} reads {value}, which is not live{where}")
-            by = self.updated.get(value, "")
-            self._require(not by, i, f"op {op.name} reads {value}, which op {by} has updated")
+            if value not in live and value not in resident:
+                where = "" if at == "device" else f" on the {at}"
+                _refuse(i, f"op {op.name} reads {value}, which is not live{where}")
+            if value in self.updated:
+                by = self.updated[value]
+                _refuse(i, f"op {op.name} reads {value}, which op {by} has updated")
         if op.target == UPDATE:
             self.updated |= {value: op.name for value in op.inputs if value in self.resident}
 
@@ -126,9 +133,8 @@ class Replay:
             self.forward_left -= 1
             if self.forward_left == 0:
                 self._check_live(self.graph.forward_outputs, i, "forward ends")
-        elif op.phase == "backward":
-            early = f"backward op {op.name} runs before forward ends"
-            self._require(self.forward_left == 0, i, early)
+        elif op.phase == "backward" and self.forward_left:
+            _refuse(i, f"backward op {op.name} runs before forward ends")
 
     def _check_order(self, i: int, op: Op) -> None:
         """First runs may come in any order that gives the same bits.
@@ -139,38 +145,39 @@ class Replay:
         """
         if op.name in self.rank:
             due = self.graph.ordered_ops[self.ordered_done]
-            self._require(
-                op.name == due, i, f"op {op.name} must first run after {due}, as captured"
-            )
+            if op.name != due:
+                _refuse(i, f"op {op.name} must first run after {due}, as captured")
             self.ordered_done += 1
         is_opened = self.opening <= self.computed or op.name in self.opening
-        self._require(op.phase == "forward" or is_opened, i, f"op {op.name} runs before tangents")
+        if op.phase != "forward" and not is_opened:
+            _refuse(i, f"op {op.name} runs before tangents")
 
     def _copy(self, i: int, step: Offload | Fetch) -> int:
         route = (OFFLOADS if isinstance(step, Offload) else FETCHES).get(step.to)
-        self._require(route is not None, i, f"no copy goes that way to the {step.to}")
-        assert route is not None
-        source, link = route
         name, to = step.value, step.to
-        has_link = self.links is not None and self.links.link(link) is not None
-        self._require(has_link, i, f"{name} goes from {source} to {to}, and the graph has no such "
-                      "link: capture with host= (and nvme=), or solve without")  # fmt: skip
-        self._require(name in self.live[source], i, f"{name} is not on the {source}: no copy")
-        self._require(name not in self.live[to], i, f"{name} is on the {to} already")
+        if route is None:
+            _refuse(i, f"no copy goes that way to the {to}")
+        source, link = route
+        if self.links is None or self.links.link(link) is None:
+            _refuse(i, f"{name} goes from {source} to {to}, and the graph has no such link: "
+                    "capture with host= (and nvme=), or solve without")  # fmt: skip
+        if name not in self.live[source] or name in self.live[to]:
+            _refuse(i, f"{name} is not on the {source}, or is on the {to} already: no copy")
         self._add(to, name)
         self.peak_bytes[to] = max(self.peak_bytes[to], self.bytes[to])
-        assert self.links is not None
         spare = self.links.room_bytes(to) - self.bytes[to]
-        self._require(spare >= 0, i, f"the {to} is full: {name} is {-spare} bytes too many")
+        if spare < 0:
+            _refuse(i, f"the {to} is full: {name} is {-spare} bytes too many")
         room_us = self.clocks.room_us(to, spare) if to != "device" else 0.0
         self.clocks.copy(link, name, self.size[name], source, to, room_us)
         return self.bytes["device"]
 
     def _drop(self, i: int, at: Tier, name: str) -> None:
-        where = "live" if at == "device" else f"on the {at}"
-        self._require(name in self.live[at], i, f"{name} is not {where}, so it cannot be dropped")
-        handed_over = at == "device" and self.forward_left == 0 and name in self.held
-        self._require(not handed_over, i, f"{name} is in the caller's hands until the step ends")
+        if name not in self.live[at]:
+            where = "live" if at == "device" else f"on the {at}"
+            _refuse(i, f"{name} is not {where}, so it cannot be dropped")
+        if at == "device" and self.forward_left == 0 and name in self.held:
+            _refuse(i, f"{name} is in the caller's hands until the step ends")
         self.clocks.drop(i, at, name, self.size[name])
         self._remove(at, name)
 
@@ -191,10 +198,9 @@ class Replay:
 
     def _check_live(self, names: tuple[str, ...], i: int, when: str) -> None:
         for name in names:
-            present = name in self.live["device"] or name in self.resident or name in self.home
-            self._require(present, i, f"{name} must be live when {when}")
+            if not (name in self.live["device"] or name in self.resident or name in self.home):
+                _refuse(i, f"{name} must be live when {when}")
 
-    @staticmethod
-    def _require(holds: bool, i: int, message: str) -> None:
-        if not holds:
-            raise ScheduleError(f"invalid schedule at step {i}: {message}")
+
+def _refuse(i: int, message: str) -> NoReturn:
+    raise ScheduleError(f"invalid schedule at step {i}: {message}")
