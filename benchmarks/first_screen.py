@@ -43,7 +43,7 @@ def table() -> str:
     (file,) = RESULTS.glob("training-cpu-*.json")
     kept = json.loads(file.read_text())
     lines = [
-        "| model | peak of the step | a checkpoint each block | which takes | a plan for that peak |",
+        "| model | its peak | a checkpoint each block | which takes | a plan for that peak |",
         "|---|--:|--:|--:|--:|",
     ]
     for name in MODELS:
@@ -63,8 +63,8 @@ def _line(name: str, rows: dict[str, Row]) -> str:
 
 def _said(kept: dict[str, Any]) -> str:
     return (
-        "Peaks and times as measured, over the unmodified step. Gradients equal eager's in all rows "
-        f"([all that were measured](docs/benchmarks.md)).\n{kept['device']}; torch {kept['torch']}; "
+        "Peaks and times as measured, over the unmodified step. All gradients equal eager's "
+        f"([all rows](docs/benchmarks.md)).\n{kept['device']}; torch {kept['torch']}; "
         f"{kept['date']}. `python -m benchmarks.first_screen` makes picture and table."
     )
 
