@@ -74,7 +74,8 @@ def load(name: str, **sizes: int) -> Loaded:
     Parameters
     ----------
     name : ``path/to/file.py:function``, from anywhere on disk, which can import what is in its own
-        folder; or ``package.module:function``. The function may be left out if it is ``factory``.
+        folder; or ``package.module:function``. The function may be left out if it is ``factory``,
+        or if there are variables ``model`` and ``batch`` instead.
     **sizes : keyword arguments for the factory, such as ``batch=8``.
 
     Raises

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from remat.graph_capture.errors import FactoryError
+from remat.job.plain_file import MODEL, factory_of
 
 DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""
@@ -40,7 +41,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
     Parameters
     ----------
     name : ``path/to/file.py:function``, ``package.module:function``, or either without a function,
-        which takes `DEFAULT`.
+        which takes `DEFAULT`, else the variables ``model`` and ``batch``.
 
     Raises
     ------
@@ -51,6 +52,12 @@ def function_named(name: str) -> Generator[NamedFunction]:
     is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
     with _importable(path.resolve().parent if is_file else Path.cwd()):
         module = _import_file(path) if is_file else _import_module(where)
+        plain = (
+            factory_of(module) if inside in ("", MODEL) and not hasattr(module, DEFAULT) else None
+        )
+        if plain is not None:
+            yield NamedFunction(plain, where, MODEL)
+            return
         inside = inside or _default_of(module, where)
         yield NamedFunction(_find(module, where, inside), where, inside)
 
@@ -149,7 +156,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     if not own:
         raise FactoryError(
             f"{where} has no function {DEFAULT}, and no other: write "
-            f"def {DEFAULT}(): return model, (x,)"
+            f"def {DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
         )
     ready = [name for name, function in own.items() if _is_called_with_nothing(function)]
     raise FactoryError(
