@@ -52,9 +52,8 @@ def function_named(name: str) -> Generator[NamedFunction]:
     is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
     with _importable(path.resolve().parent if is_file else Path.cwd()):
         module = _import_file(path) if is_file else _import_module(where)
-        plain = (
-            factory_of(module) if inside in ("", MODEL) and not hasattr(module, DEFAULT) else None
-        )
+        is_open = inside == MODEL or (not inside and not hasattr(module, DEFAULT))
+        plain = factory_of(module) if is_open else None
         if plain is not None:
             yield NamedFunction(plain, where, MODEL)
             return

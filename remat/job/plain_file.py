@@ -13,8 +13,8 @@ OTHERS = ("loss_fn", "target")
 def factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     """A factory of the variables `model` and `batch` of a module; None if it lacks one of them.
 
-    A batch that is a dict is given to forward by keywords, a tuple or list by position, and anything
-    else as the one argument. `loss_fn` and `target` are taken too, where the module has them.
+    A batch that is a dict is given to forward by keywords, a tuple or list by position, and
+    anything else as the one argument. `loss_fn` and `target` are taken where the module has them.
     """
     from torch import nn
 
