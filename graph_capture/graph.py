@@ -127,18 +127,22 @@ class Choice(msgspec.Struct, frozen=True):
     values: tuple[Value, ...]
 
 
+PartKind = Literal["head", "mlp"]
+
+
 class Region(msgspec.Struct, frozen=True):
-    """Ops that may run in pieces: a linear head with its loss.
+    """Ops that may run in pieces: linear heads with their losses, MLPs, or both.
 
     Attributes
     ----------
-    name : of the op that it is known by. ops : names of those that the pieces replace.
-    choices : ways to run it, apart from the captured one.
+    name : of the ops that it is known by. ops : names of those that the pieces replace.
+    choices : ways to run it, apart from the captured one. kinds : what it consists of.
     """
 
     name: str
     ops: tuple[str, ...]
     choices: tuple[Choice, ...] = ()
+    kinds: tuple[PartKind, ...] = ("head",)
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -185,8 +189,8 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     device : for example ``cpu``. prices : how costs were obtained: ``unpriced``,
         ``measured``, ``modelled``, or ``mixed`` of the last two; each op says its own.
         versions : of what captured and priced it. notes : on the prices, in words.
-    regions : ops that may run in pieces. captured_us : where some do, the time of the step that
-        was captured; 0 elsewhere.
+    regions : ops that may run in pieces; a schedule has one region so at most. captured_us : where
+        one does, the time of the step that was captured; 0 elsewhere.
     links : the ways to memory below the device; None where nothing may leave it.
     """
 

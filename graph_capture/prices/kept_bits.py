@@ -1,6 +1,6 @@
 """Whether pieces give eager's bits, kept on disk beside prices.
 
-To compare them takes as long as a few runs of the head. The answer hangs on the device, its
+To compare them takes as long as a few runs of the region. The answer hangs on the device, its
 settings and torch's version, by which the file is named, and on shapes and dtypes.
 """
 
@@ -14,13 +14,17 @@ import torch
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.prices.pieces import IsExact
 from remat.graph_capture.prices.price_cache import PriceCache
-from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.splitting.regions import Found
-from remat.graph_capture.splitting.same_bits import gives_eagers_bits, note_bits
+from remat.graph_capture.splitting.same_bits import (
+    gives_eagers_bits,
+    likeness,
+    note_bits,
+)
 
 
 def kept_bits(meter: Meter, cache: PriceCache | None = None) -> IsExact:
-    """`gives_eagers_bits` on the device of `meter`, asked once for each head and number of pieces.
+    """`gives_eagers_bits` on the device of `meter`, asked once for each region and number of
+    pieces.
 
     Parameters
     ----------
@@ -51,6 +55,6 @@ def _digest_of(found: Found) -> str:
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
         os.environ.get("MKL_CBWR", ""),
     ]
-    for head, nodes in zip(found.heads, found.nodes, strict=True):
-        parts += [price_key(node) for node in (*head.forward, *head.backward, *nodes)]
+    alike = (likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
+    parts += dict.fromkeys(alike)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -9,13 +9,12 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.graph_capture.splitting.head_gradients import cuts_classes_out_of_rows
-from remat.graph_capture.splitting.heads import Head
-from remat.graph_capture.splitting.linear_cross_entropy import FORWARD, SMOOTHED, WEIGHT
 from remat.graph_capture.splitting.regions import COUNTS, Found
+from remat.graph_capture.splitting.work import captured_ops, workspace_bytes
 
 PricedPieces = Callable[[Found], tuple[Mapping[str, Op], Sequence[Value]]]
 """From a region in pieces: its ops of ours by name, and the values of the graph with them."""
+HEADS = ("head",)
 IsExact = Callable[[Found], bool]
 """Whether the ops of a region, in the pieces that they are set to, give eager's bits."""
 
@@ -26,11 +25,11 @@ def with_regions(
     """`graph` with the regions found, each with its choices.
 
     Where eager's bits are asked for, numbers of pieces that do not give them are left out. A region
-    without any is none; that is said if the user has asked for it.
+    without any is none; that is said of heads if the user has asked for it.
     """
     regions = [_region(graph, one, priced, is_exact) for one in found]
     for one, region in zip(found, regions, strict=True):
-        if one.is_asked and not region.choices:
+        if one.is_asked and not region.choices and one.kinds == HEADS:
             warnings.warn(
                 f"the loss of {one.name} ({graph.name}) stays whole: in pieces, kernels give other "
                 "bits than eager here. split='tolerance' takes them",
@@ -46,7 +45,7 @@ def _region(graph: TrainingGraph, found: Found, priced: PricedPieces, is_exact: 
         if not found.is_exact or is_exact(found):
             ops, values = priced(found)
             choices.append(_choice(graph, found, ops, values))
-    return Region(found.name, found.dropped, tuple(choices))
+    return Region(found.name, found.dropped, tuple(choices), found.kinds)
 
 
 def _choice(
@@ -96,11 +95,11 @@ def modelled(
         ours = {
             node.name: msgspec.structs.replace(
                 ops[node.name],
-                cost_us=_cost_us(_captured_ops(head, node, found.pieces), costs, more_us),
-                workspace_bytes=rounded(_workspace_bytes(head, node, found.pieces)),
+                cost_us=_cost_us(captured_ops(part, node, found.pieces), costs, more_us),
+                workspace_bytes=rounded(workspace_bytes(part, node, found.pieces)),
                 price="modelled",
             )
-            for head, node in found.by_node()
+            for part, node in found.by_node()
         }
         return ours, [
             msgspec.structs.replace(value, size_bytes=rounded(value.size_bytes))
@@ -114,36 +113,3 @@ def _cost_us(nodes: Sequence[fx.Node], costs: Mapping[str, float], more_us: floa
     """Time of captured nodes, and of the launches of each beyond one."""
     ran = [node for node in nodes if node.name in costs]
     return sum(costs[node.name] for node in ran) + more_us * len(ran)
-
-
-def _captured_ops(head: Head, node: fx.Node, pieces: int) -> list[fx.Node]:
-    """The nodes whose work an op of ours does: backward makes the logits again.
-
-    Where blocks of classes are cut out of rows, it makes them again for each.
-    """
-    if node.target in (FORWARD, SMOOTHED):
-        return head.forward
-    ends = (head.of_x, head.of_weight, head.of_bias)
-    made = {node.name, *(user.name for user in node.users)}
-    own = [one for one in ends if one is not None and one.name in made]
-    logits = [one for one in head.forward if one is not head.loss]
-    shared = [one for one in head.backward if one not in ends]
-    return [*(logits + shared) * (pieces if _is_cut_out_of_rows(head, node) else 1), *own]
-
-
-def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
-    dtype = head.softmax.meta["val"].dtype
-    return node.target is WEIGHT and cuts_classes_out_of_rows(dtype, head.smoothing)
-
-
-def _workspace_bytes(head: Head, node: fx.Node, pieces: int) -> int:
-    """The most bytes that one piece has live: three blocks in the dtype of the loss.
-
-    They are, in backward, the logarithms of the probabilities, their gradient and that of the
-    logits; in forward it is less. A block of classes that is cut out of rows is one more.
-    """
-    value, of_x = head.softmax.meta["val"], head.product.meta["val"]
-    blocks_bytes = 3 * (-(-value.numel() // pieces)) * value.element_size()
-    if not _is_cut_out_of_rows(head, node):
-        return blocks_bytes
-    return blocks_bytes + -(-of_x.numel() // pieces) * of_x.element_size()

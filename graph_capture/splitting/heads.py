@@ -18,7 +18,7 @@ from remat.graph_capture.splitting.smoothing import SHAPES, Smoothing, find_smoo
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _BACK = (*SHAPES, *_COPIES, aten.slice_backward.default)
 
@@ -60,6 +60,18 @@ class Head:
     forward: list[fx.Node] = field(default_factory=list[fx.Node])
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
+    @property
+    def name(self) -> str:
+        """The name of its softmax."""
+        return self.softmax.name
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        """The nodes whose results others read."""
+        row_sum = self.smoothing.row_sum if self.smoothing else None
+        ends = [self.of_x, self.of_weight, self.of_bias, row_sum, *self.loss.users]
+        return [node for node in ends if node is not None]
+
 
 def find_heads(graph: fx.Graph) -> tuple[list[Head], list[tuple[fx.Node, str]]]:
     """The heads of a joint graph, and the losses that cannot be split, each with the reason."""
@@ -88,7 +100,7 @@ def _head_of(softmax: fx.Node) -> Head:
     loss = _only(losses, softmax)
     head = Head(softmax, product, x, _transposed(weight), bias, loss)
     _take_rows(head, chain[::-1])
-    head.forward = [*chain[::-1], *_names_of(softmax), loss, *loss.users]
+    head.forward = [*chain[::-1], *names_of(softmax), loss, *loss.users]
     _find_backward(head)
     return head
 
@@ -96,12 +108,12 @@ def _head_of(softmax: fx.Node) -> Head:
 def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
     """From the softmax up to the product, nodes that read one another alone."""
     node = softmax
-    while node.target not in _PRODUCTS:
+    while node.target not in PRODUCTS:
         yield node
         above = node.args[0]
         if not isinstance(above, fx.Node) or above.op != "call_function":
             raise NoHeadError(f"{node.name} reads what no linear layer has made")
-        known = (*_PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor)
+        known = (*PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor)
         if above.target not in known:
             raise NoHeadError(f"its logits go through {above.target} ({above.name})")
         others = [user for user in above.users if user is not node]
@@ -113,13 +125,13 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
 
 def _reading(node: fx.Node) -> list[fx.Node]:
     """Nodes that read `node`, also through names of it."""
-    return [user for name in (node, *_names_of(node)) for user in name.users if not _is_name(user)]
+    return [user for name in (node, *names_of(node)) for user in name.users if not _is_name(user)]
 
 
-def _names_of(node: fx.Node) -> list[fx.Node]:
+def names_of(node: fx.Node) -> list[fx.Node]:
     """Nodes that stand for `node`."""
     own = [user for user in node.users if _is_name(user)]
-    return [name for user in own for name in (user, *_names_of(user))]
+    return [name for user in own for name in (user, *names_of(user))]
 
 
 def _is_name(node: fx.Node) -> bool:
@@ -215,7 +227,7 @@ def _down(node: fx.Node) -> Iterator[fx.Node]:
 
 def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     if user.target is aten.mm.default and user.args[0] is of_logits:
-        if _behind_transposes(user.args[1]) is not head.weight:
+        if behind_transposes(user.args[1]) is not head.weight:
             raise NoHeadError(f"{user.name} multiplies the logits' gradient by something else")
         head.of_x = user
     elif user.target is aten.sum.dim_IntList and list(user.args[1:]) == [[0], True]:
@@ -231,7 +243,7 @@ def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     head.backward.append(user if user.target is not aten.t.default else next(iter(user.users)))
 
 
-def _behind_transposes(node: Any) -> fx.Node | None:
+def behind_transposes(node: Any) -> fx.Node | None:
     """The tensor that an even number of transposes leads to."""
     n_transposes = 0
     while isinstance(node, fx.Node) and node.target is aten.t.default:

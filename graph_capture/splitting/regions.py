@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, fx
 
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import Op, PartKind, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import Places, copy_of
 from remat.graph_capture.splitting.heads import Head, find_heads
-from remat.graph_capture.splitting.replaced import replace_head
+from remat.graph_capture.splitting.kinds import Part, find_parts, replace_part
+from remat.graph_capture.splitting.mlps import Mlp
 from remat.graph_capture.tracing.one_trace import Trace
 
 COUNTS = (2, 4, 8, 16)
@@ -23,25 +24,25 @@ HELD, LARGE_BYTES, LARGE_PART = 3, 1 << 20, 1 / 50
 so many bytes, and so large a part of what the step keeps resident and forward makes. The part is
 low: where most is computed again, what is left of a step is a fraction of that."""
 AND = ", "
-"""Between the names of heads, which run in the same number of pieces."""
+"""Between the names of parts, which run in the same number of pieces."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The heads of a step, and the ops that would run in their place.
+    """Parts of a step, and the ops that would run in their place.
 
     Attributes
     ----------
-    heads : in the captured joint graph. joint : a copy of it, with every head in pieces.
-    nodes : for each head, the ops of ours in that copy.
+    parts : in the captured joint graph. joint : a copy of it, with every part in pieces.
+    nodes : for each part, the ops of ours in that copy.
     is_exact : whether they give eager's bits.
     dropped : names of captured ops that the copy has not, or has otherwise.
     added : ops of the copy that the captured graph has not, each after the name of the op before
         which it stands; empty for the end.
-    is_asked : whether the user named the split. What stays whole then is warned of.
+    is_asked : whether the user named the split. A head that stays whole then is warned of.
     """
 
-    heads: tuple[Head, ...]
+    parts: tuple[Part, ...]
     joint: Joint
     nodes: tuple[tuple[fx.Node, ...], ...]
     is_exact: bool
@@ -51,8 +52,16 @@ class Found:
 
     @property
     def name(self) -> str:
-        """The name of the region: those of the heads."""
-        return AND.join(head.softmax.name for head in self.heads)
+        """The name of the region: those of the parts."""
+        return AND.join(part.name for part in self.parts)
+
+    @property
+    def kinds(self) -> tuple[PartKind, ...]:
+        """Which kinds of parts there are."""
+        kinds: dict[PartKind, None] = {}
+        for one in self.parts:
+            kinds["head" if isinstance(one, Head) else "mlp"] = None
+        return tuple(kinds)
 
     @property
     def pieces(self) -> int:
@@ -64,66 +73,95 @@ class Found:
         for node in (node for nodes in self.nodes for node in nodes):
             node.args = (*node.args[:-1], pieces)
 
-    def by_node(self) -> Iterator[tuple[Head, fx.Node]]:
-        """Each op of ours with the head that it serves."""
-        for head, nodes in zip(self.heads, self.nodes, strict=True):
+    def by_node(self) -> Iterator[tuple[Part, fx.Node]]:
+        """Each op of ours with the part that it serves."""
+        for part, nodes in zip(self.parts, self.nodes, strict=True):
             for node in nodes:
-                yield head, node
+                yield part, node
 
 
 def regions_asked(trace: Trace) -> list[Found]:
-    """The regions that the trace's recipe asks for; none where it asks for no split.
+    """The regions that the trace's recipe asks for, of which a plan takes one; or none.
 
-    Warns of losses that cannot run in pieces, with the reason, if the user named the split. If not,
-    only large heads are taken.
+    They are its heads, its MLPs and both together. Only MLPs that set the peak are taken. Of heads,
+    all are if the user named the split, and only large ones if not. Losses that cannot run in
+    pieces are then warned of, with the reason.
     """
     asked = trace.recipe.split
     if asked == "none" or trace.recipe.pieces:
         return []
+    parts = find_parts(trace.joint.module.graph)
+    heads = [one for one in parts if isinstance(one, Head)]
+    mlps = [one for one in parts if isinstance(one, Mlp)]
+    least_bytes = 0
     if asked is None:
-        return find_regions(trace, True, frozenset(_large_heads(trace)))
+        heads, least_bytes = _large(trace, heads), LARGE_BYTES
+    else:
+        _warn_of_whole_heads(trace)
+    mlps = [one for one in _that_set_the_peak(trace, parts) if one.transient_bytes >= least_bytes]
+    taken = [group for group in (heads, mlps, [*heads, *mlps]) if group]
+    if not (heads and mlps):
+        taken = taken[:1]
+    return [_found(trace, asked != "tolerance", group) for group in taken]
+
+
+def _warn_of_whole_heads(trace: Trace) -> None:
     places = Places(trace.joint.module.graph)
     for softmax, reason in find_heads(trace.joint.module.graph)[1]:
         where = " ".join(part for part in places.of(softmax) if part)
         warnings.warn(
             f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in pieces: "
             f"{reason}. It stays whole",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return find_regions(trace, asked == "exact")
 
 
-def _large_heads(trace: Trace) -> Iterator[str]:
-    """Names of heads whose backward holds a large part of the bytes of the step."""
+def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:
+    """Heads whose backward holds a large part of the bytes of the step."""
     graph = trace.graph
     at = graph.op_index
     of_forward = [v for v in graph.values if at.get(v.producer, -1) < graph.n_forward]
     large_bytes = max(LARGE_BYTES, LARGE_PART * sum(value.size_bytes for value in of_forward))
-    for head in find_heads(trace.joint.module.graph)[0]:
+
+    def held_bytes(head: Head) -> int:
         logits: Tensor = head.softmax.meta["val"]
-        if HELD * logits.nbytes >= large_bytes:
-            yield head.softmax.name
+        return HELD * logits.nbytes
+
+    return [head for head in heads if held_bytes(head) >= large_bytes]
+
+
+def _that_set_the_peak(trace: Trace, parts: Sequence[Part]) -> list[Mlp]:
+    """MLPs that hold as much as any op beside them and the heads: pieces lower no other peak."""
+    graph = trace.graph
+    mlps = [one for one in parts if isinstance(one, Mlp)]
+    own = {node.name for one in parts for node in (*one.forward, *one.backward)}
+    size = {value.name: value.size_bytes for value in graph.values if value.producer}
+    held = (
+        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
+        for op in graph.ops
+        if op.name not in own
+    )
+    most_bytes = max(held, default=0) if mlps else 0
+    return [one for one in mlps if one.transient_bytes >= most_bytes]
 
 
 def find_regions(trace: Trace, is_exact: bool, names: Container[str] | None = None) -> list[Found]:
-    """The heads of a trace as one region, with the ops that would run in their place.
+    """The parts of a trace as one region, with the ops that would run in their place.
 
     Parameters
     ----------
-    names : of the heads that are taken; None for all.
+    names : of the parts that are taken; None for all.
     """
+    parts = find_parts(trace.joint.module.graph, names)
+    return [_found(trace, is_exact, parts)] if parts else []
 
-    def taken(graph: fx.Graph) -> list[Head]:
-        heads = find_heads(graph)[0]
-        return [head for head in heads if names is None or head.softmax.name in names]
 
-    heads = taken(trace.joint.module.graph)
-    if not heads:
-        return []
+def _found(trace: Trace, is_exact: bool, parts: Sequence[Part]) -> Found:
     made: list[list[str]] = []
+    names = frozenset(part.name for part in parts)
 
     def edit(graph: fx.Graph) -> None:
-        ours = [replace_head(head, COUNTS[0], is_exact) for head in taken(graph)]
+        ours = [replace_part(part, COUNTS[0], is_exact) for part in find_parts(graph, names)]
         made.extend([node.name for node in nodes] for nodes in ours)
 
     captured, recipe = trace.joint, trace.recipe
@@ -134,18 +172,9 @@ def find_regions(trace: Trace, is_exact: bool, names: Container[str] | None = No
     )  # fmt: skip
     # The copy that becomes a module has nodes of its own, under the same names.
     node_named = {node.name: node for node in gm.graph.nodes}
-    nodes = tuple(tuple(node_named[name] for name in names) for names in made)
+    nodes = tuple(tuple(node_named[name] for name in own) for own in made)
     changes = _changes(captured.graph, joint.graph)
-    return [
-        Found(
-            tuple(heads),
-            joint,
-            nodes,
-            is_exact,
-            *changes,
-            recipe.split is not None,
-        )
-    ]
+    return Found(tuple(parts), joint, nodes, is_exact, *changes, recipe.split is not None)
 
 
 def _changes(

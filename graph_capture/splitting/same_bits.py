@@ -1,4 +1,4 @@
-"""Whether a head in pieces gives eager's bits on the device at hand, at the shapes at hand.
+"""Whether parts in pieces give eager's bits on the device at hand, at the shapes at hand.
 
 Kernels for a block of rows may sum in another order than those for all rows. Which a library takes
 hangs on shapes and on the device, so both ways run here once, on made data, and are compared.
@@ -13,13 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.splitting.heads import Head
+from remat.graph_capture.prices.sample_inputs import price_key
+from remat.graph_capture.splitting.activations import has_equal_blocks
+from remat.graph_capture.splitting.head_loss import blocks
+from remat.graph_capture.splitting.kinds import Part
+from remat.graph_capture.splitting.made_inputs import made_inputs
+from remat.graph_capture.splitting.mlp_ops import COLUMNS_MULTIPLE
+from remat.graph_capture.splitting.mlps import Mlp
 from remat.graph_capture.splitting.regions import Found
-from remat.graph_capture.splitting.smoothing import identity_of
-
-aten = torch.ops.aten
-IGNORED_PART = 0.1
-"""Of the made targets: rows that the loss ignores."""
 
 _Key = tuple[str, str, str, int, bool, int]
 _known: dict[_Key, bool] = {}
@@ -27,13 +28,14 @@ _known: dict[_Key, bool] = {}
 
 
 def gives_eagers_bits(found: Found) -> bool | None:
-    """Whether a head in the pieces that it is set to gives the same bits as its own nodes.
+    """Whether parts in the pieces that they are set to give the same bits as their own nodes.
 
-    It takes the memory of four times the logits. Where that runs out, the answer is None.
+    It takes the memory of four times the logits, or what an MLP holds. Where that runs out, the
+    answer is None. Of parts that are alike, one is compared.
     """
+    alike = {likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
     try:
-        pairs = zip(found.heads, found.nodes, strict=True)
-        return all(_are_same_bits(*pair) for pair in pairs)
+        return all(_are_same_bits(*pair) for pair in alike.values())
     except RuntimeError as error:  # of CUDA's allocator too
         if "memory" not in str(error):
             raise
@@ -46,9 +48,14 @@ def gives_eagers_bits(found: Found) -> bool | None:
         return None
 
 
+def likeness(part: Part, nodes: Sequence[fx.Node]) -> str:
+    """What decides which kernels run, whole and in pieces: shapes, strides, dtypes and scalars."""
+    return "\n".join(price_key(node) for node in (*part.forward, *part.backward, *nodes))
+
+
 def note_bits(found: Found, is_same: bool) -> None:
-    """Keep in this process whether a head in the pieces that it is set to gives eager's bits."""
-    device = str(found.heads[0].x.meta["val"].device)
+    """Keep in this process whether a region in the pieces that it is set to gives eager's bits."""
+    device = str(found.parts[0].ends[0].meta["val"].device)
     facts = found.joint.graph.hash, device, found.name, found.pieces, found.is_exact
     _known[_fact(*facts)] = is_same
 
@@ -66,47 +73,26 @@ def _fact(graph_hash: str, device: str, region: str, pieces: int, is_exact: bool
     return graph_hash, device, region, pieces, is_exact, torch.get_num_threads()
 
 
-def _are_same_bits(head: Head, nodes: Sequence[fx.Node]) -> bool:
-    made = _made_inputs(head)
-    expected = _run_captured(head, [*head.forward, *head.backward], dict(made))
-    found = _run_pieces(head, nodes, dict(made))
+def _are_same_bits(part: Part, nodes: Sequence[fx.Node]) -> bool:
+    if isinstance(part, Mlp) and not _has_equal_blocks(part, cast("int", nodes[0].args[-1])):
+        return False
+    made = made_inputs(part)
+    expected = _run_captured(part, [*part.forward, *part.backward], dict(made))
+    found = _run_pieces(nodes, dict(made))
     return all(torch.equal(value, found[name]) for name, value in expected.items() if name in found)
 
 
-def _made_inputs(head: Head) -> dict[fx.Node, Tensor]:
-    """Random data for what the head reads. The user's random stream stays where it is."""
-    target: Any = head.loss.args[1]
-    at: Tensor = target.meta["val"]
-    with torch.random.fork_rng([at.device] if at.is_cuda else []):
-        torch.manual_seed(0)
-        row_term = head.smoothing.row_term if head.smoothing else None
-        read = (head.x, head.weight, head.bias, head.gradient, row_term)
-        made = {node: _normal(node) for node in read if node is not None}
-        chosen = torch.randint(head.weight.meta["val"].shape[0], at.shape, device=at.device)
-        is_ignored = torch.rand(at.shape, device=at.device) < IGNORED_PART
-        made[target] = chosen.masked_fill_(is_ignored, cast("int", head.loss.args[4]))
-        class_weight = head.loss.args[2]
-        if isinstance(class_weight, fx.Node):
-            # Several nodes of the head read the same constant by nodes of their own.
-            same = [class_weight, *_constants_alike(head, class_weight)]
-            made |= dict.fromkeys(same, _normal(class_weight).abs())
-    return made
-
-
-def _constants_alike(head: Head, constant: fx.Node) -> list[fx.Node]:
-    """Nodes that the head reads and that stand for the same tensor."""
-    read = (one for node in (*head.forward, *head.backward) for one in node.all_input_nodes)
-    return [one for one in read if identity_of(one) == identity_of(constant)]
-
-
-def _normal(node: fx.Node) -> Tensor:
-    like: Tensor = node.meta["val"]
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.normal_()
+def _has_equal_blocks(mlp: Mlp, pieces: int) -> bool:
+    """Whether no element of the hidden activation hangs on how large its block is."""
+    like: Tensor = mlp.gate.product.meta["val"]
+    rows, columns = like.shape
+    sizes = {(b - a) * columns for a, b in blocks(rows, pieces)}
+    sizes |= {(b - a) * rows for a, b in blocks(columns, pieces, COLUMNS_MULTIPLE)}
+    return has_equal_blocks(mlp.activation, like, [rows * columns, *sizes])
 
 
 def _run_captured(
-    head: Head, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
+    part: Part, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
     """Run nodes of the captured graph with what they read; their results by name."""
     results: dict[fx.Node, Any] = dict(known)
@@ -118,17 +104,13 @@ def _run_captured(
             results[node] = target(*args, **kwargs)
         return results[node]
 
-    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
+    order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
     for node in sorted(nodes, key=order.__getitem__):
         value(node)
-    row_sum = head.smoothing.row_sum if head.smoothing else None
-    ends = [head.of_x, head.of_weight, head.of_bias, row_sum, *head.loss.users]
-    return {node.name: results[node] for node in ends if node is not None}
+    return {node.name: results[node] for node in part.ends}
 
 
-def _run_pieces(
-    head: Head, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
-) -> dict[str, Tensor]:
+def _run_pieces(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[str, Tensor]:
     """Run the ops of ours on the same data; their results by name."""
     data = {node.name: tensor for node, tensor in known.items()}
     for node in nodes:
@@ -139,5 +121,4 @@ def _run_pieces(
         else:
             for user in node.users:
                 data[user.name] = result[cast("int", user.args[1])]
-
     return data

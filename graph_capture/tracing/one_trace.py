@@ -48,7 +48,7 @@ from remat.graph_capture.shapes.guards import require_guards
 from remat.graph_capture.shapes.signature import (
     RangedSignature,
 )
-from remat.graph_capture.splitting.replaced import split_heads
+from remat.graph_capture.splitting.kinds import split_parts
 from remat.graph_capture.tracing.kernels import (
     FusedAttention,
     IdleDropout,
@@ -212,7 +212,7 @@ def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
     """Change a traced graph to what eager runs, and to the pieces of the recipe."""
     cast_weights_once(gm)
     take_out_of(gm.graph)
-    split_heads(gm.graph, recipe.pieces)
+    split_parts(gm.graph, recipe.pieces)
 
 
 def joint_of(gm: fx.GraphModule, results: int, recipe: Recipe, repeats: Repeats | None) -> Joint:

@@ -40,7 +40,7 @@ def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Tra
     if unknown:
         _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), unknown)
     pieces = tuple(
-        (head, one.pieces, one.exact) for one in schedule.pieces for head in one.region.split(AND)
+        (part, one.pieces, one.exact) for one in schedule.pieces for part in one.region.split(AND)
     )
     return trace_recipe(model, dataclasses.replace(recipe, pieces=pieces))
 

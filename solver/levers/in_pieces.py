@@ -4,191 +4,107 @@ A graph says of each region which numbers of pieces it may run in, and at what p
 (`TrainingGraph.regions`). Each choice is another graph, whose schedules the judge knows. So solvers
 need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision greedily.
 
-Two solves bound the rest: of the captured graph; and of a relaxed one, in which each op in pieces
-has the least time and the least workspace of all choices. The lesser of their bounds holds for all
-choices. The relaxed schedule is judged at each real choice. A choice is solved for by itself if
-the bounds leave it a thousandth to gain. Several regions take the same number of pieces.
-
-Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first, and
-the captured one only if that has not led below what the op takes.
+One region is taken or none. Heads come first. MLPs in pieces, with the heads or without as these
+turned out, are solved for if the best until then takes longer than each of their ops once. Else
+they cannot be better, whatever the memory. That is so at all but the lowest budgets, since pieces
+of MLPs make much again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import inf
 
 import msgspec
 
-from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
-from remat.schedules.as_planned import in_pieces, whole, with_choices
-from remat.schedules.schedule import Pieces, Schedule
+from remat.graph_capture.graph import Region, TrainingGraph
+from remat.schedules.as_planned import whole
 from remat.solver.clock import Clock
-from remat.solver.result import Result, judged
+from remat.solver.levers.one_region import (
+    PART,
+    Known,
+    SolveOne,
+    bound_us_of,
+    least_us,
+    most_held_bytes,
+    most_of,
+    named,
+    solve_region,
+)
+from remat.solver.result import Result
 
-SolveOne = Callable[[TrainingGraph, float], Result]
-"""Solves one graph within so many seconds."""
+__all__ = ["named", "solve_in_pieces"]
 
 SAME_TIME = 1 + 1e-9
-WORTH = 1e-3
-"""What a solve for one number of pieces must be able to gain, as a part of time or of the peak."""
-PART, LEAST_PART = 1 / 2, 4 / 5
-"""Of the time that is left, for a solve that is followed by others; the second where the captured
-graph cannot fit, so that others are unlikely."""
+FIRST_PART = 2 / 3
+"""Of the time limit, for what is solved before MLPs in pieces, where these may be needed."""
+REACH = 4
+"""They may be where the budget leaves so many times what they hold."""
 
 
 def solve_in_pieces(
     graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float
 ) -> Result:
-    """The fastest schedule of `graph` with its regions whole or in pieces, and a bound for all."""
+    """The fastest schedule of `graph`, whole or with a region in pieces, and a bound for all."""
     clock = Clock(time_limit_s)
-    choices = list(_numbers_of_pieces(graph))
-    if not choices:
-        return solve_one(whole(graph), time_limit_s)
-    # Pieces may be faster than the whole, as those with fewer products are.
-    least_us = min(in_pieces(graph, chosen).time_us for chosen in choices)
-    floor_bytes, captured = _most_held_bytes(graph), None
-    if floor_bytes <= budget_bytes:
-        captured = solve_one(whole(graph), PART * time_limit_s)
-        if captured.schedule is not None and captured.time_us <= least_us * SAME_TIME:
-            return captured
-    relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions if r.choices})
-    part = LEAST_PART if captured is None else PART
-    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0))
-    found = _judged(graph, choices, budget_bytes, relaxed)
-    if captured is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
-        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
-    found += [captured] if captured is not None else []
-    search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us)
-    search.solve(choices, found)
-    bound_us = max(_bound_us(relaxed), least_us)
-    if captured is not None:
-        bound_us = min(_bound_us(captured), bound_us)
-    return _concluded(graph, min(found, key=_rank), captured or relaxed, bound_us, clock)
-
-
-def _most_held_bytes(graph: TrainingGraph) -> int:
-    """Resident bytes, and the most that one op of the captured graph reads, makes and works in."""
-    size = {value.name: value.size_bytes for value in graph.values if value.producer}
-    return graph.resident.total_bytes + max(
-        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
-        for op in graph.ops
-    )
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """Solves for numbers of pieces by themselves.
-
-    Attributes
-    ----------
-    relaxed : the outcome for the relaxed graph. relaxed_us : the time of its ops once.
-    """
-
-    graph: TrainingGraph
-    budget_bytes: int
-    solve_one: SolveOne
-    clock: Clock
-    relaxed: Result
-    relaxed_us: float
-
-    def solve(self, choices: list[tuple[Pieces, ...]], found: list[Result]) -> None:
-        """Solve for the choices that could be better than the best of `found`; adds to it."""
-        choices = sorted(choices, key=self._hope_us)
-        if all(one.schedule is None for one in found):
-            choices.reverse()
-        for i, chosen in enumerate(choices):
-            if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
-                continue
-            solved = self.solve_one(
-                in_pieces(self.graph, chosen), self.clock.left_s / (len(choices) - i)
-            )
-            found += _judged(self.graph, [chosen], self.budget_bytes, solved)
-
-    def _is_worth(self, chosen: tuple[Pieces, ...], best: Result) -> bool:
-        if best.schedule is not None:
-            return self._hope_us(chosen) < (1 - WORTH) * best.time_us
-        least_bytes = self.relaxed.least_feasible_bytes if self.relaxed.schedule is None else 0
-        return least_bytes < (1 - WORTH) * best.least_feasible_bytes
-
-    def _hope_us(self, chosen: tuple[Pieces, ...]) -> float:
-        """No schedule in these pieces takes less: each op runs once and more is in the bound."""
-        real_us = in_pieces(self.graph, chosen).time_us
-        bound_us = self.relaxed.lower_bound_us if self.relaxed.schedule is not None else 0.0
-        return max(real_us, bound_us + real_us - self.relaxed_us)
-
-
-def _numbers_of_pieces(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
-    """Ways to run all regions in the same number of pieces, fewest first."""
     regions = [region for region in graph.regions if region.choices]
-    counts = sorted({(one.pieces, one.exact) for region in regions for one in region.choices})
-    for pieces, exact in counts:
-        having = [
-            Pieces(region.name, pieces, exact)
-            for region in regions
-            if any((one.pieces, one.exact) == (pieces, exact) for one in region.choices)
-        ]
-        if len(having) == len(regions):
-            yield tuple(having)
+    later = [region for region in regions if "mlp" in region.kinds]
+    may_be_needed = any(_is_near(graph, region, budget_bytes) for region in later)
+    heads = _with_regions(graph, [region for region in regions if region not in later])
+    with clock.limited_to((FIRST_PART if may_be_needed else 1) * time_limit_s):
+        known = _solve_heads(heads, budget_bytes, solve_one, clock)
+    has_heads = _has_pieces(known.best)
+    # Those that have the heads as these turned out, and then the others, for their bound.
+    for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
+        one = _with_regions(graph, [region])
+        if known.best.schedule and known.best.time_us <= least_us(one) * SAME_TIME:
+            continue
+        if may_be_needed and clock.left_s > 0:
+            known = solve_region(one, budget_bytes, solve_one, clock, known)
+            may_be_needed = False
+        else:
+            known = Known(known.best, min(known.bound_us, least_us(one)))
+    return known.best if known.is_whole else _concluded(graph, known, clock)
 
 
-def _relaxed(region: Region) -> Choice:
-    """A choice that no real one beats: of each op the least time and the least workspace."""
-    first = region.choices[0]
-    ops: list[tuple[str, Op]] = []
-    for i, (place, op) in enumerate(first.ops):
-        same = [choice.ops[i][1] for choice in region.choices]
-        ops.append(
-            (
-                place,
-                msgspec.structs.replace(
-                    op,
-                    cost_us=min(one.cost_us for one in same),
-                    workspace_bytes=min(one.workspace_bytes for one in same),
-                ),
-            )
-        )
-    return msgspec.structs.replace(first, ops=tuple(ops))
+def _solve_heads(
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock
+) -> Known:
+    """The best with heads whole or in pieces."""
+    if not graph.regions:
+        found = solve_one(whole(graph), clock.left_s)
+        return Known(found, bound_us_of(found), is_whole=True)
+    if most_held_bytes(graph) > budget_bytes:
+        return solve_region(graph, budget_bytes, solve_one, clock, None)
+    captured = solve_one(whole(graph), PART * clock.left_s)
+    known = Known(captured, bound_us_of(captured), is_whole=True)
+    # Pieces may be faster than the whole, as those with fewer products are.
+    if captured.schedule is not None and captured.time_us <= least_us(graph) * SAME_TIME:
+        return known
+    return solve_region(graph, budget_bytes, solve_one, clock, known)
 
 
-def _judged(
-    graph: TrainingGraph, choices: list[tuple[Pieces, ...]], budget_bytes: int, found: Result
-) -> list[Result]:
-    """The schedule of `found`, or its least one, on the graph of each choice."""
-    schedule = found.schedule or found.least_schedule
-    results: list[Result] = []
-    for pieces in choices if schedule is not None else []:
-        assert schedule is not None
-        own = named(schedule, pieces, graph)
-        real = in_pieces(graph, pieces)
-        results.append(judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us))
-    return results
+def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGraph:
+    """`graph` with some of its regions; its hash is the same."""
+    return msgspec.structs.replace(graph, regions=tuple(regions))
 
 
-def named(schedule: Schedule, pieces: tuple[Pieces, ...], graph: TrainingGraph) -> Schedule:
-    """`schedule`, which says that it is of `graph` with these pieces."""
-    return msgspec.structs.replace(schedule, pieces=pieces, captured_hash=graph.hash)
+def _has_pieces(result: Result) -> bool:
+    schedule = result.schedule or result.least_schedule
+    return schedule is not None and bool(schedule.pieces)
 
 
-def _rank(result: Result) -> tuple[bool, float, int]:
-    """Schedules that fit come first, by time; then those that do not, by the least that would."""
-    if result.schedule is not None:
-        return False, result.time_us, result.peak_bytes
-    return True, inf, result.least_feasible_bytes or (1 << 62)
+def _is_near(graph: TrainingGraph, region: Region, budget_bytes: int) -> bool:
+    """Whether the budget leaves little more than the region holds, whole."""
+    own = set(region.ops)
+    held_bytes = most_of(graph, [op for op in graph.ops if op.name in own])
+    return budget_bytes <= graph.resident.total_bytes + REACH * held_bytes
 
 
-def _bound_us(result: Result) -> float:
-    """No schedule of that graph takes less within the budget; infinite where none fits."""
-    is_proved = 0 < result.budget_bytes < result.least_bound_bytes
-    return inf if is_proved and result.schedule is None else result.lower_bound_us
-
-
-def _concluded(
-    graph: TrainingGraph, best: Result, first: Result, bound_us: float, clock: Clock
-) -> Result:
-    """`best` with the bound for all choices."""
-    bound_us = bound_us if bound_us < inf else graph.time_us
+def _concluded(graph: TrainingGraph, known: Known, clock: Clock) -> Result:
+    """The best with the bound for all choices."""
+    best = known.best
+    bound_us = known.bound_us if known.bound_us < inf else graph.time_us
     is_proved = best.schedule is not None and best.time_us <= bound_us * SAME_TIME
     status = best.status
     if best.schedule is not None:
@@ -197,9 +113,7 @@ def _concluded(
     return msgspec.structs.replace(
         best,
         status=status,
-        solver=first.solver,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
         least_bound_bytes=0,
         wall_s=clock.elapsed_s,
-        message=best.message or (first.message if best is first else ""),
     )

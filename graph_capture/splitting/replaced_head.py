@@ -1,19 +1,13 @@
-"""Puts our ops in the place of a head and its loss in a joint graph.
-
-What other nodes read keeps its name, so that the rest of the training graph stays as it is.
-"""
+"""Puts our ops in the place of a head and its loss in a joint graph."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.splitting.heads import Head, find_heads, loss_results
+from remat.graph_capture.splitting.heads import Head, loss_results
 from remat.graph_capture.splitting.linear_cross_entropy import (
     FORWARD,
     INPUT,
@@ -21,25 +15,7 @@ from remat.graph_capture.splitting.linear_cross_entropy import (
     SMOOTHED,
     WEIGHT,
 )
-
-
-def split_heads(graph: fx.Graph, pieces: Iterable[tuple[str, int, bool]]) -> None:
-    """Let heads run in pieces: those of these names, how many, and whether exactly.
-
-    Raises
-    ------
-    ScheduleError : the step has no head of such a name.
-    """
-    wanted = {name: (count, is_exact) for name, count, is_exact in pieces}
-    heads = find_heads(graph)[0] if wanted else []
-    for head in heads:
-        if head.softmax.name in wanted:
-            replace_head(head, *wanted.pop(head.softmax.name))
-    if wanted:
-        raise ScheduleError(
-            f"this plan runs {', '.join(wanted)} in pieces, and the step has no linear head with "
-            "its loss of that name any more: plan again"
-        )
+from remat.graph_capture.splitting.placing import erase_left, picked, take_place, take_places
 
 
 def replace_head(head: Head, pieces: int, is_exact: bool) -> list[fx.Node]:
@@ -51,16 +27,13 @@ def replace_head(head: Head, pieces: int, is_exact: bool) -> list[fx.Node]:
         pieces,
     )  # fmt: skip
     made = [_forward(head, (*read, *facts))]
-    saved = [_picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in SAVED.items()]
+    saved = [picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in SAVED.items()]
     row_term = head.smoothing.row_term if head.smoothing else None
     backward = (head.gradient, *read, head.total_weight, *saved, row_term, *facts)
     for op, name, gradients in _backward_ops(head, is_exact):
         made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
     graph = head.loss.graph
-    left = set(graph.nodes)  # those whose places were taken are gone
-    for node in reversed([*head.forward, *head.backward]):
-        if node in left and not node.users:
-            graph.erase_node(node)
+    erase_left(graph, reversed([*head.forward, *head.backward]))
     return made
 
 
@@ -99,7 +72,7 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
         values.append(head.smoothing.row_sum.meta["val"])
     node.meta = {**head.product.meta, "val": tuple(values)}
     for i, old in results.items():
-        _take_place(old, _picked(node, i, old.name, before=head.loss))
+        take_place(old, picked(node, i, old.name, before=head.loss))
     if head.total_weight in results.values():
         head.total_weight = next(user for user in node.users if user.args[1] == 1)
     return node
@@ -116,15 +89,10 @@ def _backward(
         node = graph.create_node("call_function", op, args, {}, name)
     node.meta = dict(first.meta)
     if op is INPUT:
-        _take_place(wanted[0], node)
+        take_place(wanted[0], node)
         return node
     node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
-    last = node
-    for i, old in enumerate(gradients):
-        if old is not None:
-            # One of `gradients` is `first`, and goes as its place is taken.
-            last = _picked(node, i, old.name, before=last.next)
-            _take_place(old, last)
+    take_places(node, gradients)
     return node
 
 
@@ -135,21 +103,3 @@ def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
     weight: Tensor = head.weight.meta["val"]
     with weight.fake_mode:  # pyright: ignore
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
-
-
-def _picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> fx.Node:
-    graph = node.graph
-    with graph.inserting_before(before) if before is not None else graph.inserting_after(node):
-        picked = graph.create_node("call_function", operator.getitem, (node, i), {}, name)
-    picked.meta = {**node.meta, "val": node.meta["val"][i]}
-    return picked
-
-
-def _take_place(old: fx.Node, new: fx.Node) -> None:
-    """Let everyone read `new` in the place of `old`, under its name, and erase that."""
-    old.replace_all_uses_with(new)
-    name, meta = old.name, old.meta
-    old.graph.erase_node(old)
-    new.name = name
-    if new.target is operator.getitem:
-        new.meta = dict(meta)

@@ -1,0 +1,199 @@
+"""One region in pieces, and in how many: solved for beside what is known without it.
+
+Each choice of the region is another graph. Two solves bound them all: of the captured graph; and of
+a relaxed one, in which each op in pieces has the least time and the least workspace of all choices.
+The lesser of their bounds holds for all choices. The relaxed schedule is judged at each real
+choice. A choice is solved for by itself if the bounds leave it a thousandth to gain.
+
+Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first, and
+the captured one only if that has not led below what the op takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
+from remat.schedules.as_planned import in_pieces, whole, with_choices
+from remat.schedules.schedule import Pieces, Schedule
+from remat.solver.clock import Clock
+from remat.solver.result import Result, judged
+
+SolveOne = Callable[[TrainingGraph, float], Result]
+"""Solves one graph within so many seconds."""
+
+WORTH = 1e-3
+"""What a solve for one number of pieces must be able to gain, as a part of time or of the peak."""
+PART, LEAST_PART = 1 / 2, 4 / 5
+"""Of the time that is left, for a solve that is followed by others; the second where the captured
+graph cannot fit, so that others are unlikely."""
+
+
+class Known(NamedTuple):
+    """The best outcome so far, and the bound for all that it is the best of.
+
+    `is_whole` says that it is that of the captured graph alone.
+    """
+
+    best: Result
+    bound_us: float
+    is_whole: bool = False
+
+
+def solve_region(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solve_one: SolveOne,
+    clock: Clock,
+    known: Known | None,
+) -> Known:
+    """The best of what is known and of the one region in pieces."""
+    choices = list(_numbers_of_pieces(graph))
+    relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions})
+    part = LEAST_PART if known is None else PART
+    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0))
+    found = _judged(graph, choices, budget_bytes, relaxed)
+    floor_bytes = most_held_bytes(graph)
+    if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
+        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
+        known = Known(captured, bound_us_of(captured))
+    found += [known.best] if known is not None else []
+    search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us)
+    search.solve(choices, found)
+    bound_us = max(bound_us_of(relaxed), least_us(graph))
+    if known is not None:
+        bound_us = min(known.bound_us, bound_us)
+    first = known.best if known is not None else relaxed
+    best = msgspec.structs.replace(min(found, key=_rank), solver=first.solver)
+    return Known(best, bound_us)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Solves for numbers of pieces by themselves.
+
+    Attributes
+    ----------
+    relaxed : the outcome for the relaxed graph. relaxed_us : the time of its ops once.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    solve_one: SolveOne
+    clock: Clock
+    relaxed: Result
+    relaxed_us: float
+
+    def solve(self, choices: list[tuple[Pieces, ...]], found: list[Result]) -> None:
+        """Solve for the choices that could be better than the best of `found`; adds to it."""
+        choices = sorted(choices, key=self._hope_us)
+        if all(one.schedule is None for one in found):
+            choices.reverse()
+        for i, chosen in enumerate(choices):
+            if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
+                continue
+            solved = self.solve_one(
+                in_pieces(self.graph, chosen), self.clock.left_s / (len(choices) - i)
+            )
+            found += _judged(self.graph, [chosen], self.budget_bytes, solved)
+
+    def _is_worth(self, chosen: tuple[Pieces, ...], best: Result) -> bool:
+        if best.schedule is not None:
+            return self._hope_us(chosen) < (1 - WORTH) * best.time_us
+        least_bytes = self.relaxed.least_feasible_bytes if self.relaxed.schedule is None else 0
+        return least_bytes < (1 - WORTH) * best.least_feasible_bytes
+
+    def _hope_us(self, chosen: tuple[Pieces, ...]) -> float:
+        """No schedule in these pieces takes less: each op runs once and more is in the bound."""
+        real_us = in_pieces(self.graph, chosen).time_us
+        bound_us = self.relaxed.lower_bound_us if self.relaxed.schedule is not None else 0.0
+        return max(real_us, bound_us + real_us - self.relaxed_us)
+
+
+def _numbers_of_pieces(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
+    """Ways to run all regions in the same number of pieces, fewest first."""
+    regions = [region for region in graph.regions if region.choices]
+    counts = sorted({(one.pieces, one.exact) for region in regions for one in region.choices})
+    for pieces, exact in counts:
+        having = [
+            Pieces(region.name, pieces, exact)
+            for region in regions
+            if any((one.pieces, one.exact) == (pieces, exact) for one in region.choices)
+        ]
+        if len(having) == len(regions):
+            yield tuple(having)
+
+
+def _relaxed(region: Region) -> Choice:
+    """A choice that no real one beats: of each op the least time and the least workspace."""
+    first = region.choices[0]
+    ops: list[tuple[str, Op]] = []
+    for i, (place, op) in enumerate(first.ops):
+        same = [choice.ops[i][1] for choice in region.choices]
+        ops.append(
+            (
+                place,
+                msgspec.structs.replace(
+                    op,
+                    cost_us=min(one.cost_us for one in same),
+                    workspace_bytes=min(one.workspace_bytes for one in same),
+                ),
+            )
+        )
+    return msgspec.structs.replace(first, ops=tuple(ops))
+
+
+def _judged(
+    graph: TrainingGraph, choices: list[tuple[Pieces, ...]], budget_bytes: int, found: Result
+) -> list[Result]:
+    """The schedule of `found`, or its least one, on the graph of each choice."""
+    schedule = found.schedule or found.least_schedule
+    results: list[Result] = []
+    for pieces in choices if schedule is not None else []:
+        assert schedule is not None
+        own = named(schedule, pieces, graph)
+        real = in_pieces(graph, pieces)
+        results.append(judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us))
+    return results
+
+
+def named(schedule: Schedule, pieces: tuple[Pieces, ...], graph: TrainingGraph) -> Schedule:
+    """`schedule`, which says that it is of `graph` with these pieces."""
+    return msgspec.structs.replace(schedule, pieces=pieces, captured_hash=graph.hash)
+
+
+def _rank(result: Result) -> tuple[bool, float, int]:
+    """Schedules that fit come first, by time; then those that do not, by the least that would."""
+    if result.schedule is not None:
+        return False, result.time_us, result.peak_bytes
+    return True, inf, result.least_feasible_bytes or (1 << 62)
+
+
+def bound_us_of(result: Result) -> float:
+    """No schedule of that graph takes less within the budget; infinite where none fits."""
+    is_proved = 0 < result.budget_bytes < result.least_bound_bytes
+    return inf if is_proved and result.schedule is None else result.lower_bound_us
+
+
+def least_us(graph: TrainingGraph) -> float:
+    """The time of each op once, in the pieces that take the least."""
+    return min(in_pieces(graph, chosen).time_us for chosen in _numbers_of_pieces(graph))
+
+
+def most_held_bytes(graph: TrainingGraph) -> int:
+    """Resident bytes, and the most that one op of the captured graph reads, makes and works in."""
+    return graph.resident.total_bytes + most_of(graph, graph.ops)
+
+
+def most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
+    """The most that one of `ops` reads, makes and works in."""
+    size = {value.name: value.size_bytes for value in graph.values if value.producer}
+    return max(
+        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
+        for op in ops
+    )
