@@ -94,22 +94,35 @@ class SplitMlp:
         gradient : of the output, (n, d_out). use_gate, use_up, use_inner : take them; the last
             takes the activation itself, if anyone asks for it.
         """
-        function, is_gated = ACTIVATIONS[self.activation], self.up_weight is not None
+        if self.up_weight is not None:
+            self._gated_backward(gradient, rows, columns, use_gate, use_up, use_inner)
+            return
+        function = ACTIVATIONS[self.activation]
         read = self._gate(rows, columns)
-        result = function(read) if is_gated or use_inner or function.of_result else None
+        if function.of_result:
+            read = function(read)
+        if use_inner:
+            use_inner(read if function.of_result else function(read))
+        made = torch.mm(gradient[rows], self.down_weight[:, columns])
+        use_gate(function.gradient(made, read))
+
+    def _gated_backward(
+        self, gradient: Tensor, rows: slice, columns: slice,
+        use_gate: Taken, use_up: Taken, use_inner: Taken | None,
+    ) -> None:  # fmt: skip
+        function = ACTIVATIONS[self.activation]
+        read = self._gate(rows, columns)
+        result = function(read)
         if function.of_result:
             read = result
-        up = self._up(rows, columns) if is_gated and use_inner else None
-        if use_inner:
-            use_inner(result if up is None else result * up)
+        up = self._up(rows, columns) if use_inner else None
+        if use_inner and up is not None:
+            use_inner(result * up)
         made = torch.mm(gradient[rows], self.down_weight[:, columns])
-        if is_gated:
-            use_up(made * result)
-            del result
-            made = made * (self._up(rows, columns) if up is None else up)
-            del up
-        else:
-            del result
+        use_up(made * result)
+        del result
+        made = made * (self._up(rows, columns) if up is None else up)
+        del up
         use_gate(function.gradient(made, read))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, fx
 
 from remat.graph_capture.splitting.head_gradients import cuts_classes_out_of_rows
@@ -11,10 +13,10 @@ from remat.graph_capture.splitting.linear_cross_entropy import FORWARD, SMOOTHED
 from remat.graph_capture.splitting.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
 from remat.graph_capture.splitting.replaced_mlp import results_of
 
-BLOCKS = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
+BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
 """Blocks of hidden tensors that an op has live: in forward what goes into the function and its
 result; in backward what went into it and two gradients."""
-BLOCKS_GATED = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
+BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
 """The same with a gate: what up returns is one more, and the product's gradient another."""
 
 

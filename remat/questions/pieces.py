@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import Op, PartKind, TrainingGraph
 from remat.schedules.as_planned import as_planned, choice_of
 from remat.schedules.schedule import Schedule
 
@@ -17,7 +17,7 @@ class InPieces(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    region : its name. module : of its first op. pieces : their number.
+    region : its name. module : of its first op. pieces : their number. kinds : what it consists of.
     exact : whether they give eager's bits.
     whole_bytes, pieces_bytes : the most that its ops hold of their own, whole and in pieces.
     extra : time of each of its ops once, beyond that of the captured ones, as a part of the step.
@@ -30,11 +30,15 @@ class InPieces(msgspec.Struct, frozen=True):
     whole_bytes: int
     pieces_bytes: int
     extra: float
+    kinds: tuple[PartKind, ...] = ("head",)
 
     @property
     def name(self) -> str:
-        """``head and its loss in 8 pieces``."""
-        return f"{self.module or self.region} and its loss in {self.pieces} pieces"
+        """``head and its loss in 8 pieces``, ``MLPs in 8 pieces``."""
+        what = f"{self.module or self.region} and its loss"
+        if "mlp" in self.kinds:
+            what = "MLPs" if self.kinds == ("mlp",) else "MLPs, and heads with their losses,"
+        return f"{what} in {self.pieces} pieces"
 
     def __str__(self) -> str:
         bits = "to eager's bits" if self.exact else "with sums in another order"
@@ -61,6 +65,7 @@ def pieces_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InPieces
             InPieces(
                 one.region, whole[0].module, one.pieces, one.exact,
                 _own_bytes(graph, whole), _own_bytes(planned, ours), extra_us / graph.time_us,
+                regions[one.region].kinds,
             )
         )  # fmt: skip
     return tuple(found)

@@ -38,8 +38,8 @@ __all__ = ["named", "solve_in_pieces"]
 SAME_TIME = 1 + 1e-9
 FIRST_PART = 2 / 3
 """Of the time limit, for what is solved before MLPs in pieces, where these may be needed."""
-REACH = 4
-"""They may be where the budget leaves so many times what they hold."""
+REACH = 2
+"""They may be where the budget leaves so many times what they hold, beside what is there anyway."""
 
 
 def solve_in_pieces(
@@ -95,10 +95,12 @@ def _has_pieces(result: Result) -> bool:
 
 
 def _is_near(graph: TrainingGraph, region: Region, budget_bytes: int) -> bool:
-    """Whether the budget leaves little more than the region holds, whole."""
-    own = set(region.ops)
+    """Whether the budget leaves little beside what is resident, or is there as the step ends."""
+    own, size = set(region.ops), graph.value_by_name
     held_bytes = most_of(graph, [op for op in graph.ops if op.name in own])
-    return budget_bytes <= graph.resident.total_bytes + REACH * held_bytes
+    made = (size[name] for name in graph.outputs)
+    outputs_bytes = sum(value.size_bytes for value in made if value.producer)
+    return budget_bytes <= graph.resident.total_bytes + outputs_bytes + REACH * held_bytes
 
 
 def _concluded(graph: TrainingGraph, known: Known, clock: Clock) -> Result:

@@ -69,10 +69,10 @@ def test_any_shape_is_exact_or_left_whole(
 
 
 def test_a_step_that_fits_stays_as_captured_at_the_same_price() -> None:
-    model, args = made("gelu", rows=256)
+    model, args = made("gelu", n_blocks=1, rows=256)
     with_mlps, without = remat.capture(model, args), remat.capture(model, args, split="none")
     assert with_mlps.regions
-    for budget in ("100%", "70%"):
+    for budget in ("100%", "80%"):
         found, expected = remat.solve(with_mlps, budget), remat.solve(without, budget)
         assert found.schedule == expected.schedule
         assert found.lower_bound_us == expected.lower_bound_us
