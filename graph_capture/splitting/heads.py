@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.splitting.layers import PRODUCTS, behind_transposes
 from remat.graph_capture.splitting.smoothing import SHAPES, Smoothing, find_smoothing, identity_of
 
 aten = torch.ops.aten
 
-PRODUCTS = (aten.mm.default, aten.addmm.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _BACK = (*SHAPES, *_COPIES, aten.slice_backward.default)
 
@@ -100,7 +99,7 @@ def _head_of(softmax: fx.Node) -> Head:
     loss = _only(losses, softmax)
     head = Head(softmax, product, x, _transposed(weight), bias, loss)
     _take_rows(head, chain[::-1])
-    head.forward = [*chain[::-1], *names_of(softmax), loss, *loss.users]
+    head.forward = [*chain[::-1], *_names_of(softmax), loss, *loss.users]
     _find_backward(head)
     return head
 
@@ -125,13 +124,13 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
 
 def _reading(node: fx.Node) -> list[fx.Node]:
     """Nodes that read `node`, also through names of it."""
-    return [user for name in (node, *names_of(node)) for user in name.users if not _is_name(user)]
+    return [user for name in (node, *_names_of(node)) for user in name.users if not _is_name(user)]
 
 
-def names_of(node: fx.Node) -> list[fx.Node]:
+def _names_of(node: fx.Node) -> list[fx.Node]:
     """Nodes that stand for `node`."""
     own = [user for user in node.users if _is_name(user)]
-    return [name for user in own for name in (user, *names_of(user))]
+    return [name for user in own for name in (user, *_names_of(user))]
 
 
 def _is_name(node: fx.Node) -> bool:
@@ -241,14 +240,6 @@ def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     else:
         raise NoHeadError(f"{user.name} reads the logits' gradient as well")
     head.backward.append(user if user.target is not aten.t.default else next(iter(user.users)))
-
-
-def behind_transposes(node: Any) -> fx.Node | None:
-    """The tensor that an even number of transposes leads to."""
-    n_transposes = 0
-    while isinstance(node, fx.Node) and node.target is aten.t.default:
-        node, n_transposes = node.args[0], n_transposes + 1
-    return node if isinstance(node, fx.Node) and n_transposes % 2 == 0 else None
 
 
 def loss_results(loss: fx.Node) -> dict[int, fx.Node]:

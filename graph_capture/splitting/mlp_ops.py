@@ -77,11 +77,11 @@ class SplitMlp:
         return result if self.up_weight is None else result * self._up(rows, ALL)
 
     def _gate(self, rows: slice, columns: slice) -> Tensor:
-        return _linear(self.x[rows], self.weight, self.bias, columns)
+        return _part_of_layer(self.x[rows], self.weight, self.bias, columns)
 
     def _up(self, rows: slice, columns: slice) -> Tensor:
         assert self.up_weight is not None
-        return _linear(self.x[rows], self.up_weight, self.up_bias, columns)
+        return _part_of_layer(self.x[rows], self.up_weight, self.up_bias, columns)
 
     def backward(
         self, gradient: Tensor, rows: slice, columns: slice,
@@ -126,7 +126,7 @@ class SplitMlp:
         use_gate(function.gradient(made, read))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
     transposed = weight[columns].t()
     return torch.mm(x, transposed) if bias is None else torch.addmm(bias[columns], x, transposed)
 

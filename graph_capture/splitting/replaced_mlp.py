@@ -23,7 +23,7 @@ def replace_mlp(mlp: Mlp, pieces: int) -> list[fx.Node]:
     standing = {node.name: node for node in graph.nodes}
     read = tuple(node and standing[node.name] for node in read)
     gradient = standing[mlp.gradient.name]
-    made = [_added(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, pieces))]
+    made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, pieces))]
     made[0].meta = dict(down.product.meta)
     take_place(down.product, made[0])
     ends = [*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()]
@@ -32,8 +32,8 @@ def replace_mlp(mlp: Mlp, pieces: int) -> list[fx.Node]:
     # The input's gradient comes first: it reads the weights, whose updates wait for it.
     given = (gradient, *read, mlp.activation)
     made += [
-        _added(first, op, f"{made[0].name}_{name}", (*given, *more, pieces))
-        for op, name, more in _backward_ops(mlp)
+        _node_before(first, op, f"{made[0].name}_{name}", (*given, *more, pieces))
+        for op, name, more in _ops_of_backward(mlp)
     ]
     for node in made[1:]:
         _take_places(mlp, node)
@@ -49,7 +49,7 @@ def results_of(mlp: Mlp, op: Any) -> list[fx.Node | None]:
     return [mlp.of_gate.x] if op is MLP_INPUT else [mlp.of_gate.x, mlp.of_up.x]
 
 
-def _backward_ops(mlp: Mlp) -> list[tuple[Any, str, tuple[Any, ...]]]:
+def _ops_of_backward(mlp: Mlp) -> list[tuple[Any, str, tuple[Any, ...]]]:
     ops: list[tuple[Any, str, tuple[Any, ...]]] = []
     of_input = MLP_INPUT if mlp.up is None else MLP_GATED_INPUT
     if any(results_of(mlp, of_input)):
@@ -60,7 +60,7 @@ def _backward_ops(mlp: Mlp) -> list[tuple[Any, str, tuple[Any, ...]]]:
     return ops
 
 
-def _added(before: fx.Node, op: Any, name: str, args: tuple[Any, ...]) -> fx.Node:
+def _node_before(before: fx.Node, op: Any, name: str, args: tuple[Any, ...]) -> fx.Node:
     graph = before.graph
     with graph.inserting_before(before):
         return graph.create_node("call_function", op, args, {}, name)

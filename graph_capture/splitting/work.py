@@ -23,7 +23,7 @@ BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
 def captured_ops(part: Part, node: fx.Node, pieces: int) -> list[fx.Node]:
     """The nodes whose work an op of ours does: backward makes what is hidden again."""
     if isinstance(part, Head):
-        return _of_head(part, node, pieces)
+        return _nodes_of_head(part, node, pieces)
     if node.target is MLP:
         return part.forward
     own = [one for one in results_of(part, node.target) if one is not None]
@@ -40,7 +40,7 @@ def workspace_bytes(part: Part, node: fx.Node, pieces: int) -> int:
     return n_blocks * -(-value.nbytes // pieces)
 
 
-def _of_head(head: Head, node: fx.Node, pieces: int) -> list[fx.Node]:
+def _nodes_of_head(head: Head, node: fx.Node, pieces: int) -> list[fx.Node]:
     """The nodes whose work an op of ours does: backward makes the logits again.
 
     Where blocks of classes are cut out of rows, it makes them again for each.
