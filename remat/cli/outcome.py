@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.cli.session import INFEASIBLE, Session
+from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.terminal import in_one_line
+from remat.graph_capture.errors import CaptureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
-from remat.job.kept_plans import plan_of_result, write_plan
-from remat.job.opened import Captured, Opened, open_plan
+from remat.job.dynamic import parse_dynamic
+from remat.job.kept_plans import PLAN_FILES, plan_of_result, write_plan
+from remat.job.opened import Captured, Opened, load_shown, open_plan
+from remat.job.over_range import plan_over
+from remat.job.range_screen import range_report_json, show_range_report
 from remat.job.request import Request
 from remat.placed import arena_text, layout_json, place
 from remat.questions.sweep import price_json, price_text
@@ -29,6 +34,34 @@ def opened_feasible(session: Session, source: str, request: Request, plan: Path 
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
     return opened
+
+
+def conclude_over(
+    session: Session, source: str, request: Request, dynamic: Sequence[str], output: Path | None,
+    *, is_run: bool = False, check: bool = False,
+) -> None:  # fmt: skip
+    """Plan a model for a range of sizes, print what was found, and end with the code that fits."""
+    ranges = parse_dynamic(dynamic)
+    if source.endswith(PLAN_FILES):
+        raise CaptureError(f"{source} is of sizes that are fixed: --dynamic goes with a model")
+    loaded = load_shown(source, session.stopwatch, request.device)
+
+    def keep(plan: Plan) -> None:
+        if output is not None:
+            keep_plan(session, output, plan)
+
+    try:
+        report = plan_over(
+            loaded, request, ranges, session.stopwatch, keep, is_run=is_run, check=check
+        )
+    except TooLargeError as error:
+        session.fail(INFEASIBLE, type(error).__name__, str(error))
+        raise
+    if session.as_json:
+        session.emit(range_report_json(report))
+    else:
+        show_range_report(session.out, report)
+    session.conclude(CHECK_FAILED, report.failures)
 
 
 def note_unproved(session: Session, opened: Opened) -> None:

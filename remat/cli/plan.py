@@ -9,6 +9,7 @@ from rich.text import Text
 
 from remat.cli import options
 from remat.cli.outcome import (
+    conclude_over,
     keep_layout,
     keep_result,
     priced,
@@ -26,6 +27,7 @@ from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.kept_plans import fitting_schedule, read_kept
 from remat.job.opened import captured, captured_model, load_shown
+from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_result
 from remat.questions.tables import plain_table
@@ -53,8 +55,13 @@ def solve_verb(
     price: options.PriceOfGib = False,
     output: options.Output = None,
     layout: options.LayoutFile = None,
+    dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
 ) -> None:
     """Find the fastest schedule that fits the budget."""
+    if dynamic:
+        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
+        conclude_over(session, source, request, dynamic, output)
+        return
     source_of = captured(source, request, session.stopwatch)
     graph = source_of.graph
     result = pipeline.solve_request(graph, request, session.stopwatch)

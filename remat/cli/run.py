@@ -11,6 +11,7 @@ import typer
 from remat.checks import failures
 from remat.cli import options
 from remat.cli.outcome import (
+    conclude_over,
     keep_layout,
     keep_plan,
     priced,
@@ -27,6 +28,7 @@ from remat.job import json_report, pipeline
 from remat.job.factory import Loaded
 from remat.job.kept_plans import fitting_schedule, plan_of_result, read_kept
 from remat.job.opened import load_shown
+from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
 from remat.schedules.layout import Layout
@@ -46,8 +48,13 @@ def run_verb(
     check: CheckAnyway = False,
     output: options.Output = None,
     layout: options.LayoutFile = None,
+    dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
+    if dynamic:
+        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
+        conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
+        return
     loaded = load_shown(model, session.stopwatch, request.device)
     report = pipeline.run(
         loaded, request, session.stopwatch, check=check,

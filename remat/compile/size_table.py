@@ -46,6 +46,7 @@ class SizeTable:
         self._compile_id = CompileContext.current_compile_id()
         self._calls: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
         self._numbers: dict[tuple[int, ...], int] = {}
+        self._has_told_of_dropping = False
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; its inputs as dynamo passes them."""
@@ -99,7 +100,8 @@ class SizeTable:
         if len(self._calls) <= self._most:
             return
         self._calls.popitem(last=False)
-        if len(self._numbers) == self._most + 1:
+        if not self._has_told_of_dropping:
+            self._has_told_of_dropping = True
             warnings.warn(
                 f"{len(self._numbers)} sizes have come, and the code for {self._most} is kept, so "
                 "that sizes that come again may be planned again. Pad batches to fewer sizes. "

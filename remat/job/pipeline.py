@@ -28,7 +28,10 @@ from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.shapes.ranges import Dynamic
     from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.rewriter.checking.check import Check
@@ -80,8 +83,8 @@ def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
     return RunsAgain(kinds, every_n_layers(graph, result))
 
 
-def trace_loaded(loaded: Loaded, request: Request) -> Trace:
-    """The unpriced trace of what a factory made."""
+def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
+    """The unpriced trace of what a factory made; over ranges of sizes where these are given."""
     from remat.graph_capture.tracing.trace import trace
 
     hand_over = None
@@ -94,6 +97,7 @@ def trace_loaded(loaded: Loaded, request: Request) -> Trace:
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
         optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
         sharding=request.sharding, split=request.split, hand_over=hand_over,
+        dynamic=dynamic,
     )  # fmt: skip
 
 
@@ -149,10 +153,15 @@ def check_schedule(
     request: Request,
 ) -> Check:
     """Rewrite the model to `schedule` and compare it with eager."""
-    from remat.rewriter.checking.check import check
     from remat.rewriter.rewriting import rewrite
 
-    module = rewrite(loaded.model, schedule, trace=traced)
+    return compare_with_eager(loaded, rewrite(loaded.model, schedule, trace=traced), request)
+
+
+def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> Check:
+    """One step of the factory's batch by a rewritten module, beside eager."""
+    from remat.rewriter.checking.check import check
+
     return check(
         loaded.model, module, loaded.args, loaded.kwargs,
         loss_fn=loaded.loss_fn, target=loaded.target,
