@@ -15,12 +15,18 @@ from remat.job.dynamic import parse_dynamic
 from remat.job.kept_plans import PLAN_FILES, plan_of_result, write_plan
 from remat.job.opened import Captured, Opened, load_shown, open_plan
 from remat.job.over_range import plan_over
-from remat.job.range_screen import range_report_json, show_range_report
+from remat.job.range_screen import (
+    range_json,
+    range_report_json,
+    show_family,
+    show_range_report,
+)
 from remat.job.request import Request
 from remat.placed import arena_text, layout_json, place
 from remat.questions.sweep import price_json, price_text
+from remat.ranges.curve import overheads_over
 from remat.schedules.layout import Layout
-from remat.schedules.plan import Plan
+from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
@@ -116,6 +122,20 @@ def show_layout(session: Session, layout: Layout | None) -> None:
     """One line with the arena, if there is one."""
     if layout is not None:
         session.out.print(f"arena  {arena_text(layout)}")
+
+
+def said_range(over: RangeFacts | None) -> dict[str, Any]:
+    """The range of a plan as an entry of the JSON object, if it has one."""
+    if over is None:
+        return {}
+    return {"range": range_json(over.family, overheads_over(over.graph, over.family))}
+
+
+def show_range(session: Session, over: RangeFacts | None) -> None:
+    """The range of a plan, and its curve of overheads, if it has one."""
+    if over is not None:
+        session.out.print()
+        show_family(session.out, over.family, overheads_over(over.graph, over.family))
 
 
 def priced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,7 +32,11 @@ from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
 from remat.schedules.layout import Layout
+from remat.schedules.plan import Plan
 from remat.solver.budgets.price import GibPrice
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
 
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
@@ -96,15 +100,34 @@ def check_verb(
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     kept, request = read_kept(plan), replace(request, device=device)
     loaded = load_shown(model, session.stopwatch, device)
+    if isinstance(kept, Plan) and kept.over is not None:
+        _check_over(session, loaded, kept, request)
+        return
     schedule = fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
         found = pipeline.check_schedule(loaded, traced, schedule, request)
-    failed = failures(found, schedule.budget_bytes)
+    _conclude_check(session, found, schedule.budget_bytes)
+
+
+def _check_over(session: Session, loaded: Loaded, kept: Plan, request: Request) -> None:
+    """Check a plan for a range at the sizes of the factory's batch."""
+    from remat.rewriter.plans.loading import load
+
+    assert kept.over is not None
+    with session.stopwatch.stage("check", "checking the plan against eager"):
+        module = load(kept, loaded.model, loss_fn=loaded.loss_fn)
+        found = pipeline.compare_with_eager(loaded, module, request)
+    _conclude_check(session, found, kept.over.family.budget_bytes)
+
+
+def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
+    """Print what was equal, and end with the code that fits."""
+    failed = failures(found, budget_bytes)
     if session.as_json:
-        session.emit(json_report.checked_json(found, schedule.budget_bytes, failed))
+        session.emit(json_report.checked_json(found, budget_bytes, failed))
     else:
-        show_check(session.out, found, schedule.budget_bytes)
+        show_check(session.out, found, budget_bytes)
     session.conclude(CHECK_FAILED, failed)

@@ -57,7 +57,6 @@ def backend(
     """
     if has_symbols(gm) and handing_out() is None and _has_gradients(gm, example_inputs):
         place = _place(gm, example_inputs, options, mode)
-        refuse_data_dependent(gm)
         return _of_many_sizes(gm, place)
     with compiled_alike(gm, example_inputs) as later:
         place = _place(gm, example_inputs, options, mode)
@@ -79,6 +78,8 @@ def _place(
     if torch.is_grad_enabled():
         refuse_compiled_autograd()
         refuse_regions(gm.graph)
+    if _has_gradients(gm, inputs):
+        refuse_data_dependent(gm)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
     place.shared.runs_on(device)
     return place

@@ -39,7 +39,7 @@ def has_symbols(gm: fx.GraphModule) -> bool:
 def symbols_of(gm: fx.GraphModule) -> dict[int, str]:
     """What is a symbol, by the number of the input that has its value.
 
-    It is a size of another input, such as ``dimension 1 of tokens``, or a number.
+    It is a size of another input, such as ``dimension 1 of tokens``, or a number of Python's.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     named: dict[str, str] = {}
@@ -51,8 +51,22 @@ def symbols_of(gm: fx.GraphModule) -> dict[int, str]:
     return {
         i: named.get(str(value), f"the number {_name_of_input(placeholders[i])}")
         for i, value in enumerate(values)
-        if isinstance(value, torch.SymInt)
+        if isinstance(value, torch.SymInt) or _items_of(placeholders[i])
     }
+
+
+def _items_of(node: fx.Node) -> list[fx.Node]:
+    """Where a float of Python's is read, which dynamo passes as a tensor of no dimension.
+
+    Dynamo knows its value. The sizes and floats that forward takes out of tensors have none.
+    """
+    return [
+        user
+        for user in node.users
+        if (user.op, user.target) == ("call_method", "item")
+        and isinstance(value := user.meta.get(EXAMPLE), torch.SymFloat)
+        and value.node.has_hint()
+    ]
 
 
 def refuse_data_dependent(gm: fx.GraphModule) -> None:
@@ -74,20 +88,24 @@ def _name_of_input(node: fx.Node) -> str:
 
 
 def numbered(
-    gm: fx.GraphModule, numbers: Mapping[int, int], given: Sequence[Any]
+    gm: fx.GraphModule, numbers: Mapping[int, float], given: Sequence[Any]
 ) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of a graph of dynamo's for one shape, and fake inputs of that shape.
 
     Parameters
     ----------
-    numbers : values of the inputs that are symbols, by their number. The copy takes the others.
+    numbers : values of the inputs that are symbols or floats, by number. The copy takes the others.
     given : all inputs, as they come.
     """
     made = with_notes(gm)
     placeholders = made.graph.find_nodes(op="placeholder")
     for i, number in numbers.items():
-        _read_number(placeholders[i], number)
-        made.graph.erase_node(placeholders[i])
+        node = placeholders[i]
+        for read in _items_of(node):
+            _read_number(read, number)
+            made.graph.erase_node(read)
+        _read_number(node, number)
+        made.graph.erase_node(node)
     for node in made.graph.nodes:
         # Symbols in there belong to dynamo's trace, whose guards are closed.
         node.meta.pop(EXAMPLE, None)
@@ -170,7 +188,7 @@ def _refuse_asked_for(placeholders: Sequence[fx.Node], traced: Sequence[Any]) ->
     )
 
 
-def _read_number(node: fx.Node, value: int) -> None:
+def _read_number(node: fx.Node, value: float) -> None:
     """Put `value` where `node` is read."""
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda n: value if n is node else n)

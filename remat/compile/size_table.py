@@ -44,13 +44,13 @@ class SizeTable:
         n_inputs = len(gm.graph.find_nodes(op="placeholder"))
         self._others = [i for i in range(n_inputs) if i not in self._symbols]
         self._compile_id = CompileContext.current_compile_id()
-        self._calls: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._calls: OrderedDict[tuple[float, ...], Compiled] = OrderedDict()
+        self._numbers: dict[tuple[float, ...], int] = {}
         self._has_told_of_dropping = False
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; its inputs as dynamo passes them."""
-        sizes = tuple(args[i] for i in self._symbols)
+        sizes = tuple(_number(args[i]) for i in self._symbols)
         call = self._calls.get(sizes)
         if call is None:
             call = self._calls[sizes] = self._planned(sizes, args)
@@ -58,7 +58,7 @@ class SizeTable:
         self._calls.move_to_end(sizes)
         return call(*[args[i] for i in self._others])
 
-    def _planned(self, sizes: tuple[int, ...], args: Sequence[Any]) -> Compiled:
+    def _planned(self, sizes: tuple[float, ...], args: Sequence[Any]) -> Compiled:
         """The code for sizes that come for the first time, or that were dropped.
 
         Dynamo restores the random stream around its compilations, and closes what traces itself.
@@ -77,12 +77,12 @@ class SizeTable:
             ):
                 return self._compile_one(gm, inputs, number, self._text(sizes))
 
-    def _text(self, sizes: Sequence[int]) -> str:
+    def _text(self, sizes: Sequence[float]) -> str:
         """Sizes by name, ``dimension 1 of tokens = 48``."""
         named = zip(self._symbols.values(), sizes, strict=True)
         return ", ".join(f"{name} = {size}" for name, size in named)
 
-    def _warn_of_planning(self, sizes: tuple[int, ...]) -> None:
+    def _warn_of_planning(self, sizes: tuple[float, ...]) -> None:
         first = next(iter(self._numbers))
         names = self._symbols.values()
         changed = [
@@ -108,6 +108,11 @@ class SizeTable:
                 f"{WAY_OUT}",
                 stacklevel=4,
             )
+
+
+def _number(given: Any) -> float:
+    """A number as it is; dynamo passes a float as a tensor of no dimension."""
+    return given.item() if isinstance(given, Tensor) else given
 
 
 def _mode_of(inputs: Sequence[Any]) -> Any:

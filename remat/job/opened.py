@@ -28,8 +28,8 @@ from remat.job.factory import Loaded, load
 from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
 from remat.job.stopwatch import Stopwatch
-from remat.schedules.judged_plan import AGREEMENT, judge_plan, require_within_budget
-from remat.schedules.plan import Plan
+from remat.schedules.judged_plan import AGREEMENT, judge_family, judge_plan, require_within_budget
+from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.solver.result import Result, judged
@@ -56,11 +56,13 @@ class Opened:
     result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
         a budget was given. Its schedule is None where nothing fits.
     is_kept : whether it is of a kept plan.
+    over : of a kept plan for a range of sizes; graph and result are those of the largest.
     """
 
     graph: TrainingGraph
     result: Result | None
     is_kept: bool = False
+    over: RangeFacts | None = None
 
     @property
     def schedule(self) -> Schedule | None:
@@ -138,12 +140,15 @@ def _refuse_budget(request: Request) -> None:
 def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> Opened:
     """A plan on its own graph, or on the one that is given."""
     schedule, told_us = schedule_in(kept), 0.0
+    over: RangeFacts | None = None
     if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
         # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = judge_plan(kept, name)
         if graph is None or own == graph:
-            graph = own
+            graph, over = own, kept.over
             told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
+    if over is not None:
+        judge_family(over, name)
     if graph is None:
         raise PlanError(
             f"{name} is a schedule alone, without sizes and prices: name its graph or model too "
@@ -158,7 +163,7 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
         lower_bound_us=graph.time_us, message=_unproved(graph, told_us, name),
     )  # fmt: skip
-    return Opened(graph, result, is_kept=True)
+    return Opened(graph, result, is_kept=True, over=over)
 
 
 def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:

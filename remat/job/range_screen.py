@@ -23,7 +23,7 @@ STAGES = ("capture", "profile", "solve", "check")
 
 def show_range_report(console: Console, report: RangeReport) -> None:
     """One screen: range and budget, the curve, schedules, certificate, what is equal."""
-    show_range(console, report.family, report.curve)
+    show_family(console, report.family, report.curve)
     table = Table.grid(padding=(0, 2, 0, 0))
     if report.check:
         at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
@@ -37,11 +37,10 @@ def show_range_report(console: Console, report: RangeReport) -> None:
     console.print(table)
 
 
-def show_range(console: Console, family: Family, curve: Curve) -> None:
+def show_family(console: Console, family: Family, curve: Curve) -> None:
     """The curve of overheads against size, and what is proved of all sizes."""
-    ranges = ", ".join(map(str, family.symbols))
-    budget = f", budget {bytes_text(family.budget_bytes)}\n"
-    console.print(Text.assemble((family.model, "bold"), f" over {ranges}{budget}"))
+    ranges, budget = ", ".join(map(str, family.symbols)), bytes_text(family.budget_bytes)
+    console.print(Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n"))
     console.print(_curve_table(curve))
     console.print()
     console.print(_certificate(family))

@@ -241,7 +241,8 @@ def test_graphs_of_a_split_model_share_the_budget_at_each_size() -> None:
         require_peak_within(model, x, compiled)
         torch.testing.assert_close(found, gradients(model, x, model))
     frames = [plan.frame for plan in remat.compiled_plans()]
-    assert [frame.split("/")[-1] for frame in frames] == ["0", "0", "1", "1", "2", "2"]
+    assert len(set(frames)) == 6
+    assert {frame.count("/") for frame in frames} == {1, 2}, "what was not marked begins with one"
 
 
 @pytest.mark.slow
