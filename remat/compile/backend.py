@@ -56,10 +56,10 @@ def backend(
     AgreementError : another rank has failed to compile the same graph.
     """
     if has_symbols(gm) and handing_out() is None and _has_gradients(gm, example_inputs):
-        place = _place(gm, example_inputs, options, mode)
+        place = _place_of_graph(gm, example_inputs, options, mode)
         return _of_many_sizes(gm, place)
     with compiled_alike(gm, example_inputs) as later:
-        place = _place(gm, example_inputs, options, mode)
+        place = _place_of_graph(gm, example_inputs, options, mode)
         cut = handing_out()
         if cut is not None:
             pieces = planned_pieces(cut, place.asked, place.shared, place.frame)
@@ -69,7 +69,7 @@ def backend(
         return _planned(gm, example_inputs, place, later)
 
 
-def _place(
+def _place_of_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
 ) -> Place:
     """Where the graph stands; raises what can be said against it before it is traced."""

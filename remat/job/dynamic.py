@@ -28,7 +28,7 @@ def parse_dynamic(texts: Iterable[str]) -> Dynamic:
     found: dict[str | int, dict[int, Any]] = {}
     ranges = list[Any]()
     for text in texts:
-        argument, dim, entry = _read(text)
+        argument, dim, entry = _read_range(text)
         dims = found.setdefault(argument, {})
         if dim in dims:
             raise CaptureError(f"--dynamic names dimension {dim} of {argument} twice")
@@ -39,7 +39,7 @@ def parse_dynamic(texts: Iterable[str]) -> Dynamic:
     return found
 
 
-def _read(text: str) -> tuple[str | int, int, tuple[Any, ...]]:
+def _read_range(text: str) -> tuple[str | int, int, tuple[Any, ...]]:
     form = _FORM.fullmatch(text.strip())
     sizes = form["sizes"].split(":")[1:] if form else []
     if form is None or len(sizes) not in (0, 2, 3):

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.utils._pytree as pytree
-
-from remat.checks import failures, unless_short, why_unchecked
-from remat.graph_capture.errors import CaptureError, SignatureError
+from remat.checks import Batch, failures, unless_short, why_unchecked
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.ranges import Dynamic, require_in_range
-from remat.graph_capture.shapes.signature import RangedSignature
+from remat.graph_capture.shapes.ranges import Dynamic
 from remat.job.factory import Loaded
 from remat.job.pipeline import compare_with_eager, price_trace, trace_loaded
 from remat.job.request import Request
@@ -55,14 +52,6 @@ class RangeReport:
         return failures(self.check, self.family.budget_bytes) if self.check else []
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A trace over a range, with its signature."""
-
-    trace: Trace
-    signature: RangedSignature
-
-
 def plan_over(
     loaded: Loaded,
     request: Request,
@@ -85,7 +74,8 @@ def plan_over(
     TooLargeError : nothing fits at the largest sizes.
     CaptureError : sizes cannot vary so; names the place and a way out.
     """
-    traced = _traced(loaded, request, dynamic, stopwatch)
+    with stopwatch.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, request, dynamic)
     graph = _ranged_graph(traced, request, stopwatch)
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(
@@ -94,51 +84,45 @@ def plan_over(
         )  # fmt: skip
     planned(_plan_of(loaded, traced, family, graph))
     report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)
-    report = dataclasses.replace(report, sizes=_sizes_of(loaded, traced.signature))
+    report = dataclasses.replace(report, sizes=_batch_sizes(loaded, traced, request))
     if not is_run or not request.is_run_here:
         return report
     return _checked(report, loaded, traced, request, stopwatch, check=check)
 
 
-def _traced(loaded: Loaded, request: Request, dynamic: Dynamic, stopwatch: Stopwatch) -> _Traced:
-    with stopwatch.stage("capture", "tracing the training step"):
-        trace = trace_loaded(loaded, request, dynamic)
-    signature = trace.recipe.signature
-    assert isinstance(signature, RangedSignature)
-    return _Traced(trace, signature)
-
-
-def _ranged_graph(traced: _Traced, request: Request, stopwatch: Stopwatch) -> RangedGraph:
+def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:
     from remat.graph_capture.capturing import workspaces_by
     from remat.graph_capture.shapes.at_sizes import ranged_graph_of
 
     def priced(one: Trace) -> TrainingGraph:
         return price_trace(one, request, stopwatch)
 
-    workspaces = workspaces_by(traced.trace, request.read_profile())
-    return ranged_graph_of(traced.trace, priced, workspaces)
+    workspaces = workspaces_by(traced, request.read_profile())
+    return ranged_graph_of(traced, priced, workspaces)
 
 
-def _plan_of(loaded: Loaded, traced: _Traced, family: Family, graph: RangedGraph) -> Plan:
+def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> Plan:
+    from remat.graph_capture.shapes.signature import RangedSignature
     from remat.rewriter.plans.over_range import plan_of_family
 
-    recipe = dataclasses.replace(
-        traced.trace.recipe, signature=traced.signature.at(traced.signature.hints)
-    )
-    return plan_of_family(loaded.model, recipe, traced.signature.places, family, graph)
+    signature = traced.recipe.signature
+    assert isinstance(signature, RangedSignature)
+    return plan_of_family(loaded.model, traced.recipe, signature.places, family, graph)
 
 
-def _sizes_of(loaded: Loaded, signature: RangedSignature) -> dict[str, int] | None:
+def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, int] | None:
     """The sizes of the factory's batch; None if they are out of the range."""
-    leaves = pytree.tree_leaves((loaded.args, dict(loaded.kwargs or {}), loaded.target))
-    try:
-        return require_in_range(signature.symbols, signature.sizes_of(leaves))
-    except SignatureError:
-        return None
+    from remat.ranges.rematerialized import sizes_within
+
+    batch = Batch(
+        loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
+        request.optimizer, request.accumulate,
+    )  # fmt: skip
+    return sizes_within(traced, batch)
 
 
 def _checked(
-    report: RangeReport, loaded: Loaded, traced: _Traced, request: Request, stopwatch: Stopwatch,
+    report: RangeReport, loaded: Loaded, traced: Trace, request: Request, stopwatch: Stopwatch,
     *, check: bool,
 ) -> RangeReport:  # fmt: skip
     """The report with a step of the factory's batch compared with eager, or why it was not."""
@@ -155,7 +139,7 @@ def _checked(
 
     def compared() -> Check:
         number = report.family.number_at(**report.sizes or {})
-        module = make_ranged(loaded.model, report.family, traced.trace, report.graph, number)
+        module = make_ranged(loaded.model, report.family, traced, report.graph, number)
         return compare_with_eager(loaded, module, request)
 
     with stopwatch.stage("check", "checking the plan against eager"):
