@@ -25,11 +25,11 @@ from remat.solver.layout.box_orders import box_orders
 from remat.solver.layout.boxes import Boxes, Ints, Mask
 from remat.solver.layout.canonical import CanonicalSearch
 from remat.solver.layout.capacity import dive
-from remat.solver.layout.greedy import NO_CEILING, greedy, place_in_order
+from remat.solver.layout.greedy import NO_CEILING, greedy, place_in_order, placements_of
+from remat.solver.layout.guided_ejection import guided_ejection
 from remat.solver.layout.insertion_annealing import insertion_annealing
 from remat.solver.layout.jit import IS_COMPILED
 from remat.solver.layout.sections import MOST_OVERLAPS, overlaps_in
-from remat.solver.layout.squeaky_wheel import squeaky_wheel
 
 SMALL_PART = 4096
 """A buffer below this part of the most live bytes is small."""
@@ -37,14 +37,23 @@ SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
 TRIES = 3500
 """Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
-ALL_TRIES = 30_000
-"""Of all dives at one capacity: about two seconds of NumPy."""
+ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
+"""Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
 RELAXED = 0.0, 0.0004, 0.004, 0.016
-"""Of the load: by how much dives may be above the goal, if none is found at it."""
-JUMPS = 0.1, 0.5, 0.25, 0.1
-"""Of the squeaky wheel, one run each; which does well differs from step to step."""
-WHEEL_WORK = 200_000
-"""Boxes placed by the squeaky wheel in all, some seconds of NumPy."""
+"""Of the load: by how much searches may be above the goal, if nothing is found at it."""
+RELAXED_PART = 4
+"""Of the dives at the goal, so many as one part are taken above it."""
+STARTS = (
+    "peak by last, then crowd", "size, start", "peak by oldest, then crowd",
+    "peak by oldest, then area", "size, end", "area", "peak by oldest, then length",
+    "peak by longest, then area", "length", "size", "peak by last, then area",
+    "peak by oldest, then size",
+)  # fmt: skip
+"""Orders whose placements ejections begin with, those that do well first."""
+STEPS = 600
+"""Of each ejection: most that succeed take less, and another start helps more than more steps."""
+START_WORK, LEAST_STARTS = 60_000, 5
+"""Boxes placed to begin with, about a second of NumPy, and starts of however many boxes."""
 
 ANNEALING_STEPS, ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
@@ -106,40 +115,66 @@ def _place(boxes: Boxes) -> Found:
     # On top of large ones at this goal, the small ones are low enough without any hole.
     large = boxes.those(is_large)
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
-    first = Found(*greedy(large, goal))
-    whole = _with_small(boxes, is_large, first, low_enough)
-    if boxes.top(whole.offsets) <= low_enough:
-        return whole
-    other = _with_small(boxes, is_large, _searched(large, first, goal), low_enough)
-    return min(whole, other, key=lambda found: boxes.top(found.offsets))
+    found = Found(*greedy(large, goal))
+    whole = _with_small(boxes, is_large, found, low_enough)
+    if large.top(found.offsets) > goal and boxes.top(whole.offsets) > low_enough:
+        other = _with_small(boxes, is_large, _searched(large, found, goal), low_enough)
+        whole = min(whole, other, key=lambda found: boxes.top(found.offsets))
+    if boxes.top(whole.offsets) > low_enough:
+        repaired = guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
+        whole = whole if repaired is None else Found(repaired, f"{whole.by}, ejection")
+    return whole
 
 
 def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
-    """The lowest of dives at `goal`, then the squeaky wheel from the lowest, then annealing."""
+    """The lowest of ejections and dives at `goal` or somewhat above it, then of annealing."""
     is_moderate = overlaps_in(boxes) <= MOST_OVERLAPS
-    if is_moderate:
-        best = _dived(boxes, best, goal)
-    rounds = WHEEL_WORK // len(JUMPS) // len(boxes)
-    for seed, jump in enumerate(JUMPS):
-        if boxes.top(best.offsets) <= goal:
-            break
-        turned = squeaky_wheel(boxes, best.offsets, goal, rounds=rounds, jump=jump, seed=seed)
-        if boxes.top(turned) < boxes.top(best.offsets):
-            best = Found(turned, "squeaky wheel")
-    return _annealed(boxes, best, goal) if IS_COMPILED and is_moderate else best
-
-
-def _dived(boxes: Boxes, best: Found, goal: int) -> Found:
-    """`best`, or what dives find at `goal`, or somewhat above it."""
-    search, share = CanonicalSearch(boxes), max(TRIES, len(boxes) + len(boxes) // 4)
+    starts = _starts(boxes)
+    search = CanonicalSearch(boxes) if is_moderate else None
     for part in RELAXED:
         capacity = goal + int(part * boxes.load)
         if capacity >= boxes.top(best.offsets):
             break
-        found = dive(search, capacity, share, ALL_TRIES)
-        if found.offsets is not None:
-            return Found(found.offsets, f"canonical search, {found.preorder.keys}")
-    return best
+        found = _ejected(boxes, starts, capacity, part > 0) or _dived(search, capacity, part > 0)
+        if found is not None:
+            best = found
+            break
+    return _annealed(boxes, best, goal) if IS_COMPILED and is_moderate else best
+
+
+def _starts(boxes: Boxes) -> list[Found]:
+    """Placements to begin with, and their orders; fewer of many boxes."""
+    orders = box_orders(boxes)
+    names = STARTS[: max(LEAST_STARTS, START_WORK // len(boxes))]
+    placed = {name: place_in_order(boxes, orders[name]) for name in names}
+    return [Found(offsets, name) for name, offsets in placed.items() if offsets is not None]
+
+
+def _ejected(
+    boxes: Boxes, starts: list[Found], capacity: int, is_relaxed: bool
+) -> Found | None:
+    """What ejections find within `capacity`, from one start after the other."""
+    most = LEAST_STARTS if is_relaxed else len(starts)
+    for seed, start in enumerate(starts[:most]):
+        offsets = guided_ejection(boxes, start.offsets, capacity, steps=STEPS, seed=seed)
+        if offsets is not None:
+            return Found(offsets, f"guided ejection, {start.by}")
+    return None
+
+
+def _dived(search: CanonicalSearch | None, capacity: int, is_relaxed: bool) -> Found | None:
+    """What dives find within `capacity`; fewer of many boxes, and of those above the goal."""
+    if search is None:
+        return None
+    n = len(search.sections.size)
+    share = max(TRIES, n + n // 4)
+    dives = min(ALL_TRIES, DIVE_WORK // n) // share
+    if is_relaxed:
+        dives = -(-dives // RELAXED_PART)
+    found = dive(search, capacity, share, share * dives)
+    if found.offsets is None:
+        return None
+    return Found(found.offsets, f"canonical search, {found.preorder.keys}")
 
 
 def _annealed(boxes: Boxes, best: Found, goal: int) -> Found:
@@ -163,7 +198,7 @@ def _with_small(boxes: Boxes, is_large: Mask, large: Found, goal: int) -> Found:
     given = np.zeros(len(boxes), np.int64)
     given[is_large] = large.offsets
     best, best_top = given, NO_CEILING
-    for order in box_orders(boxes).values():
+    for order in list(box_orders(boxes).values())[: placements_of(boxes)]:
         small = order[~is_large[order]]
         filled = place_in_order(boxes, small, given=given, ceiling=best_top)
         if filled is not None:
