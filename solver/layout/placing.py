@@ -6,14 +6,13 @@ DNN Training via Optimized Operator Ordering and Memory Layout", 2023, arXiv 231
 2025, arXiv 2507.16274.
 
 In order: small buffers, half of a step's and a thousandth of its bytes, wait. The others are placed
-greedily, then by dives of the canonical search, then by the squeaky wheel, until they are near
-their most live bytes; where Numba is installed, what is still high is annealed. The small ones fill
-the holes. All limits are of work, so the same buffers get the same layout.
+greedily, then by ejections, then by dives of the canonical search, until they are near their most
+live bytes; where Numba is installed, what is still high is annealed. The small ones fill the holes,
+and if some end too high, ejections of all are tried. All limits are of work, so the same buffers
+get the same layout.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,50 +21,23 @@ from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.schedules.buffers import Buffers
 from remat.schedules.layout import Layout, check_alignment, check_layout
 from remat.solver.layout.box_orders import box_orders
-from remat.solver.layout.boxes import Boxes, Ints, Mask
-from remat.solver.layout.canonical import CanonicalSearch
-from remat.solver.layout.capacity import dive
+from remat.solver.layout.boxes import Boxes, Mask
 from remat.solver.layout.greedy import NO_CEILING, greedy, place_in_order, placements_of
 from remat.solver.layout.guided_ejection import guided_ejection
 from remat.solver.layout.insertion_annealing import insertion_annealing
 from remat.solver.layout.jit import IS_COMPILED
-from remat.solver.layout.sections import MOST_OVERLAPS, overlaps_in
+from remat.solver.layout.searching import STEPS, Found, Searches
 
 SMALL_PART = 4096
 """A buffer below this part of the most live bytes is small."""
 SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
-TRIES = 3500
-"""Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
-ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
-"""Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
 RELAXED = 0.0, 0.0004, 0.004, 0.016
 """Of the load: by how much searches may be above the goal, if nothing is found at it."""
-RELAXED_PART = 4
-"""Of the dives at the goal, so many as one part are taken above it."""
-STARTS = (
-    "peak by last, then crowd", "size, start", "peak by oldest, then crowd",
-    "peak by oldest, then area", "size, end", "area", "peak by oldest, then length",
-    "peak by longest, then area", "length", "size", "peak by last, then area",
-    "peak by oldest, then size",
-)  # fmt: skip
-"""Orders whose placements ejections begin with, those that do well first."""
-STEPS = 600
-"""Of each ejection: most that succeed take less, and another start helps more than more steps."""
-START_WORK, LEAST_STARTS = 60_000, 5
-"""Boxes placed to begin with, about a second of NumPy, and starts of however many boxes."""
-
 ANNEALING_STEPS, ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
 HOTTEST_PARTS = 300, 300, 500, 200
 """Of the load, the first temperature of each annealing."""
-
-
-class Found(NamedTuple):
-    """Offsets, and what found them."""
-
-    offsets: Ints
-    by: str
 
 
 def place(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
@@ -127,54 +99,17 @@ def _place(boxes: Boxes) -> Found:
 
 
 def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
-    """The lowest of ejections and dives at `goal` or somewhat above it, then of annealing."""
-    is_moderate = overlaps_in(boxes) <= MOST_OVERLAPS
-    starts = _starts(boxes)
-    search = CanonicalSearch(boxes) if is_moderate else None
+    """The lowest of searches at `goal` or somewhat above it, then of annealing."""
+    searches = Searches(boxes)
     for part in RELAXED:
         capacity = goal + int(part * boxes.load)
         if capacity >= boxes.top(best.offsets):
             break
-        found = _ejected(boxes, starts, capacity, part > 0) or _dived(search, capacity, part > 0)
+        found = searches.within(capacity, is_relaxed=part > 0)
         if found is not None:
             best = found
             break
-    return _annealed(boxes, best, goal) if IS_COMPILED and is_moderate else best
-
-
-def _starts(boxes: Boxes) -> list[Found]:
-    """Placements to begin with, and their orders; fewer of many boxes."""
-    orders = box_orders(boxes)
-    names = STARTS[: max(LEAST_STARTS, START_WORK // len(boxes))]
-    placed = {name: place_in_order(boxes, orders[name]) for name in names}
-    return [Found(offsets, name) for name, offsets in placed.items() if offsets is not None]
-
-
-def _ejected(
-    boxes: Boxes, starts: list[Found], capacity: int, is_relaxed: bool
-) -> Found | None:
-    """What ejections find within `capacity`, from one start after the other."""
-    most = LEAST_STARTS if is_relaxed else len(starts)
-    for seed, start in enumerate(starts[:most]):
-        offsets = guided_ejection(boxes, start.offsets, capacity, steps=STEPS, seed=seed)
-        if offsets is not None:
-            return Found(offsets, f"guided ejection, {start.by}")
-    return None
-
-
-def _dived(search: CanonicalSearch | None, capacity: int, is_relaxed: bool) -> Found | None:
-    """What dives find within `capacity`; fewer of many boxes, and of those above the goal."""
-    if search is None:
-        return None
-    n = len(search.sections.size)
-    share = max(TRIES, n + n // 4)
-    dives = min(ALL_TRIES, DIVE_WORK // n) // share
-    if is_relaxed:
-        dives = -(-dives // RELAXED_PART)
-    found = dive(search, capacity, share, share * dives)
-    if found.offsets is None:
-        return None
-    return Found(found.offsets, f"canonical search, {found.preorder.keys}")
+    return _annealed(boxes, best, goal) if IS_COMPILED and searches.has_few_overlaps else best
 
 
 def _annealed(boxes: Boxes, best: Found, goal: int) -> Found:
