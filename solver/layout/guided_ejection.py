@@ -26,7 +26,7 @@ NEVER = 1 << 62
 """When a box starts that is not placed."""
 
 
-class _Shelf:
+class _Arena:
     """Offsets of all boxes, and when those that are placed are live."""
 
     def __init__(self, boxes: Boxes, offsets: Ints, capacity: int) -> None:
@@ -62,12 +62,12 @@ def guided_ejection(
     """Offsets within `capacity`, from `offsets` on, or None if it takes more than `steps`."""
     if boxes.size.max(initial=0) > capacity:
         return None
-    source, shelf = np.random.default_rng(seed), _Shelf(boxes, offsets, capacity)
+    source, arena = np.random.default_rng(seed), _Arena(boxes, offsets, capacity)
     for _ in range(steps):
-        if not shelf.waiting:
+        if not arena.waiting:
             break
-        shelf.put_largest(source)
-    return None if shelf.waiting else shelf.offsets
+        arena.put_largest(source)
+    return None if arena.waiting else arena.offsets
 
 
 def _cheapest(

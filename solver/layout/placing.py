@@ -32,7 +32,7 @@ SMALL_PART = 4096
 """A buffer below this part of the most live bytes is small."""
 SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
-RELAXED = 0.0, 0.0004, 0.004, 0.016
+RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
 """Of the load: by how much searches may be above the goal, if nothing is found at it."""
 ANNEALING_STEPS, ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""

@@ -26,8 +26,8 @@ STARTS = (
 """Orders whose placements ejections begin with, those that do well first."""
 STEPS = 600
 """Of each ejection: most that succeed take less, and another start helps more than more steps."""
-START_WORK, LEAST_STARTS = 60_000, 5
-"""Boxes placed to begin with, about a second of NumPy, and starts of however many boxes."""
+START_WORK, LEAST_STARTS = 100_000, 5
+"""Boxes placed to begin with, up to two seconds of NumPy, and starts of however many boxes."""
 
 TRIES = 3500
 """Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""

@@ -35,8 +35,8 @@ def test_starts_are_orders() -> None:
 
 @pytest.mark.parametrize(
     ("work", "is_relaxed", "starts"),
-    [(60_000, False, len(STARTS)), (30 * 7, False, 7), (0, False, LEAST_STARTS),
-     (60_000, True, LEAST_STARTS)],
+    [(100_000, False, len(STARTS)), (30 * 7, False, 7), (0, False, LEAST_STARTS),
+     (100_000, True, LEAST_STARTS)],
 )  # fmt: skip
 def test_of_many_boxes_or_above_the_goal_there_are_fewer_starts(
     monkeypatch: pytest.MonkeyPatch, work: int, is_relaxed: bool, starts: int
