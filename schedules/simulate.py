@@ -12,7 +12,7 @@ import msgspec
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
 from remat.schedules.as_planned import as_planned
-from remat.schedules.judge.clocks import Stall
+from remat.schedules.judge.clocks import Copy, Stall
 from remat.schedules.judge.replay import Replay
 from remat.schedules.schedule import Compute, Schedule, Step
 
@@ -32,6 +32,7 @@ class Simulation(msgspec.Struct, frozen=True):
     workspace_at_peak_bytes : workspace of the op at the peak.
     clock_us : one number a step: the device's clock after it.
     stalls : waits for copies. busy_us : by engine, time in which it works.
+    copies : each copy, with its link, in the order of their steps.
     moved_bytes : by link. host_peak_bytes, nvme_peak_bytes : most bytes live in these tiers.
     """
 
@@ -44,6 +45,7 @@ class Simulation(msgspec.Struct, frozen=True):
     workspace_at_peak_bytes: int
     clock_us: tuple[float, ...] = ()
     stalls: tuple[Stall, ...] = ()
+    copies: tuple[Copy, ...] = ()
     busy_us: dict[str, float] = {}
     moved_bytes: dict[str, int] = {}
     host_peak_bytes: int = 0
@@ -102,6 +104,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         workspace_at_peak_bytes=workspace,
         clock_us=tuple(clock_us),
         stalls=tuple(replay.clocks.stalls),
+        copies=tuple(replay.clocks.copies),
         busy_us=replay.clocks.busy,
         moved_bytes={**replay.clocks.moved_bytes},
         host_peak_bytes=replay.peak_bytes["host"],

@@ -110,7 +110,7 @@ def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> Traini
     with stopwatch.stage("profile", doing) as progress:
         graph = price_for(
             traced, progress=progress, profile=request.read_profile(),
-            measure_again=request.measure_again,
+            measure_again=request.measure_again, tiers=request.tiers(),
         )  # fmt: skip
     return on_one_rank(graph, request.sharding)
 

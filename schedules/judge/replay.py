@@ -169,7 +169,7 @@ class Replay:
         if spare < 0:
             _refuse(i, f"the {to} is full: {name} is {-spare} bytes too many")
         room_us = self.clocks.room_us(to, spare) if to != "device" else 0.0
-        self.clocks.copy(link, name, self.size[name], source, to, room_us)
+        self.clocks.copy(i, link, name, self.size[name], source, to, room_us)
         return self.bytes["device"]
 
     def _drop(self, i: int, at: Tier, name: str) -> None:
