@@ -118,3 +118,6 @@ def _show_graph(session: Session, graph: TrainingGraph) -> None:
     for name, size_bytes in resident.items():
         table.add_row(name.removesuffix("_bytes"), bytes_text(size_bytes))
     session.out.print(table)
+    if graph.links is not None:
+        room = bytes_text(graph.links.host_bytes)
+        session.out.print(f"host {room}: {graph.links.source}", markup=False)

@@ -115,14 +115,16 @@ def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> Traini
     return on_one_rank(graph, request.sharding)
 
 
-def measure_loaded(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Profile:
-    """The measured ops of what a factory made."""
+def measure_loaded(
+    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
+) -> Profile:
+    """The measured ops of what a factory made, and the links of its device."""
     from remat.graph_capture.prices.profiling import measure
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     with stopwatch.stage("profile", "measuring ops") as progress:
-        return measure(traced, progress=progress)
+        return measure(traced, nvme_path=nvme_path, progress=progress)
 
 
 def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) -> Result:
