@@ -1,7 +1,7 @@
 """How fast files of a folder are written and read: the links of a CPU, and those to NVMe.
 
 A copy goes as that of a step does: through an aligned buffer, in chunks, past the system's cache,
-into a file without a name. Some threads share a copy where that is faster.
+into a file without a name.
 
 To measure a folder moves less than a GiB each way, and each series of copies ends early once it
 took `MOST_S`. So the cache of a drive is not exhausted: what is written for minutes may be slower.
@@ -15,16 +15,22 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from remat.graph_capture.devices.link_speeds import LinkPair, LinkSpeed, speed_of
+from remat.graph_capture.devices.link_speeds import (
+    GB_PER_US,
+    LinkPair,
+    LinkSpeed,
+    speed_of,
+)
 from remat.graph_capture.devices.unnamed_files import unnamed_file
 from remat.graph_capture.errors import FileError
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB
 SIZES = (MIB, 4 * MIB, 16 * MIB)
-MOST_THREADS = 4
+MORE_THREADS = (2, 4)
 REPEATS, MOST_S = 3, 1.0
 """Of one series, which is copies of one size one way."""
 
@@ -63,7 +69,7 @@ class FileMeter:
 
     def speed(self, is_down: bool) -> LinkSpeed:
         """One way."""
-        return speed_of(self.times_us(is_down), self._times_beside_us(is_down), self.threads)
+        return speed_of(self.times_us(is_down), self._times_beside_us(is_down))
 
     def times_us(self, is_down: bool, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
         """The fastest of a few copies of each size, by size."""
@@ -127,21 +133,24 @@ class FileMeter:
         return self.own.buffer
 
 
-def file_pair(folder: str, most_threads: int = 1) -> LinkPair:
-    """Both ways between memory and files in `folder`, with as many threads as copy fastest.
+def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
+    """Both ways between memory and files in `folder`, by one thread each, as a step copies.
+
+    Parameters
+    ----------
+    threads : further numbers of threads a copy, tried for a look at what they would reach.
 
     Raises
     ------
     FileError : the folder is not there, cannot be written, or has no room.
     """
     try:
-        threads = min(
-            [n for n in (1, 2, 4) if n <= most_threads],
-            key=lambda n: _both_us(folder, n) if most_threads > 1 else 0.0,
-        )
-        with contextlib.closing(FileMeter(folder, threads)) as meter:
+        with contextlib.closing(FileMeter(folder)) as meter:
             meter.fill()
-            return LinkPair(meter.speed(is_down=True), meter.speed(is_down=False), folder)
+            down, up = meter.speed(is_down=True), meter.speed(is_down=False)
+        return LinkPair(
+            down, up, folder, threads_gb_s={n: _threads_gb_s(folder, n) for n in threads}
+        )
     except FileError:
         raise
     except OSError as error:
@@ -150,8 +159,10 @@ def file_pair(folder: str, most_threads: int = 1) -> LinkPair:
         ) from error
 
 
-def _both_us(folder: str, threads: int) -> float:
-    """Time of the largest copy there and back."""
+def _threads_gb_s(folder: str, threads: int) -> float:
+    """The rate of the largest copy by that many threads, there and back."""
+    size_bytes = SIZES[-1]
     with contextlib.closing(FileMeter(folder, threads)) as meter:
         meter.fill()
-        return sum(sum(meter.times_us(way, SIZES[-1:]).values()) for way in (True, False))
+        both_us = sum(meter.times_us(way, (size_bytes,))[size_bytes] for way in (True, False))
+    return 2 * size_bytes / both_us / GB_PER_US

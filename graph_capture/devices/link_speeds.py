@@ -32,13 +32,12 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     Attributes
     ----------
     gb_s, both_gb_s : 10⁹ bytes a second, alone and with the other way busy.
-    latency_us : what each copy takes beside its bytes. threads : that copy, on the host.
+    latency_us : what each copy takes beside its bytes.
     """
 
     gb_s: float
     both_gb_s: float
     latency_us: float
-    threads: int = 1
 
     @property
     def planned(self) -> Link:
@@ -53,22 +52,24 @@ class LinkPair(msgspec.Struct, frozen=True):
     ----------
     down, up : to the lower tier, and back. place : what that is, such as ``pinned memory``, or the
         folder that its files are in. pageable_gb_s : of a copy down to memory that is not pinned;
-        0 where there is no such.
+        0 where there is no such. threads_gb_s : there and back, by more threads a copy.
     """
 
     down: LinkSpeed
     up: LinkSpeed
     place: str
     pageable_gb_s: float = 0.0
+    threads_gb_s: dict[int, float] = {}
 
     def __str__(self) -> str:
         text = (
             f"{self.down.gb_s:.3g} GB/s to {self.place} and {self.up.gb_s:.3g} back; at once "
             f"{self.down.both_gb_s:.3g} and {self.up.both_gb_s:.3g}"
         )
-        if not self.pageable_gb_s:
-            return text
-        return f"{text}; {self.pageable_gb_s:.3g} to memory that is not pinned"
+        if self.pageable_gb_s:
+            text += f"; {self.pageable_gb_s:.3g} to memory that is not pinned"
+        more = [f"{n} threads {gb_s:.3g}" for n, gb_s in self.threads_gb_s.items()]
+        return text + (f"; a copy by {', by '.join(more)}" if more else "")
 
 
 class LinkSpeeds(msgspec.Struct, frozen=True):
@@ -81,7 +82,8 @@ class LinkSpeeds(msgspec.Struct, frozen=True):
 def are_speeds(pair: LinkPair) -> bool:
     """Whether a link can be so; a file that was edited may say anything."""
     ways = pair.down, pair.up
-    return 0 <= pair.pageable_gb_s <= MOST_GB_S and all(
+    others = (pair.pageable_gb_s, *pair.threads_gb_s.values())
+    return all(0 <= gb_s <= MOST_GB_S for gb_s in others) and all(
         0 < way.gb_s <= MOST_GB_S
         and 0 < way.both_gb_s <= MOST_GB_S
         and 0 <= way.latency_us <= MOST_US
@@ -104,10 +106,8 @@ def fitted(times_us: Mapping[int, float]) -> tuple[float, float]:
     return 1 / us_per_byte / GB_PER_US, latency_us
 
 
-def speed_of(
-    alone_us: Mapping[int, float], both_us: Mapping[int, float], threads: int = 1
-) -> LinkSpeed:
+def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> LinkSpeed:
     """One way, from the times of its copies by size: alone, and with the other way busy."""
     gb_s, latency_us = fitted(alone_us)
     both_gb_s, both_latency_us = fitted(both_us)
-    return LinkSpeed(gb_s, min(gb_s, both_gb_s), max(latency_us, both_latency_us), threads)
+    return LinkSpeed(gb_s, min(gb_s, both_gb_s), max(latency_us, both_latency_us))

@@ -12,7 +12,7 @@ from remat.graph_capture.devices.device_table import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.devices.file_links import MOST_THREADS, file_pair
+from remat.graph_capture.devices.file_links import MORE_THREADS, file_pair
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.link_speeds import (
     GB_PER_US,
@@ -121,7 +121,6 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
     meter = meter_of(device)
     cache = PriceCache(meter.title, meter.settings)
     place = nvme_path or (PINNED if is_cuda(device) else host_folder())
-    # A CPU's host may be in the same folder, where copies have another number of threads.
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     known = cache.links.get(key)
     if known is not None and not measure_again:
@@ -134,12 +133,11 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
 
 def _pair_now(device: str, nvme_path: str) -> LinkPair:
     if nvme_path:
-        return file_pair(nvme_path, MOST_THREADS)
+        return file_pair(nvme_path, MORE_THREADS)
     if is_cuda(device):
         from remat.graph_capture.devices.cuda_links import pinned_pair
 
         return pinned_pair(device)
-    # One thread a link, as a step on a CPU copies: the others compute meanwhile.
     return file_pair(host_folder())
 
 
@@ -158,7 +156,10 @@ def _profiled(profile: Profile, nvme_path: str) -> LinkPair | None:
 
 
 def _planned(pair: LinkPair, title: str) -> PlannedPair:
-    source = f"{PLANNED_SHARE} of what was measured on {title}: {pair}"
+    source = (
+        f"{PLANNED_SHARE} of {pair.down.both_gb_s:.3g} GB/s to {pair.place} and "
+        f"{pair.up.both_gb_s:.3g} back, measured at once on {title}"
+    )
     return PlannedPair(pair.down.planned, pair.up.planned, source)
 
 
