@@ -38,7 +38,7 @@ class Offloaded(msgspec.Struct, frozen=True):
     source : of the rates, in words. links : those that are used.
     host_bytes, nvme_bytes : most bytes that lie there at once. host_room_bytes, nvme_room_bytes :
         of how many. nvme_path : the folder.
-    stalls, stall_us : how often and how long the device waits for copies.
+    stalls, stall_us, longest_us : how often and how long the device waits for copies.
     slower_us, slower_overhead : what the step takes more if links have `SLOWER` of their rates, and
         its overhead then.
     """
@@ -52,6 +52,7 @@ class Offloaded(msgspec.Struct, frozen=True):
     nvme_path: str
     stalls: int
     stall_us: float
+    longest_us: float
     slower_us: float
     slower_overhead: float
 
@@ -80,7 +81,8 @@ class Offloaded(msgspec.Struct, frozen=True):
     def _waits_text(self) -> str:
         if not self.stalls:
             return "none: the device never waits for a copy"
-        return f"the device waits {fine_time_text(self.stall_us)} for copies, {self.stalls} times"
+        all_us, longest_us = fine_time_text(self.stall_us), fine_time_text(self.longest_us)
+        return f"the device waits {all_us} for copies, {longest_us} at most at once"
 
     def _slower_text(self) -> str:
         return (
@@ -110,6 +112,7 @@ def offloaded(
         nvme_path=links.nvme_path,
         stalls=len(here.stalls),
         stall_us=here.stall_us,
+        longest_us=max((stall.us for stall in here.stalls), default=0.0),
         slower_us=slower.time_us - here.time_us,
         slower_overhead=slower.overhead,
     )
