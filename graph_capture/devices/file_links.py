@@ -33,6 +33,8 @@ SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
 REPEATS, MOST_S = 3, 1.0
 """Of one series, which is copies of one size one way."""
+MOST_BESIDE = 24
+"""Copies of the largest size the other way, after which a very uneven link is alone."""
 
 
 class FileMeter:
@@ -80,8 +82,10 @@ class FileMeter:
         ended = threading.Event()
 
         def other() -> None:
-            while not ended.is_set():
+            copies = 0
+            while copies < MOST_BESIDE and not ended.is_set():
                 self._share(not is_down, not is_down, max(SIZES))
+                copies += 1
 
         with ThreadPoolExecutor(1) as busy:
             beside = busy.submit(other)
