@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import LOWER_TIERS, Links
+from remat.graph_capture.links import LOWER_TIERS, Links, Tier
 from remat.schedules.as_planned import as_planned
 from remat.schedules.judge.clocks import Copy, Stall
 from remat.schedules.judge.replay import Replay
@@ -88,7 +88,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
     schedule.check_made_for(graph)
     replay, steps = Replay(graph, schedule, links or graph.links), schedule.steps
     live_bytes, clock_us = list[int](), list[float]()
-    below = {tier: list[int]() for tier in LOWER_TIERS}
+    below: dict[Tier, list[int]] = {tier: [] for tier in LOWER_TIERS}
     peak_bytes, peak_step, at_peak, workspace = replay.bytes["device"], 0, tuple[str, ...](), 0
     for i, step in enumerate(steps):
         live_bytes.append(replay.step(i, step))
@@ -115,7 +115,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         moved_bytes={**replay.clocks.moved_bytes},
         host_peak_bytes=replay.peak_bytes["host"],
         nvme_peak_bytes=replay.peak_bytes["nvme"],
-        below_bytes={tier: tuple(each) for tier, each in below.items() if any(each)},
+        below_bytes={str(tier): tuple(each) for tier, each in below.items() if any(each)},
     )
 
 

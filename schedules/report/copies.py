@@ -86,7 +86,7 @@ def copies_picture(facts: Facts) -> CopiesPicture | None:
         TimeTick(WIDTH * i // TICKS, time_text(found.time_us * i / TICKS)) for i in range(TICKS)
     ]
     height = top + len(bands) * (BAND + GAP)
-    return CopiesPicture(lanes, bands, tuple(ticks), _says(found), height)
+    return CopiesPicture(lanes, bands, tuple(ticks), _copies_said(found), height)
 
 
 def _x(found: Simulation, at_us: float) -> int:
@@ -143,7 +143,7 @@ def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> TierBan
     return TierBand(TIERS[tier], ORANGE, y, f"{path}H{WIDTH}V{bottom}Z", bytes_text(most_bytes))
 
 
-def _says(found: Simulation) -> str:
+def _copies_said(found: Simulation) -> str:
     moved = ", ".join(
         f"{bytes_text(size_bytes)} {LINK_TITLES[link]}"
         for link in LINK_NAMES
