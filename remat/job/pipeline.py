@@ -153,11 +153,16 @@ def check_schedule(
     traced: Trace,
     schedule: Schedule,
     request: Request,
+    priced: TrainingGraph | None = None,
 ) -> Check:
-    """Rewrite the model to `schedule` and compare it with eager."""
+    """Rewrite the model to `schedule` and compare it with eager.
+
+    `priced` is the graph it was solved on, whose links say where a schedule may copy values to.
+    """
     from remat.rewriter.rewriting import rewrite
 
-    return compare_with_eager(loaded, rewrite(loaded.model, schedule, trace=traced), request)
+    module = rewrite(loaded.model, schedule, trace=traced, priced=priced)
+    return compare_with_eager(loaded, module, request)
 
 
 def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> Check:
@@ -197,7 +202,10 @@ def run(
     said = list[str]()
 
     def checked_to(schedule: Schedule) -> Check | None:
-        return unless_short(lambda: check_schedule(loaded, traced, schedule, request), said.append)
+        def run_it() -> Check:
+            return check_schedule(loaded, traced, schedule, request, graph)
+
+        return unless_short(run_it, said.append)
 
     with stopwatch.stage("check", "checking the plan against eager"):
         checked = checked_to(result.schedule)
