@@ -126,6 +126,7 @@ def _explained(
         seconds=parts.seconds,
         pieces=pieces_of(graph, schedule),
         levers=levers,
+        moves=schedule.moves,
     )
 
 

@@ -305,3 +305,12 @@ def test_an_explanation_of_copies_has_their_lever_and_all_its_parts() -> None:
     (lever,) = said_of(found, "levers")
     assert lever.startswith("copies to the host and back: -0.1 KiB for 25.7 % of a step")
     assert lever.endswith("Solved without, the overhead is 14.3 %")
+    assert found.moves
+
+
+def test_a_step_that_is_copied_for_nothing_needs_no_rule_and_does_not_fit_as_it_is() -> None:
+    graph = copying_chain(gb_s=1.0)
+    found = remat.explain(graph, copying_result(graph), each_s=AMPLE_S)
+    assert said_of(found, "rule") == [
+        "nothing is recomputed: what does not fit goes to the host and back"
+    ]
