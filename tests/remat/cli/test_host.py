@@ -17,6 +17,7 @@ from remat.job.json_report import result_json
 from remat.job.pipeline import runs_again
 from remat.job.request import Request
 from remat.job.screen import show_result
+from remat.levers.offloaded import offloaded
 from tests.copying import copying_chain, copying_result
 from tests.files.kinds import plan
 from tests.fixed_prices import CLOCKED, LINK, patched
@@ -180,6 +181,20 @@ def test_doctor_says_which_links_it_knows(
         link_prices.measured_pair("cpu")
     known = json.loads(remat("doctor", "--json").stdout)["links"]
     assert list(known) == [f"cpu, host: {tmp_path}"]
+
+
+def test_fit_has_a_host(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    from remat.cli import fit as module
+
+    words = ("--budget", "8GiB", "--vary", "batch", "--most", "4", "--no-check", "--device", "h100")
+    done = remat("fit", remat.gpt, *words, "--host", "1GiB", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["offload"] is None
+    graph = copying_chain()
+    moved = offloaded(graph, copying_result(graph).schedule)
+    monkeypatch.setattr(module, "offloaded", lambda *_: moved)
+    done = remat("fit", remat.gpt, *words, "--host", "1GiB")
+    assert "waits  the device waits 9.0 us for copies" in done.stdout
 
 
 def test_a_request_has_tiers() -> None:
