@@ -22,6 +22,7 @@ from remat.job.range_screen import (
     show_range_report,
 )
 from remat.job.request import Request
+from remat.levers.offloaded import Offloaded
 from remat.placed import arena_text, layout_json, place
 from remat.questions.sweep import price_json, price_text
 from remat.ranges.curve import overheads_over
@@ -149,6 +150,12 @@ def priced(
             graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
             keep=request.keep, recompute=request.recompute, order=request.order,
         )  # fmt: skip
+
+
+def show_offloaded(session: Session, moved: Offloaded | None) -> None:
+    """One line a figure of what a plan moves to the host, if it does."""
+    for name, said in moved.rows() if moved is not None else ():
+        session.out.print(f"{name}  {said}", markup=False, soft_wrap=True)
 
 
 def said_price(price: GibPrice | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
-from remat.job.kept_plans import fitting_schedule, read_kept
+from remat.job.kept_plans import fitting_schedule, priced_in, read_kept
 from remat.job.opened import captured, captured_model, load_shown
 from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
@@ -97,7 +97,7 @@ def rewrite_verb(
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)
-        module = rewrite(loaded.model, schedule, trace=traced)
+        module = rewrite(loaded.model, schedule, trace=traced, priced=priced_in(kept))
     text = str(module)
     session.save(output, text.encode(), "code")
     if session.as_json:
@@ -118,3 +118,6 @@ def _show_graph(session: Session, graph: TrainingGraph) -> None:
     for name, size_bytes in resident.items():
         table.add_row(name.removesuffix("_bytes"), bytes_text(size_bytes))
     session.out.print(table)
+    if graph.links is not None:
+        room = bytes_text(graph.links.host_bytes)
+        session.out.print(f"host {room}: {graph.links.source}", markup=False)

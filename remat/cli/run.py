@@ -26,7 +26,7 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.factory import Loaded
-from remat.job.kept_plans import fitting_schedule, plan_of_result, read_kept
+from remat.job.kept_plans import fitting_schedule, plan_of_result, priced_in, read_kept
 from remat.job.opened import load_shown
 from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
@@ -108,7 +108,7 @@ def check_verb(
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        found = pipeline.check_schedule(loaded, traced, schedule, request)
+        found = pipeline.check_schedule(loaded, traced, schedule, request, priced_in(kept))
     _conclude_check(session, found, schedule.budget_bytes)
 
 

@@ -149,7 +149,9 @@ def _checked(
 
 def refuse_beside_dynamic(request: Request, **given: bool) -> None:
     """Raise `CaptureError` for an option that a verb does not take beside ``--dynamic``."""
-    options = {**given, "--update-at-once": request.update_at_once}
+    options = {
+        **given, "--update-at-once": request.update_at_once, "--host": bool(request.host)
+    }  # fmt: skip
     if named := next((name for name, is_given in options.items() if is_given), ""):
         raise CaptureError(
             f"{named} is for a plan of one size: leave it out beside --dynamic, or leave out "

@@ -110,19 +110,21 @@ def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> Traini
     with stopwatch.stage("profile", doing) as progress:
         graph = price_for(
             traced, progress=progress, profile=request.read_profile(),
-            measure_again=request.measure_again,
+            measure_again=request.measure_again, tiers=request.tiers(),
         )  # fmt: skip
     return on_one_rank(graph, request.sharding)
 
 
-def measure_loaded(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Profile:
-    """The measured ops of what a factory made."""
+def measure_loaded(
+    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
+) -> Profile:
+    """The measured ops of what a factory made, and the links of its device."""
     from remat.graph_capture.prices.profiling import measure
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     with stopwatch.stage("profile", "measuring ops") as progress:
-        return measure(traced, progress=progress)
+        return measure(traced, nvme_path=nvme_path, progress=progress)
 
 
 def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) -> Result:
@@ -151,11 +153,16 @@ def check_schedule(
     traced: Trace,
     schedule: Schedule,
     request: Request,
+    priced: TrainingGraph | None = None,
 ) -> Check:
-    """Rewrite the model to `schedule` and compare it with eager."""
+    """Rewrite the model to `schedule` and compare it with eager.
+
+    `priced` is the graph it was solved on, whose links say where a schedule may copy values to.
+    """
     from remat.rewriter.rewriting import rewrite
 
-    return compare_with_eager(loaded, rewrite(loaded.model, schedule, trace=traced), request)
+    module = rewrite(loaded.model, schedule, trace=traced, priced=priced)
+    return compare_with_eager(loaded, module, request)
 
 
 def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> Check:
@@ -195,7 +202,10 @@ def run(
     said = list[str]()
 
     def checked_to(schedule: Schedule) -> Check | None:
-        return unless_short(lambda: check_schedule(loaded, traced, schedule, request), said.append)
+        def run_it() -> Check:
+            return check_schedule(loaded, traced, schedule, request, graph)
+
+        return unless_short(run_it, said.append)
 
     with stopwatch.stage("check", "checking the plan against eager"):
         checked = checked_to(result.schedule)

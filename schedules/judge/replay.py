@@ -167,7 +167,7 @@ class Replay:
             _refuse(i, f"{name} is not on the {source}, or is on the {to} already: no copy")
         self._add(to, name)
         room_us = self._room_us(i, to, name)
-        self.clocks.copy(link, name, self.size[name], source, to, room_us)
+        self.clocks.copy(i, link, name, self.size[name], source, to, room_us)
         return self.bytes["device"]
 
     def _room_us(self, i: int, tier: Tier, what: str) -> float:
