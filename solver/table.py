@@ -36,6 +36,10 @@ TABLE: dict[str, str] = {
     "keep_attention_output": "remat.solver.templates.keep_attention_output:KeepAttentionOutput",
     "norms_and_activations": "remat.solver.templates.norms_and_activations:NormsAndActivations",
     "torch_knapsack": "remat.solver.templates.torch_knapsack:TorchKnapsack",
+    "swap_all": "remat.solver.offload.swap_all:SwapAll",
+    "delta": "remat.solver.offload.delta:Delta",
+    "layer_fractions": "remat.solver.offload.layer_fractions:LayerFractions",
+    "fraction": "remat.solver.offload.fraction:Fraction",
     "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
 }
 
