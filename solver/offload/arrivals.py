@@ -105,7 +105,7 @@ def base_of(state: State, hosted: Collection[int]) -> Base:
     away = {absence.value for absence in absences}
     made: dict[str, int] = {}
     for k, (kind, name) in enumerate(items):
-        for value in _outputs(graph, name) if kind == "compute" else ():
+        for value in _made_by(graph, name) if kind == "compute" else ():
             if value in away:
                 made.setdefault(value, k)
     return Base(tuple(items), _live_bytes(graph, items), absences, made)
@@ -122,7 +122,7 @@ def in_flight_by_stage(graph: TrainingGraph, base: Base, in_flight_bytes: Bytes)
     return most
 
 
-def _outputs(graph: TrainingGraph, op: str) -> tuple[str, ...]:
+def _made_by(graph: TrainingGraph, op: str) -> tuple[str, ...]:
     return graph.ops[graph.op_index[op]].outputs
 
 
@@ -144,7 +144,7 @@ def _arrivals(graph: TrainingGraph, steps: Sequence[Step], hosted: frozenset[int
                 items.append(Item("free", name))
                 live.discard(name)
             continue
-        outputs = _outputs(graph, step.op)
+        outputs = _made_by(graph, step.op)
         if step.op in done and graph.op_index[step.op] in hosted:
             fresh = [value for value in outputs if value not in live]
             unwanted = _freed_at_once(steps, i).intersection(fresh)

@@ -47,7 +47,7 @@ class Placed(NamedTuple):
     found: Simulation
 
 
-def place(
+def place_copies(
     graph: TrainingGraph,
     base: Base,
     budget_bytes: int,

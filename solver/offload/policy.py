@@ -13,7 +13,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
 from remat.solver.offload.arrivals import Base
-from remat.solver.offload.placing import place
+from remat.solver.offload.placing import place_copies
 from remat.solver.offload.released import Choice, Saved
 from remat.solver.result import Result
 from remat.solver.search import Search
@@ -96,7 +96,7 @@ def _take_least(search: Search, links: Links, over: list[Base]) -> None:
 
 def _take(search: Search, links: Links, base: Base, budget_bytes: int) -> bool:
     """Offer `base` with its copies placed within `budget_bytes`; whether there is room."""
-    placed = place(search.graph, base, budget_bytes, links)
+    placed = place_copies(search.graph, base, budget_bytes, links)
     if placed is not None:
         search.offer_judged(placed.schedule, placed.found, or_least=True)
     return placed is not None
