@@ -42,6 +42,8 @@ TABLE: dict[str, str] = {
     "fraction": "remat.solver.offload.fraction:Fraction",
     "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
 }
+NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
+"""Solvers that refuse a graph from which nothing may leave the device."""
 
 
 def solver_class(name: str) -> type[Any]:

@@ -50,8 +50,11 @@ class Clocks:
         inputs: tuple[str, ...],
         made: tuple[str, ...],
         updates: tuple[str, ...],
+        room_us: float = 0.0,
     ) -> None:
-        """Run an op that reads `inputs`, makes `made` and rewrites `updates`."""
+        """Run an op that reads `inputs`, makes `made` from `room_us` on and rewrites `updates`."""
+        for name in made if room_us else ():
+            self._wait(step, at, name, room_us)
         if self.arrives or self.is_read_until:
             for name in inputs:
                 self._wait(step, at, name, self.arrives.get((at, name), 0.0))
