@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.links import Links
+from remat.solver.local_search.repair import GapMove, apply, carriable
 from remat.solver.offload.arrivals import Base, base_of, hosting, movable
 from remat.solver.problem import Problem
 from remat.solver.stage import UnreachableError, recomputed_in
@@ -138,9 +139,20 @@ class Saved:
         for v in (*choice.hosted, *choice.again):
             kept[v] = problem.pinned[problem.producer[v]] and v not in choice.hosted
         try:
-            return base_of(State.from_recomputed(mine, _just_in_time(mine, kept)), hosted)
+            state = State.from_recomputed(mine, _just_in_time(mine, kept))
         except UnreachableError:
             return None
+        _carry(state, hosted, kept)
+        return base_of(state, hosted)
+
+
+def _carry(state: State, hosted: frozenset[int], kept: bytearray) -> None:
+    """Keep what is kept, also where another result of its op arrives: a run makes all anew."""
+    for stage in range(state.problem.n_forward, state.problem.n_ops + 1):
+        for op in [op for op in state.stages[stage].recomputed if op in hosted]:
+            for v, before in carriable(state, op, stage):
+                if kept[v]:
+                    apply(state, GapMove(v, before, stage, 1))
 
 
 def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
