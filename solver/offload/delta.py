@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -38,6 +39,8 @@ class Delta:
     least_bytes : smaller values stay.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
+
+    copies: ClassVar[bool] = True
 
     steps: int = 49
     least_bytes: int = LEAST_BYTES

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -38,6 +39,8 @@ class Fraction:
     least_bytes : smaller values stay.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
+
+    copies: ClassVar[bool] = True
 
     steps: int = 25
     least_bytes: int = LEAST_BYTES

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -43,6 +44,8 @@ class LayerFractions:
     least_bytes : smaller values stay.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
+
+    copies: ClassVar[bool] = True
 
     steps: int = 49
     least_bytes: int = LEAST_BYTES

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.offload.policy import LEAST_BYTES, check_least_bytes, solve_choices
@@ -31,6 +32,8 @@ class SwapAll:
     least_bytes : smaller values stay.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
+
+    copies: ClassVar[bool] = True
 
     least_bytes: int = LEAST_BYTES
     time_limit_s: float = 60.0
