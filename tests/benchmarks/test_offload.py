@@ -88,6 +88,8 @@ def test_a_run_keeps_its_cells_and_says_which_planner_is_missing(
     assert "joint: this release has no such solver, so its columns are left out" in said
     assert "| gpt15-h100 | " in said
     kept = json.loads(out.read_text())
+    assert command.BEST == ("joint", "delta")
+    assert [key.split("|")[3] for key in kept["cells"]][-4:] == ["fraction"] * 4
     keys = [key.split("|")[0] for key in kept["cells"]]
     assert keys == ["plan", "plan", "sweep", "slower", "slower", "slower"]
     for cell in kept["cells"].values():
