@@ -31,12 +31,18 @@ def links_of(graph: TrainingGraph, solver: str) -> Links:
 
     Raises
     ------
-    SolverError : there are none.
+    SolverError : there are none, or values that are resident elsewhere are to be moved.
     """
     if graph.links is None:
         raise SolverError(
             f"solver '{solver}' needs a link to the host: capture with host='64GiB', "
             "or take solver auto"
+        )
+    moved = [value.name for value in graph.values if value.home is not None]
+    if moved:
+        raise SolverError(
+            f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
+            "capture without an optimizer that is to move"
         )
     return graph.links
 
@@ -59,7 +65,7 @@ def solve_choices(
 
     Raises
     ------
-    SolverError : the graph has no links.
+    SolverError : the graph has no links, or moves more than activations.
     """
     links = links_of(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)

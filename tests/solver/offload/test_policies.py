@@ -93,6 +93,27 @@ def test_without_links_the_error_says_what_to_do(solver: str) -> None:
 
 
 @pytest.mark.parametrize("solver", NEEDS_LINKS)
+def test_what_is_resident_elsewhere_is_not_moved(solver: str) -> None:
+    graph = graph_of("chain")
+    values = tuple(
+        value if value.producer else msgspec.structs.replace(value, home="host")
+        for value in graph.values
+    )
+    with pytest.raises(SolverError, match="sends activations alone, and x is to be moved too"):
+        solve(msgspec.structs.replace(graph, values=values), 1 << 60, solver)
+
+
+@pytest.mark.parametrize("solver", NEEDS_LINKS)
+def test_what_the_user_keeps_runs_once(solver: str) -> None:
+    graph = graph_of("gpt")
+    budget_bytes = peak_bytes_of(graph) * 9 // 10
+    result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S, keep="blocks.0")
+    check(graph, result, budget_bytes)
+    runs = made_of(result).computations()
+    assert all(runs[op.name] == 1 for op in graph.ops if op.module == "blocks.0")
+
+
+@pytest.mark.parametrize("solver", NEEDS_LINKS)
 def test_the_same_plan_twice(solver: str) -> None:
     graph = with_links(GRAPHS["gpt"](), links(20.0))
     again = solve(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=AMPLE_S)
