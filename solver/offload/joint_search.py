@@ -1,0 +1,171 @@
+"""Bounds and starts from programs of cuts with copies, cut by cut.
+
+The first cut is the one whose relaxed program says most. Its program gives a bound, and its point a
+start; programs of less room give more starts, since one cut does not see how full the other stages
+are. A further cut goes where the stage's peak and the bytes in flight there exceed the budget most:
+the peak alone, of a schedule whose copies take no time, hardly ever asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remat.graph_capture.links import Links
+from remat.solver.backends.mip import Limits
+from remat.solver.bounds.cut_program import COST_SCALE, CutSolution, expand
+from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
+from remat.solver.cuts.cut import candidate_cuts
+from remat.solver.offload.arrivals import hosting
+from remat.solver.offload.joint_cut import JointCut
+from remat.solver.offload.with_copies import Hosted, flight_of, offer_state
+from remat.solver.problem import largest_working_set_bytes
+from remat.solver.search import Search
+from remat.solver.stage import UnreachableError
+from remat.solver.state import State
+from remat.solver.stopping import BEST_CUT, JOINT_NODES, RELAXED
+
+LEAST_SHARE = 4096
+"""A start copies no value below this part of the peak: 1 MiB of 4 GiB takes longer to begin than to
+copy, and thousands of small copies shorten no step."""
+PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)
+"""Parts of the room above the largest working set at which the program is solved for starts."""
+HOST_PARTS = (1.0, 0.75, 0.5, 0.25)
+"""Parts of the host's room that starts plan with, where NVMe lies below and the room binds."""
+
+
+@dataclass(slots=True)
+class JointSearch:
+    """Raises the bound of `search` and offers it schedules.
+
+    Attributes
+    ----------
+    plain : the state that keeps all. gap : of `search`, to which to work.
+    cuts : ops at which there is a cut, in order of addition.
+    crowded : by stage, bytes over the budget, with those in flight, of the last start in all the
+        room; None before there was one.
+    """
+
+    search: Search
+    plain: State
+    links: Links
+    gap: float
+    cuts: list[int] = field(default_factory=list[int])
+    crowded: np.ndarray | None = None
+    least_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_bytes = int(self.plain.peak_bytes.max(initial=0)) // LEAST_SHARE
+
+    def begin(self) -> bool:
+        """Choose the first cut; False where what must be live somewhere exceeds the budget."""
+        self.search.say("choosing where to cut")
+        best: tuple[float, int] | None = None
+        for t in candidate_cuts(self.search, self.plain):
+            if best is not None and self.search.out_of_time():
+                break
+            found = self._program((t,)).relaxed(BEST_CUT.of(self.search.left_s))
+            if found.bound_us == float("inf"):
+                self.search.proved_infeasible = True
+                self.search.message = f"what must be live while {self._name(t)} runs is more"
+                return False
+            self.search.raise_bound(found.bound_us)
+            if best is None or found.bound_us > best[0]:
+                best = found.bound_us, t
+        assert best is not None
+        self.cuts = [best[1]]
+        return True
+
+    def prove(self) -> None:
+        """Raise the bound by the program of all cuts so far."""
+        self.search.say(f"{len(self.cuts)} cuts, the last at {self._name(self.cuts[-1])}")
+        found = self._program(tuple(sorted(self.cuts))).solve(self._limits())
+        if found.bound_us == float("inf"):
+            self.search.proved_infeasible = True
+        else:
+            self.search.raise_bound(found.bound_us)
+
+    def take_starts(self) -> None:
+        """Offer schedules from the program at less and less room."""
+        for host_part in self._host_parts():
+            for part in PARTS if len(self.cuts) == 1 else PARTS[:1]:
+                if self.search.is_open(self.gap):
+                    self._take_start(part, host_part)
+
+    def add_cut(self) -> bool:
+        """Cut where it is most crowded; return whether there was such a place."""
+        if self.crowded is None:
+            return False
+        n_ops = self.search.problem.n_ops
+        distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
+        over = self.crowded[:n_ops].astype(float)
+        over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
+        place = int(np.argmax(over))
+        if over[place] <= 0 or place in self.cuts:
+            return False
+        self.cuts.append(place)
+        return True
+
+    def _host_parts(self) -> Iterator[float]:
+        yield 1.0
+        if self.links.nvme_bytes and self.links.host_bytes < self.plain.peak_bytes.max():
+            yield from HOST_PARTS[1:]
+
+    def _take_start(self, part: float, host_part: float) -> None:
+        search = self.search
+        search.say(f"a start for {part:.0%} of the room")
+        made = self._program(tuple(sorted(self.cuts)), part, host_part, is_start=True)
+        found = made.solve(self._limits())
+        if found.values is None:
+            return
+        hosted = self._hosted(made, found.values)
+        state = self._state(found, hosted)
+        if state is None:
+            return
+        if part == PARTS[0] and host_part == HOST_PARTS[0]:
+            over = state.peak_bytes - search.budget_bytes
+            self.crowded = over + flight_of(state, hosted.ops, self.links)
+        offer_state(search, state, hosted, self.links)
+
+    def _hosted(self, made: JointCut, values: list[float]) -> Hosted:
+        problem = self.search.problem
+        ops = frozenset(problem.producer[v] for v in made.copied(values, made.fetched))
+        spilled = made.copied(values, made.spilled)
+        return Hosted(
+            ops, frozenset(problem.names[v] for v in spilled if problem.producer[v] in ops)
+        )
+
+    def _state(self, found: CutSolution, hosted: Hosted) -> State | None:
+        """The point of a program as a state in which hosted ops arrive."""
+        problem = hosting(self.search.problem, hosted.ops, self.links)
+        try:
+            return State.from_recomputed(problem, expand(found, problem))
+        except UnreachableError:  # a fraction of a value whose op must run once
+            return None
+
+    def _program(
+        self, cuts: tuple[int, ...], part: float = 1.0, host_part: float = 1.0, *,
+        is_start: bool = False,
+    ) -> JointCut:  # fmt: skip
+        search = self.search
+        least_bytes = largest_working_set_bytes(search.problem) + search.problem.resident_bytes
+        room = max(search.budget_bytes - least_bytes, 0)
+        return JointCut(
+            search.problem, cuts, least_bytes + int(part * room) if is_start else search.budget_bytes,
+            links=self.links, is_start=is_start,
+            least_bytes=max(self.least_bytes, 1),
+            host_bytes=int(host_part * self.links.host_bytes),
+        )  # fmt: skip
+
+    def _limits(self) -> Limits:
+        """Node limits alone, so that the same program gives the same point on every machine."""
+        return Limits(
+            time_limit_s=RELAXED.of(self.search.left_s),
+            absolute_gap=self.gap / 4 * COST_SCALE,
+            node_limit=JOINT_NODES.most,
+        )
+
+    def _name(self, t: int) -> str:
+        return self.search.graph.ops[t].name
