@@ -1,9 +1,9 @@
 """A climb over the sets of hosted ops, from the best schedule known.
 
 Where one cut says little, as on convolutional nets, its point hosts the wrong values. The climb
-takes the runs of the best schedule as they are, lets one more op arrive instead of running again, or
-one less, or one for another, and repairs and places what comes of it. The first step that is faster
-is taken. It ends where none is, or after so many trials.
+takes the runs of the best schedule as they are. It lets one more op arrive instead of running
+again, or one less, or one for another, and repairs and places what comes of it. The first step that
+is faster is taken. It ends where none is, or after so many trials.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """Keep, recompute or copy below the device: one program of cuts, copies placed by construction.
 
 Also called: joint offloading and recomputation, hybrid swapping.
-Source: Checkmate's program (Jain et al. 2020, https://arxiv.org/abs/1910.02653) restricted to cuts,
-with variables for copies and windows of the links. Beaumont et al. 2021
-(https://proceedings.neurips.cc/paper/2021/hash/c8461bf13fca8a2b9912ab2eb1668e4b-Abstract.html) decide
-both for chains; POET (Patil et al. 2022, https://arxiv.org/abs/2207.07697) writes one program over all
-stages, for tens of ops.
+Source: Checkmate's program (Jain et al. 2020, https://arxiv.org/abs/1910.02653) restricted to
+cuts, with variables for copies and windows of the links. For chains, both are combined by
+Beaumont, Eyraud-Dubois, Shilova 2021
+(https://papers.nips.cc/paper/2021/hash/c8461bf13fca8a2b9912ab2eb1668e4b-Abstract.html); POET (Patil
+et al. 2022, https://arxiv.org/abs/2207.07697) writes one program over all stages.
 Solves: least time under a budget on the device's peak and rooms below it, with any recomputations
-and copies, first runs in captured order. The program of `joint_cut` decides for each value whether it
-is kept, computed again or copied, and proves a bound on the time of any such schedule. Its point is
-expanded and repaired like that of `cut`, with hosted values that arrive in place of ops that run
+and copies, first runs in captured order. The program of `joint_cut` decides for each value whether
+it is kept, computed again or copied, and proves a bound on the time of any such schedule. Its point
+is expanded and repaired like that of `cut`, with hosted values that arrive in place of ops that run
 again. `placing` then places each copy, as early down and as late up as the links allow.
-Where a gap stays, cuts follow where peak and bytes in flight exceed the budget, and a climb from the
-best schedule over the sets of hosted ops.
+Where a gap stays, cuts follow where peak and bytes in flight exceed the budget, and a climb from
+the best schedule over the sets of hosted ops.
 Optimal: where bound and schedule meet; on transformers they are apart by .2 % or less.
 Never worse than recomputation alone: either its bound is above what was found, or it is solved and
 offered. Cost: some MILPs of two binaries a value that crosses the cut; near-linear up to 5,000 ops.
-Shortcomings: the order of first runs is given; values are copied whole; the bound does not know that
-a copy needs room while it is in flight, and NVMe is filled by the program alone.
+Shortcomings: the order of first runs is given; values are copied whole; the bound does not know
+that a copy needs room while it is in flight.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ runs; `again[k, op]`, op runs again in interval k. New are
     fetched[k, v] in {0, 1} : v, off the device while op t_k runs, arrives from below in interval k
     hosted[k, v]  in [0, 1] : a whole copy of v is below the device while op t_k runs
     spilled[k, v] in {0, 1} : that copy is on NVMe, not on the host
-    waits[k]      >= 0      : time of interval k beyond its first runs and `again`; k = -1 is before t_0
+    waits[k]      >= 0      : time of interval k beyond its first runs and `again`; -1 is before t_0
 
 The time beyond the first runs is minimised: Σ cost · again + Σ waits. Rows, for each k:
 
@@ -77,9 +77,7 @@ class JointCut(CutProgram):
     def _variables(self, k: int, values: list[int]) -> None:
         CutProgram._variables(self, k, values)
         fetched = {
-            v: self.program.variable(integer=True)
-            for v in self.carried[k]
-            if self._may_leave(k, v)
+            v: self.program.variable(integer=True) for v in self.carried[k] if self._may_leave(k, v)
         }
         self.fetched.append(fetched)
         self.hosted.append({v: self.program.variable() for v in fetched})

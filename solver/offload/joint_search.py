@@ -151,9 +151,10 @@ class JointSearch:
     ) -> JointCut:  # fmt: skip
         search = self.search
         least_bytes = largest_working_set_bytes(search.problem) + search.problem.resident_bytes
-        room = max(search.budget_bytes - least_bytes, 0)
+        room_bytes = part * max(search.budget_bytes - least_bytes, 0)
+        budget_bytes = least_bytes + int(room_bytes) if is_start else search.budget_bytes
         return JointCut(
-            search.problem, cuts, least_bytes + int(part * room) if is_start else search.budget_bytes,
+            search.problem, cuts, budget_bytes,
             links=self.links, is_start=is_start,
             least_bytes=max(self.least_bytes, 1),
             host_bytes=int(host_part * self.links.host_bytes),

@@ -51,9 +51,7 @@ class LinkWindows:
     with_latency: bool
     begin_us: list[float] = field(init=False)
     extra: dict[int, int] = field(default_factory=dict[int, int], init=False)
-    reads: dict[int, dict[int, int]] = field(
-        default_factory=dict[int, dict[int, int]], init=False
-    )
+    reads: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]], init=False)
 
     def __post_init__(self) -> None:
         self.begin_us = [0.0, *np.cumsum(self.problem.cost_us).tolist()]

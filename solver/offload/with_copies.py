@@ -60,9 +60,7 @@ def repair_beside(search: Search, state: State, flight: Bytes) -> bool:
         state.entry_bytes -= flight
 
 
-def _offer_placed(
-    search: Search, state: State, hosted: Hosted, links: Links
-) -> tuple[float, bool]:
+def _offer_placed(search: Search, state: State, hosted: Hosted, links: Links) -> tuple[float, bool]:
     """The time of `state` with its copies placed, and whether the device waits for copies."""
     base = base_of(state, hosted.ops)
     placed = place(search.graph, base, search.budget_bytes, links, spilled=hosted.spilled)
