@@ -9,12 +9,13 @@ is faster is taken. It ends where none is, or after so many trials.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 
 from remat.graph_capture.links import Links
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.solver.offload.arrivals import hosting, movable
-from remat.solver.offload.with_copies import Hosted, offer_state
+from remat.solver.offload.with_copies import POWERS, Hosted, offer_state
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.stage import UnreachableError
@@ -33,36 +34,35 @@ class _Climb:
     links: Links
     gap: float
     can_move: list[bool]
-    tried: set[Ops] = field(default_factory=set[Ops])
+    trials: int = 0
 
     def run(self) -> None:
         """Step up until nothing is faster, the gap is closed, or the trials are used up."""
-        hosted = hosted_ops(self.search)
-        while self.search.is_open(self.gap):
-            assert self.search.best is not None
-            runs = arrivals_and_runs(self.search.problem, self.search.best)
-            spilled = spilled_values(self.search.best)
-            before_us = self.search.best_key[0]
-            for ops in self._near(hosted, runs):
-                if len(self.tried) >= CLIMBED.at(self.search.problem.n_ops):
-                    return
-                if ops in self.tried:
-                    continue
-                self.tried.add(ops)
-                self._try(Hosted(ops, spilled), runs)
-                if self.search.best_key[0] < before_us:
-                    hosted = ops
-                    break
-            else:
-                return
+        while self.search.is_open(self.gap) and self._step():
+            pass
 
-    def _try(self, hosted: Hosted, runs: list[list[int]]) -> None:
+    def _step(self) -> bool:
+        """The first trial that is faster than the best schedule; False where none is."""
+        best, before_us = self.search.best, self.search.best_key[0]
+        assert best is not None
+        runs = arrivals_and_runs(self.search.problem, best)
+        hosted, spilled = hosted_ops(self.search), spilled_values(best)
+        for power, ops in product(POWERS, list(self._near(hosted, runs))):
+            if self.trials >= CLIMBED.at(self.search.problem.n_ops) or self.search.out_of_time():
+                return False
+            self.trials += 1
+            self._try(Hosted(ops, spilled), runs, power)
+            if self.search.best_key[0] < before_us:
+                return True
+        return False
+
+    def _try(self, hosted: Hosted, runs: list[list[int]], power: float) -> None:
         problem = hosting(self.search.problem, hosted.ops, self.links)
         try:
             state = State.from_recomputed(problem, runs)
         except UnreachableError:  # an op that must run once arrives no longer
             return
-        offer_state(self.search, state, hosted, self.links)
+        offer_state(self.search, state, hosted, self.links, power)
 
     def _near(self, hosted: Ops, runs: list[list[int]]) -> Iterator[Ops]:
         """Sets to try: one op more, one less, one for another; what saves most a byte first."""

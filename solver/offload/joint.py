@@ -101,7 +101,7 @@ class Joint:
         while search.is_open(self.gap) and len(joint.cuts) < self.cuts and joint.add_cut():
             joint.prove()
             joint.take_starts()
-        if search.best is not None and search.is_open(WIDE):
+        if search.best is not None and search.is_open(max(WIDE, self.gap)):
             climb(search, joint.links, self.gap)
 
     def _beats_alone(self, search: Search, t: int) -> bool:

@@ -18,9 +18,9 @@ from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutSolution, expand
 from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
 from remat.solver.cuts.cut import candidate_cuts
-from remat.solver.offload.arrivals import hosting
+from remat.solver.offload.arrivals import hosting, movable
 from remat.solver.offload.joint_cut import JointCut
-from remat.solver.offload.with_copies import Hosted, flight_of, offer_state
+from remat.solver.offload.with_copies import POWERS, Hosted, flight_of, offer_state
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.stage import UnreachableError
@@ -127,7 +127,30 @@ class JointSearch:
         if part == PARTS[0] and host_part == HOST_PARTS[0]:
             over = state.peak_bytes - search.budget_bytes
             self.crowded = over + flight_of(state, hosted.ops, self.links)
-        offer_state(search, state, hosted, self.links)
+        is_repaired = [self._offer(state, hosted, power) for power in self._powers()]
+        if not any(is_repaired):
+            # What must run once, and the program carries past the cut, may be too much elsewhere.
+            wider = Hosted(hosted.ops | self._pinned(), hosted.spilled)
+            state = self._state(found, wider)
+            if state is not None:
+                self._offer(state, wider, POWERS[0])
+
+    def _powers(self) -> tuple[float, ...]:
+        return POWERS[:1] if self.search.is_large else POWERS
+
+    def _offer(self, state: State, hosted: Hosted, power: float) -> bool:
+        return offer_state(self.search, state, hosted, self.links, power)
+
+    def _pinned(self) -> set[int]:
+        """Ops that must run once, and whose values may leave."""
+        problem, can_move = self.search.problem, movable(self.search.problem)
+        return {
+            op
+            for op in range(problem.n_ops)
+            if problem.pinned[op]
+            and problem.output_bytes[op] >= max(self.least_bytes, 1)
+            and all(can_move[v] for v in problem.outputs[op])
+        }
 
     def _hosted(self, made: JointCut, values: list[float]) -> Hosted:
         problem = self.search.problem

@@ -17,7 +17,7 @@ from remat.solver.offload.placing import in_flight_bytes, place
 from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 
-POWER = 1.0
+POWERS = (1.0, 0.5)
 """Of the overload that a drop removes, in the score of a repair."""
 
 
@@ -29,19 +29,19 @@ class Hosted:
     spilled: frozenset[str] = frozenset()
 
 
-def offer_state(search: Search, start: State, hosted: Hosted, links: Links) -> float:
-    """Offer what `start`, of a problem of `hosting`, comes to; return the least time found.
-
-    Infinite where no schedule fits.
-    """
+def offer_state(
+    search: Search, start: State, hosted: Hosted, links: Links, power: float = POWERS[0]
+) -> bool:
+    """Offer what `start`, of a problem of `hosting`, comes to; return whether it was repaired."""
     state = start.copy()
-    if not Repair(state, search.budget_bytes, POWER, search).run():
-        return float("inf")
+    if not Repair(state, search.budget_bytes, power, search).run():
+        return False
     fill(state, search.budget_bytes, search)
-    best_us, is_stalled = _offer_placed(search, state, hosted, links)
-    if is_stalled and repair_beside(search, state, flight_of(state, hosted.ops, links)):
-        best_us = min(best_us, _offer_placed(search, state, hosted, links)[0])
-    return best_us
+    if _is_stalled(search, state, hosted, links):
+        flight = flight_of(state, hosted.ops, links)
+        if repair_beside(search, state, flight, power):
+            _is_stalled(search, state, hosted, links)
+    return True
 
 
 def flight_of(state: State, hosted: Collection[int], links: Links) -> Bytes:
@@ -51,20 +51,20 @@ def flight_of(state: State, hosted: Collection[int], links: Links) -> Bytes:
     return in_flight_by_stage(graph, base, in_flight_bytes(graph, base, links))
 
 
-def repair_beside(search: Search, state: State, flight: Bytes) -> bool:
+def repair_beside(search: Search, state: State, flight: Bytes, power: float) -> bool:
     """Repair `state` under the budget less `flight`; return whether that was reached."""
     state.entry_bytes += flight
     try:
-        return Repair(state, search.budget_bytes, POWER, search).run()
+        return Repair(state, search.budget_bytes, power, search).run()
     finally:
         state.entry_bytes -= flight
 
 
-def _offer_placed(search: Search, state: State, hosted: Hosted, links: Links) -> tuple[float, bool]:
-    """The time of `state` with its copies placed, and whether the device waits for copies."""
+def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:
+    """Place the copies of `state`, offer that, and return whether the device waits for copies."""
     base = base_of(state, hosted.ops)
     placed = place(search.graph, base, search.budget_bytes, links, spilled=hosted.spilled)
     if placed is None:
-        return float("inf"), False
+        return False
     search.offer_judged(placed.schedule, placed.found)
-    return placed.found.time_us, bool(placed.found.stalls)
+    return bool(placed.found.stalls)

@@ -25,8 +25,9 @@ from tests.solver.random_graphs import gpt_like, resnet_like, training_graphs, u
 
 MIB = 1 << 20
 SLACK = 1 + 1e-9
+GAP = 0.02
 NETWORKS = {
-    "gpt": functools.partial(gpt_like, 2),
+    "gpt": functools.partial(gpt_like, 3),
     "resnet": functools.partial(resnet_like, 2),
     "unet": functools.partial(unet_like, 2),
 }
@@ -43,7 +44,7 @@ def solved(name: str, percent: int, found: Links | None = None, solver: str = "j
     graph = network(name)
     linked = graph if found is None else with_links(graph, found)
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    return solve(linked, budget_bytes, solver, time_limit_s=AMPLE_S, gap=0.01)
+    return solve(linked, budget_bytes, solver, time_limit_s=AMPLE_S, gap=GAP)
 
 
 def judged(name: str, result: Result, found: Links) -> Simulation:
@@ -51,8 +52,7 @@ def judged(name: str, result: Result, found: Links) -> Simulation:
     return simulate(with_links(network(name), found), result.schedule)
 
 
-@pytest.mark.parametrize("percent", [80, 60])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "percent"), [("gpt", 50), ("unet", 70), ("resnet", 80)])
 def test_copies_are_never_worse_than_recomputation_alone(name: str, percent: int) -> None:
     found = links(25.0)
     alone, joint = solved(name, percent, solver="auto"), solved(name, percent, found)
@@ -61,18 +61,18 @@ def test_copies_are_never_worse_than_recomputation_alone(name: str, percent: int
 
 
 def test_copies_shorten_the_step_of_a_transformer() -> None:
-    alone, joint = solved("gpt", 60, solver="auto"), solved("gpt", 60, links(50.0))
+    alone, joint = solved("gpt", 50, solver="auto"), solved("gpt", 50, links(50.0))
     assert joint.time_us < alone.lower_bound_us
-    assert joint.gap <= 0.01
+    assert joint.gap <= GAP
     assert joint.schedule is not None
     assert joint.schedule.moves
 
 
 def test_the_same_graph_gives_the_same_plan_twice() -> None:
-    graph = with_links(unet_like(2), links(25.0))
-    budget_bytes = peak_bytes_of(unet_like(2)) * 60 // 100
+    found = links(25.0)
+    budget_bytes = peak_bytes_of(unet_like(2)) * 55 // 100
     first, again = (
-        solve(with_links(unet_like(2), graph.links), budget_bytes, "joint", time_limit_s=AMPLE_S)
+        solve(with_links(unet_like(2), found), budget_bytes, "joint", time_limit_s=AMPLE_S, gap=GAP)
         for _ in range(2)
     )
     assert first.schedule == again.schedule
@@ -112,26 +112,27 @@ def test_results_are_as_the_judge_says(graph: TrainingGraph, percent: int, gb_s:
 
 
 def test_a_host_without_room_is_no_host() -> None:
-    plain, empty = solved("gpt", 60, solver="auto"), Links(LINK, LINK, 0)
-    without = solved("gpt", 60, empty, "auto")
+    plain, empty = solved("gpt", 50, solver="auto"), Links(LINK, LINK, 0)
+    without = solved("gpt", 50, empty, "auto")
     assert msgspec.structs.replace(without, wall_s=0.0) == msgspec.structs.replace(
         plain, wall_s=0.0
     )
-    named = solved("gpt", 60, empty, "joint")
-    assert named.schedule is not None and plain.schedule is not None
+    named = solved("gpt", 50, empty, "joint")
+    assert named.schedule is not None
+    assert plain.schedule is not None
     assert named.schedule.steps == plain.schedule.steps
     assert named.schedule.solver == named.solver == "joint"
 
 
 def test_a_host_that_is_full_costs_time() -> None:
-    roomy = solved("gpt", 60, Links(LINK, LINK, 1 << 40))
+    roomy = solved("gpt", 50, Links(LINK, LINK, 1 << 40))
     used_bytes = judged("gpt", roomy, Links(LINK, LINK, 1 << 40)).host_peak_bytes
     small = Links(LINK, LINK, used_bytes // 4)
-    tight = solved("gpt", 60, small)
+    tight = solved("gpt", 50, small)
     assert 0 < judged("gpt", tight, small).host_peak_bytes <= small.host_bytes
     assert tight.lower_bound_us > roomy.lower_bound_us
     assert tight.time_us > roomy.time_us
-    assert tight.gap <= 0.02
+    assert tight.gap <= 0.03
 
 
 def test_nvme_takes_what_the_host_cannot_hold() -> None:
@@ -139,7 +140,7 @@ def test_nvme_takes_what_the_host_cannot_hold() -> None:
     disk = Link(20e3, 1.0)
     alone = Links(LINK, LINK, small)
     below = Links(LINK, LINK, small, disk, disk, 1 << 40)
-    without, with_nvme = solved("gpt", 60, alone), solved("gpt", 60, below)
+    without, with_nvme = solved("gpt", 50, alone), solved("gpt", 50, below)
     found = judged("gpt", with_nvme, below)
     assert found.moved_bytes["write"] > 0
     assert found.host_peak_bytes <= small
@@ -148,19 +149,19 @@ def test_nvme_takes_what_the_host_cannot_hold() -> None:
 
 
 def test_auto_says_that_it_is_auto() -> None:
-    found = solved("gpt", 60, links(), "auto")
+    found = solved("gpt", 50, links(), "auto")
     assert found.schedule is not None
     assert (found.solver, found.schedule.solver) == ("auto", "auto")
-    joint = solved("gpt", 60, links()).schedule
+    joint = solved("gpt", 50, links()).schedule
     assert joint is not None
     assert found.schedule.steps == joint.steps
     assert "order" in found.schedule.options
 
 
 def test_what_holds_for_recomputation_alone_is_no_bound_with_links() -> None:
-    plain = solved("gpt", 60, solver="cut")
-    linked = solved("gpt", 60, links(), "cut")
-    assert plain.lower_bound_us > solved("gpt", 60, links()).time_us
+    plain = solved("gpt", 50, solver="cut")
+    linked = solved("gpt", 50, links(), "cut")
+    assert plain.lower_bound_us > solved("gpt", 50, links()).time_us
     assert linked.lower_bound_us == network("gpt").time_us
     assert linked.status == "feasible"
     assert linked.schedule == plain.schedule

@@ -29,13 +29,14 @@ def with_modules(graph: TrainingGraph) -> TrainingGraph:
 
 
 def test_what_is_kept_runs_once_and_may_be_copied() -> None:
-    graph = with_links(with_modules(gpt_like(1)), links(25.0))
-    budget_bytes = peak_bytes_of(gpt_like(1)) * 60 // 100
+    graph = with_links(with_modules(gpt_like(3)), links(50.0))
+    budget_bytes = peak_bytes_of(gpt_like(3)) * 70 // 100
     free, kept = (
-        solve(graph, budget_bytes, keep=keep, time_limit_s=AMPLE_S)
+        solve(graph, budget_bytes, keep=keep, time_limit_s=AMPLE_S, gap=0.05)
         for keep in ((), tuple(op.name for op in graph.ops if op.phase == "forward"))
     )
-    assert free.schedule is not None and kept.schedule is not None
+    assert free.schedule is not None
+    assert kept.schedule is not None
     assert kept.schedule.moves
     runs = kept.schedule.computations()
     assert all(runs[op.name] == 1 for op in graph.ops if op.phase == "forward")
@@ -46,14 +47,14 @@ def test_what_is_kept_runs_once_and_may_be_copied() -> None:
 @pytest.mark.parametrize("solver", ["auto", "joint"])
 def test_pins_that_recompute_are_refused_with_links(solver: str) -> None:
     graph = with_links(with_modules(gpt_like(1)))
-    with pytest.raises(SolverError, match="recompute= .* is not planned with copies .* host="):
+    with pytest.raises(SolverError, match=r"recompute= .* is not planned with copies .* host="):
         solve(graph, 1 << 40, solver, recompute="f3")
     budget_bytes = peak_bytes_of(gpt_like(1))
     assert solve(graph, budget_bytes, "chen_sqrt", recompute="f3").schedule is not None
 
 
 def test_a_free_order_is_refused_with_links() -> None:
-    with pytest.raises(SolverError, match="order free is not planned with copies .* host="):
+    with pytest.raises(SolverError, match=r"order free is not planned with copies .* host="):
         solve(with_links(gpt_like(1)), 1 << 40, order="free")
 
 
@@ -63,7 +64,7 @@ def test_values_with_a_home_are_refused() -> None:
         value if value.producer else msgspec.structs.replace(value, home="host")
         for value in graph.values
     )
-    with pytest.raises(SolverError, match="moves what is resident .tokens.: .* activations alone"):
+    with pytest.raises(SolverError, match=r"moves what is resident .tokens.: .* activations alone"):
         solve(msgspec.structs.replace(graph, values=values), 1 << 40)
 
 
@@ -99,7 +100,8 @@ def test_regions_run_in_pieces_beside_copies() -> None:
     graph = pieces_graph()
     alone = solve(graph, 70 * MIB, time_limit_s=AMPLE_S)
     found = solve(with_links(graph, FAST), 70 * MIB, time_limit_s=AMPLE_S)
-    assert alone.schedule is not None and found.schedule is not None
+    assert alone.schedule is not None
+    assert found.schedule is not None
     assert found.schedule.pieces
     assert found.schedule.moves
     assert found.time_us < alone.time_us
@@ -134,7 +136,8 @@ def test_updates_during_backward_are_planned_with_copies() -> None:
     graph = with_links(update_graph(), Links(Link(10.0), Link(10.0), 1 << 40))
     alone = solve(update_graph(), 450, time_limit_s=AMPLE_S)
     found = solve(graph, 450, time_limit_s=AMPLE_S)
-    assert found.schedule is not None and alone.schedule is not None
+    assert alone.schedule is not None
+    assert found.schedule is not None
     assert found.schedule.moves
     assert found.peak_bytes <= 450
     assert found.lower_bound_us <= found.time_us < alone.time_us
