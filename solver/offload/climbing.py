@@ -84,7 +84,7 @@ class _Climb:
         return sorted(can, key=lambda op: (-again_us[op] / problem.output_bytes[op], op))
 
 
-def climb(search: Search, links: Links, gap: float) -> None:
+def climb_hosted(search: Search, links: Links, gap: float) -> None:
     """Offer what a climb from the best schedule of `search` comes to; there must be one."""
     search.say("other values below the device")
     _Climb(search, links, gap, movable(search.problem)).run()

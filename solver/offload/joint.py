@@ -28,7 +28,7 @@ from typing import ClassVar
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
 from remat.solver.bounds.cut_program import CutProgram
-from remat.solver.offload.climbing import climb
+from remat.solver.offload.climbing import climb_hosted
 from remat.solver.offload.joint_search import JointSearch
 from remat.solver.offload.scope import can_copy, require_no_homes, without_links
 from remat.solver.options import options_of
@@ -102,7 +102,7 @@ class Joint:
             joint.prove()
             joint.take_starts()
         if search.best is not None and search.is_open(max(WIDE, self.gap)):
-            climb(search, joint.links, self.gap)
+            climb_hosted(search, joint.links, self.gap)
 
     def _beats_alone(self, search: Search, t: int) -> bool:
         """Whether no schedule without copies is proved faster than the best one found."""

@@ -45,13 +45,11 @@ class JointCut(CutProgram):
     is_start : the point is to become a schedule: copies take their latency, and only values are
         copied that can be. Else all may be, and only their bytes take time: a bound.
     least_bytes : a start copies no smaller value.
-    host_bytes : room on the host, at most that of `links`.
     """
 
     links: Links
     is_start: bool = False
     least_bytes: int = 1
-    host_bytes: float = float("inf")
     fetched: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
     hosted: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
     spilled: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
@@ -116,8 +114,7 @@ class JointCut(CutProgram):
         on_host = [(index, v, 1.0) for v, index in self.hosted[k].items()]
         on_host += [(index, v, -1.0) for v, index in self.spilled[k].items()]
         on_nvme = [(index, v, 1.0) for v, index in self.spilled[k].items()]
-        host_bytes = min(self.host_bytes, self.links.host_bytes)
-        self._room_row(on_host, host_bytes)
+        self._room_row(on_host, self.links.host_bytes)
         if on_nvme:
             self._room_row(on_nvme, self.links.nvme_bytes)
 

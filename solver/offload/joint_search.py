@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
+import msgspec
 import numpy as np
 
 from remat.graph_capture.links import Links
@@ -32,8 +34,9 @@ LEAST_SHARE = 4096
 copy, and thousands of small copies shorten no step."""
 PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)
 """Parts of the room above the largest working set at which the program is solved for starts."""
-HOST_PARTS = (1.0, 0.75, 0.5, 0.25)
-"""Parts of the host's room that starts plan with, where NVMe lies below and the room binds."""
+HOST_PARTS = (1.0, 0.9, 0.75)
+"""Parts of the host's room that are filled with what stays there, where NVMe takes the rest: what
+is on its way to NVMe or back needs room too."""
 
 
 @dataclass(slots=True)
@@ -88,11 +91,14 @@ class JointSearch:
             self.search.raise_bound(found.bound_us)
 
     def take_starts(self) -> None:
-        """Offer schedules from the program at less and less room."""
-        for host_part in self._host_parts():
-            for part in PARTS if len(self.cuts) == 1 else PARTS[:1]:
-                if self.search.is_open(self.gap):
-                    self._take_start(part, host_part)
+        """Offer schedules from the program at less and less room.
+
+        NVMe may be too slow for what the program brings there: starts without it follow.
+        """
+        parts = PARTS if len(self.cuts) == 1 else PARTS[:1]
+        for links, part in product(self._ways_down(), parts):
+            if self.search.is_open(self.gap):
+                self._take_start(part, links)
 
     def add_cut(self) -> bool:
         """Cut where it is most crowded; return whether there was such a place."""
@@ -108,38 +114,59 @@ class JointSearch:
         self.cuts.append(place)
         return True
 
-    def _host_parts(self) -> Iterator[float]:
-        yield 1.0
-        if self.links.nvme_bytes and self.links.host_bytes < self.plain.peak_bytes.max():
-            yield from HOST_PARTS[1:]
+    def _ways_down(self) -> Iterator[Links]:
+        yield self.links
+        if self.links.nvme_bytes:
+            yield msgspec.structs.replace(self.links, write=None, read=None, nvme_bytes=0)
 
-    def _take_start(self, part: float, host_part: float) -> None:
+    def _take_start(self, part: float, links: Links) -> None:
         search = self.search
         search.say(f"a start for {part:.0%} of the room")
-        made = self._program(tuple(sorted(self.cuts)), part, host_part, is_start=True)
+        made = self._program(tuple(sorted(self.cuts)), part, links)
         found = made.solve(self._limits())
         if found.values is None:
             return
-        hosted = self._hosted(made, found.values)
-        state = self._state(found, hosted)
+        producer = search.problem.producer
+        ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
+        state = self._state(found, ops)
         if state is None:
             return
-        if part == PARTS[0] and host_part == HOST_PARTS[0]:
+        if part == PARTS[0] and links is self.links:
             over = state.peak_bytes - search.budget_bytes
-            self.crowded = over + flight_of(state, hosted.ops, self.links)
-        is_repaired = [self._offer(state, hosted, power) for power in self._powers()]
-        if not any(is_repaired):
+            self.crowded = over + flight_of(state, ops, self.links)
+        if not self._offer(state, ops, links):
             # What must run once, and the program carries past the cut, may be too much elsewhere.
-            wider = Hosted(hosted.ops | self._pinned(), hosted.spilled)
+            wider = ops | self._pinned()
             state = self._state(found, wider)
             if state is not None:
-                self._offer(state, wider, POWERS[0])
+                self._offer(state, wider, links)
 
-    def _powers(self) -> tuple[float, ...]:
-        return POWERS[:1] if self.search.is_large else POWERS
+    def _offer(self, state: State, ops: frozenset[int], links: Links) -> bool:
+        """Whether `state`, in which `ops` arrive, was repaired; offers what it comes to."""
+        is_repaired = False
+        for power in POWERS[:1] if self.search.is_large else POWERS:
+            for spilled in self._spilled(ops, links):
+                done = offer_state(self.search, state, Hosted(ops, spilled), links, power)
+                is_repaired = is_repaired or done
+        return is_repaired
 
-    def _offer(self, state: State, hosted: Hosted, power: float) -> bool:
-        return offer_state(self.search, state, hosted, self.links, power)
+    def _spilled(self, ops: frozenset[int], links: Links) -> Iterator[frozenset[str]]:
+        """Ways to share what `ops` make between host and NVMe.
+
+        What is made first is needed last: it has the longest time to go down and to come up.
+        """
+        problem, room_bytes = self.search.problem, links.nvme_bytes
+        values = [v for op in sorted(ops) for v in problem.outputs[op]]
+        seen: set[int] = set()
+        for part in HOST_PARTS:
+            over_bytes = sum(problem.size_bytes[v] for v in values)
+            over_bytes -= int(part * links.host_bytes)
+            ends = np.cumsum([problem.size_bytes[v] for v in values])
+            count = int(np.searchsorted(ends, over_bytes)) + 1 if over_bytes > 0 else 0
+            count = min(count, int(np.searchsorted(ends, room_bytes, side="right")))
+            if count not in seen:
+                seen.add(count)
+                yield frozenset(problem.names[v] for v in values[:count])
 
     def _pinned(self) -> set[int]:
         """Ops that must run once, and whose values may leave."""
@@ -152,35 +179,25 @@ class JointSearch:
             and all(can_move[v] for v in problem.outputs[op])
         }
 
-    def _hosted(self, made: JointCut, values: list[float]) -> Hosted:
-        problem = self.search.problem
-        ops = frozenset(problem.producer[v] for v in made.copied(values, made.fetched))
-        spilled = made.copied(values, made.spilled)
-        return Hosted(
-            ops, frozenset(problem.names[v] for v in spilled if problem.producer[v] in ops)
-        )
-
-    def _state(self, found: CutSolution, hosted: Hosted) -> State | None:
-        """The point of a program as a state in which hosted ops arrive."""
-        problem = hosting(self.search.problem, hosted.ops, self.links)
+    def _state(self, found: CutSolution, ops: frozenset[int]) -> State | None:
+        """The point of a program as a state in which `ops` arrive."""
+        problem = hosting(self.search.problem, ops, self.links)
         try:
             return State.from_recomputed(problem, expand(found, problem))
         except UnreachableError:  # a fraction of a value whose op must run once
             return None
 
     def _program(
-        self, cuts: tuple[int, ...], part: float = 1.0, host_part: float = 1.0, *,
-        is_start: bool = False,
-    ) -> JointCut:  # fmt: skip
-        search = self.search
-        least_bytes = largest_working_set_bytes(search.problem) + search.problem.resident_bytes
-        room_bytes = part * max(search.budget_bytes - least_bytes, 0)
-        budget_bytes = least_bytes + int(room_bytes) if is_start else search.budget_bytes
+        self, cuts: tuple[int, ...], part: float = 1.0, starting: Links | None = None
+    ) -> JointCut:
+        """A bound; or, over the links `starting`, a start in part of the room."""
+        search, budget_bytes = self.search, self.search.budget_bytes
+        if starting is not None:
+            least_bytes = largest_working_set_bytes(search.problem) + search.problem.resident_bytes
+            budget_bytes = least_bytes + int(part * max(budget_bytes - least_bytes, 0))
         return JointCut(
-            search.problem, cuts, budget_bytes,
-            links=self.links, is_start=is_start,
-            least_bytes=max(self.least_bytes, 1),
-            host_bytes=int(host_part * self.links.host_bytes),
+            search.problem, cuts, budget_bytes, links=starting or self.links,
+            is_start=starting is not None, least_bytes=max(self.least_bytes, 1),
         )  # fmt: skip
 
     def _limits(self) -> Limits:

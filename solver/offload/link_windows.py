@@ -64,7 +64,7 @@ class LinkWindows:
         t, made = self.cuts[k], dict[int, Terms]()
         for v, index in whole.items():
             made.setdefault(self.problem.producer[v], []).append((index, self._took(v, link)))
-        marks, later = _thinned(made), None
+        marks, later = _evenly_taken(made), None
         for x in sorted(made, reverse=True):
             later = self._chained(made[x], later)
             if x in marks:
@@ -82,7 +82,7 @@ class LinkWindows:
             first = self._first_reads(self.cuts[i])
             for v, index in arriving[i].items():
                 due.setdefault(first.get(v, n), []).append((index, self._took(v, link)))
-        marks, before = {*_thinned(due), n}, None
+        marks, before = {*_evenly_taken(due), n}, None
         for y in sorted(due):
             before = self._chained(due[y], before)
             if y in marks:
@@ -130,7 +130,7 @@ class LinkWindows:
         return self.reads[t]
 
 
-def _thinned(places: Iterable[int]) -> set[int]:
+def _evenly_taken(places: Iterable[int]) -> set[int]:
     """At most `POSITIONS` of the places, the ends among them."""
     ordered = sorted(places)
     if len(ordered) <= POSITIONS:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from remat.graph_capture.links import Links
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.offload.arrivals import base_of, in_flight_by_stage
-from remat.solver.offload.placing import in_flight_bytes, place
+from remat.solver.offload.placing import in_flight_bytes, place_copies
 from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 
@@ -63,7 +63,7 @@ def repair_beside(search: Search, state: State, flight: Bytes, power: float) -> 
 def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:
     """Place the copies of `state`, offer that, and return whether the device waits for copies."""
     base = base_of(state, hosted.ops)
-    placed = place(search.graph, base, search.budget_bytes, links, spilled=hosted.spilled)
+    placed = place_copies(search.graph, base, search.budget_bytes, links, spilled=hosted.spilled)
     if placed is None:
         return False
     search.offer_judged(placed.schedule, placed.found)
