@@ -25,15 +25,13 @@ deadlines (Horn 1974, https://doi.org/10.1002/nav.3800210113).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from remat.graph_capture.links import Links
 from remat.solver.backends.mip import Answer
-from remat.solver.bounds.cut_program import COST_SCALE, MOST_SIZE, ROW_SCALE, CutProgram
+from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram
 from remat.solver.offload.arrivals import movable
 from remat.solver.offload.link_windows import LinkWindows
-
-LONGEST_WAIT = 1e6 * COST_SCALE
-"""Most that the device waits in an interval, in the program's unit: a million steps."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class JointCut(CutProgram):
     def __post_init__(self) -> None:
         self.can_move = movable(self.problem)
         for i in range(-1, len(self.cuts)):
-            self.waits[i] = self.program.variable(1.0, upper=LONGEST_WAIT)
+            self.waits[i] = self.program.variable(1.0, upper=inf)
         CutProgram.__post_init__(self)
         if not self.is_empty:
             for k in range(len(self.cuts)):

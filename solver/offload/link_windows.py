@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -24,8 +25,9 @@ from remat.solver.problem import Problem
 
 POSITIONS = 60
 """Windows a cut and link. Each is a row; more of them moved no bound by .01 % of the step."""
-FAR = 1e9
-"""No sum of a window is near it, in the program's unit of time."""
+LONGEST_COPY = 1e7
+"""Most that one copy counts, in the program's unit: a thousand steps. More says nothing else, and
+HiGHS refuses coefficients that are far apart."""
 
 Terms = list[tuple[int, float]]
 
@@ -92,11 +94,11 @@ class LinkWindows:
     def _took(self, v: int, link: Link) -> float:
         size_bytes = self.problem.size_bytes[v]
         took_us = link.us(size_bytes) if self.with_latency else size_bytes / link.bytes_per_us
-        return took_us / self.unit_us
+        return min(took_us / self.unit_us, LONGEST_COPY)
 
     def _chained(self, terms: Terms, before: int | None) -> int:
         """A variable that is the sum of `terms` and of the chain so far."""
-        chain = self.program.variable(upper=FAR)
+        chain = self.program.variable(upper=inf)
         so_far = [] if before is None else [(before, 1.0)]
         self.program.row([(chain, -1.0), *terms, *so_far], lower=0.0, upper=0.0)
         return chain
@@ -108,7 +110,7 @@ class LinkWindows:
     def _extra_of(self, i: int) -> int:
         """The variable of what interval i takes beyond its first runs."""
         if i not in self.extra:
-            self.extra[i] = self.program.variable(upper=FAR)
+            self.extra[i] = self.program.variable(upper=inf)
             terms = [(self.extra[i], -1.0), (self.waits[i], 1.0)]
             for op, index in self.again[i].items() if i >= 0 else ():
                 terms.append((index, self.problem.cost_us[op] / self.unit_us))
