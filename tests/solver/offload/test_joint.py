@@ -14,11 +14,13 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver import Result, solve
+from remat.solver.budgets.spread import spread
+from remat.solver.budgets.sweep import sweep
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links
 from tests.rows import rows
-from tests.solver.checks import check
+from tests.solver.checks import check, check_front
 from tests.solver.exhaustive import least_time_us as least_alone_us
 from tests.solver.offload.exhaustive_copies import least_time_us, random_case
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
@@ -182,3 +184,19 @@ def test_what_one_op_needs_is_a_proof_with_copies_too() -> None:
     assert lost.message.startswith("no schedule fits 1 bytes")
     again = solve(graph, lost.least_feasible_bytes, time_limit_s=AMPLE_S)
     assert again.schedule is not None
+
+
+def test_a_front_over_budgets_is_monotone() -> None:
+    graph = with_links(chain(5), links(1.0, latency_us=1.0))
+    front = sweep(graph, spread(chain(5), 4)[0], time_limit_s=AMPLE_S)
+    check_front(graph, front)
+    assert front.points[-1].result.overhead == 0
+
+
+def test_a_search_without_time_has_an_answer() -> None:
+    graph = with_links(network("gpt"))
+    budget_bytes = peak_bytes_of(network("gpt")) * 70 // 100
+    found = solve(graph, budget_bytes, time_limit_s=0.0)
+    check(graph, found, budget_bytes)
+    assert found.status == "time limit"
+    assert found.lower_bound_us == graph.time_us
