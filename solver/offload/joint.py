@@ -73,7 +73,7 @@ class Joint:
         if not can_copy(graph):
             found = self._alone(graph, budget_bytes, self.time_limit_s)
             return renamed(found, "joint", options_of(self))
-        require_no_homes(graph)
+        require_no_homes(graph, "joint")
         search = Search.of(self, "joint", graph, budget_bytes)
         assert graph.links is not None
         with search.until_interrupted():

@@ -49,19 +49,19 @@ def require_planned_with_copies(solver: str, *, recompute: bool, order: object) 
         )
 
 
-def require_no_homes(graph: TrainingGraph) -> None:
-    """Refuse graphs whose resident values are scheduled.
+def require_no_homes(graph: TrainingGraph, solver: str) -> None:
+    """Refuse, for `solver`, graphs whose resident values are scheduled.
 
     Raises
     ------
     SolverError : a value has a home, or an op updates values in place.
     """
-    homes = [value.name for value in graph.values if value.home is not None]
-    updates = [op.name for op in graph.ops if op.updates]
-    if homes or updates:
+    moved = [value.name for value in graph.values if value.home is not None]
+    moved += [name for op in graph.ops for name in op.updates]
+    if moved:
         raise SolverError(
-            f"{graph.name} moves what is resident ({(homes or updates)[0]}): solver joint plans "
-            "activations alone, so capture without an optimizer that is to move"
+            f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
+            "capture without an optimizer that is to move"
         )
 
 

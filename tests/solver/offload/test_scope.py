@@ -64,7 +64,9 @@ def test_values_with_a_home_are_refused() -> None:
         value if value.producer else msgspec.structs.replace(value, home="host")
         for value in graph.values
     )
-    with pytest.raises(SolverError, match=r"moves what is resident .tokens.: .* activations alone"):
+    with pytest.raises(
+        SolverError, match="'joint' sends activations alone, and tokens is to be moved"
+    ):
         solve(msgspec.structs.replace(graph, values=values), 1 << 40)
 
 
