@@ -14,8 +14,9 @@ again. `placing` then places each copy, as early down and as late up as the link
 Where a gap stays, cuts follow where peak and bytes in flight exceed the budget, and a climb from
 the best schedule over the sets of hosted ops.
 Optimal: where bound and schedule meet; on transformers they are apart by .2 % or less.
-Never worse than recomputation alone: either its bound is above what was found, or it is solved and
-offered. Cost: some MILPs of two binaries a value that crosses the cut; near-linear up to 5,000 ops.
+Never worse than recomputation alone by more than `gap`: either its bound is above what was found, or
+it is solved and offered.
+Cost: some MILPs of two binaries a value that crosses the cut; near-linear up to 5,000 ops.
 Shortcomings: the order of first runs is given; values are copied whole; the bound does not know
 that a copy needs room while it is in flight.
 """
@@ -32,7 +33,7 @@ from remat.solver.offload.climbing import climb_hosted
 from remat.solver.offload.joint_search import JointSearch
 from remat.solver.offload.scope import can_copy, require_no_homes, without_links
 from remat.solver.options import options_of
-from remat.solver.result import Result, renamed
+from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
 from remat.solver.stopping import ALONE, RELAXED
 from remat.solver.store_all import store_all_state
@@ -124,6 +125,8 @@ class Joint:
             search.offer_schedule(found.least_schedule, or_least=True)
         if found.schedule is None and found.status == "time limit":
             search.cut_short = True
+        if found.message.startswith(INTERRUPTED):
+            raise KeyboardInterrupt
 
     def _alone(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
         made = make_solver(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
 from remat.schedules.simulate import Simulation, simulate
-from remat.solver import Result, solve
+from remat.solver import Progress, Result, solve
+from remat.solver.auto import Auto
 from remat.solver.budgets.spread import spread
 from remat.solver.budgets.sweep import sweep
 from tests.graphs import peak_bytes_of
@@ -200,3 +201,37 @@ def test_a_search_without_time_has_an_answer() -> None:
     check(graph, found, budget_bytes)
     assert found.status == "time limit"
     assert found.lower_bound_us == graph.time_us
+
+
+def test_ctrl_c_keeps_the_best_found() -> None:
+    graph = with_links(network("unet"), links(5.0))
+    starts: list[str] = []
+
+    def listen(state: Progress) -> None:
+        if state.best_overhead is not None and "a start" in state.doing:
+            starts.append(state.doing)
+            raise KeyboardInterrupt
+
+    budget_bytes = peak_bytes_of(network("unet")) * 60 // 100
+    found = solve(graph, budget_bytes, "joint", gap=0.0, progress=listen, time_limit_s=AMPLE_S)
+    assert starts
+    check(graph, found, budget_bytes)
+    assert found.schedule is not None
+    assert found.message.startswith("interrupted")
+
+
+def test_ctrl_c_during_recomputation_alone_ends_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = with_links(network("unet"), links(0.1))
+    asked: list[float] = []
+
+    def ended(self: Auto, one: TrainingGraph, budget_bytes: int) -> Result:
+        asked.append(self.time_limit_s)
+        found = solve(one, budget_bytes, "cut", gap=0.5)
+        return msgspec.structs.replace(found, message="interrupted: by a test")
+
+    monkeypatch.setattr(Auto, "solve", ended)
+    budget_bytes = peak_bytes_of(network("unet")) * 60 // 100
+    found = solve(graph, budget_bytes, "joint", time_limit_s=AMPLE_S)
+    assert len(asked) == 1
+    assert found.message.startswith("interrupted")
+    assert found.status == "time limit"
