@@ -15,7 +15,7 @@ from itertools import product
 from remat.graph_capture.links import Links
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.solver.offload.arrivals import hosting, movable
-from remat.solver.offload.with_copies import POWERS, Hosted, offer_state
+from remat.solver.offload.with_copies import WEIGHINGS, Hosted, Weighing, offer_state
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.stage import UnreachableError
@@ -47,22 +47,22 @@ class _Climb:
         assert best is not None
         runs = arrivals_and_runs(self.search.problem, best)
         hosted, spilled = hosted_ops(self.search), spilled_values(best)
-        for power, ops in product(POWERS, list(self._near(hosted, runs))):
+        for one, ops in product(WEIGHINGS, list(self._near(hosted, runs))):
             if self.trials >= CLIMBED.at(self.search.problem.n_ops) or self.search.out_of_time():
                 return False
             self.trials += 1
-            self._try(Hosted(ops, spilled), runs, power)
+            self._try(Hosted(ops, spilled), runs, one)
             if self.search.best_key[0] < before_us:
                 return True
         return False
 
-    def _try(self, hosted: Hosted, runs: list[list[int]], power: float) -> None:
-        problem = hosting(self.search.problem, hosted.ops, self.links)
+    def _try(self, hosted: Hosted, runs: list[list[int]], one: Weighing) -> None:
+        problem = hosting(self.search.problem, hosted.ops, self.links, price=one.price)
         try:
             state = State.from_recomputed(problem, runs)
         except UnreachableError:  # an op that must run once arrives no longer
             return
-        offer_state(self.search, state, hosted, self.links, power)
+        offer_state(self.search, state, hosted, self.links, one.power)
 
     def _near(self, hosted: Ops, runs: list[list[int]]) -> Iterator[Ops]:
         """Sets to try: one op more, one less, one for another; what saves most a byte first."""

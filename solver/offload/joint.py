@@ -14,8 +14,8 @@ again. `placing` then places each copy, as early down and as late up as the link
 Where a gap stays, cuts follow where peak and bytes in flight exceed the budget, and a climb from
 the best schedule over the sets of hosted ops.
 Optimal: where bound and schedule meet; on transformers they are apart by .2 % or less.
-Never worse than recomputation alone by more than `gap`: either its bound is above what was found, or
-it is solved and offered.
+Never worse than recomputation alone by more than `gap`: either its bound is above what was found,
+or it is solved and offered.
 Cost: some MILPs of two binaries a value that crosses the cut; near-linear up to 5,000 ops.
 Shortcomings: the order of first runs is given; values are copied whole; the bound does not know
 that a copy needs room while it is in flight.
@@ -39,8 +39,9 @@ from remat.solver.stopping import ALONE, RELAXED
 from remat.solver.store_all import store_all_state
 from remat.solver.table import make_solver
 
-WIDE = 5e-3
-"""Gap above which hosted sets are climbed over: that takes tens of repairs."""
+FEW_OPS, WIDE = 300, 5e-3
+"""On graphs of more ops, hosted sets are climbed over for a gap above this alone: that takes tens
+of repairs, of a second each on thousands of ops."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Joint:
         while search.is_open(self.gap) and len(joint.cuts) < self.cuts and joint.add_cut():
             joint.prove()
             joint.take_starts()
-        if search.best is not None and search.is_open(max(WIDE, self.gap)):
+        gap = self.gap if search.problem.n_ops <= FEW_OPS else max(WIDE, self.gap)
+        if search.best is not None and search.is_open(gap):
             climb_hosted(search, joint.links, self.gap)
 
     def _beats_alone(self, search: Search, t: int) -> bool:

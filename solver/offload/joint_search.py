@@ -22,7 +22,13 @@ from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
 from remat.solver.cuts.cut import candidate_cuts
 from remat.solver.offload.arrivals import hosting, movable
 from remat.solver.offload.joint_cut import JointCut
-from remat.solver.offload.with_copies import POWERS, Hosted, flight_of, offer_state
+from remat.solver.offload.with_copies import (
+    WEIGHINGS,
+    Hosted,
+    Weighing,
+    flight_of,
+    offer_state,
+)
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.stage import UnreachableError
@@ -95,7 +101,8 @@ class JointSearch:
 
         NVMe may be too slow for what the program brings there: starts without it follow.
         """
-        parts = PARTS if len(self.cuts) == 1 else PARTS[:1]
+        is_first = len(self.cuts) == 1
+        parts = PARTS if is_first else PARTS[: 1 if self.search.is_large else 2]
         for links, part in product(self._ways_down(), parts):
             if self.search.is_open(self.gap):
                 self._take_start(part, links)
@@ -128,25 +135,25 @@ class JointSearch:
             return
         producer = search.problem.producer
         ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
-        state = self._state(found, ops)
-        if state is None:
-            return
         if part == PARTS[0] and links is self.links:
-            over = state.peak_bytes - search.budget_bytes
-            self.crowded = over + flight_of(state, ops, self.links)
-        if not self._offer(state, ops, links):
+            self._note_crowded(found, ops)
+        if not self._offer(found, ops, links):
             # What must run once, and the program carries past the cut, may be too much elsewhere.
-            wider = ops | self._pinned()
-            state = self._state(found, wider)
-            if state is not None:
-                self._offer(state, wider, links)
+            self._offer(found, ops | self._pinned(), links)
 
-    def _offer(self, state: State, ops: frozenset[int], links: Links) -> bool:
-        """Whether `state`, in which `ops` arrive, was repaired; offers what it comes to."""
+    def _note_crowded(self, found: CutSolution, ops: frozenset[int]) -> None:
+        state = self._state(found, ops, WEIGHINGS[0])
+        if state is not None:
+            over = state.peak_bytes - self.search.budget_bytes
+            self.crowded = over + flight_of(state, ops, self.links)
+
+    def _offer(self, found: CutSolution, ops: frozenset[int], links: Links) -> bool:
+        """Whether a point in which `ops` arrive was repaired; offers what it comes to."""
         is_repaired = False
-        for power in POWERS[:1] if self.search.is_large else POWERS:
-            for spilled in self._spilled(ops, links):
-                done = offer_state(self.search, state, Hosted(ops, spilled), links, power)
+        for one in WEIGHINGS[:1] if self.search.is_large else WEIGHINGS:
+            state = self._state(found, ops, one)
+            for spilled in self._spilled(ops, links) if state is not None else ():
+                done = offer_state(self.search, state, Hosted(ops, spilled), links, one.power)
                 is_repaired = is_repaired or done
         return is_repaired
 
@@ -179,9 +186,9 @@ class JointSearch:
             and all(can_move[v] for v in problem.outputs[op])
         }
 
-    def _state(self, found: CutSolution, ops: frozenset[int]) -> State | None:
+    def _state(self, found: CutSolution, ops: frozenset[int], one: Weighing) -> State | None:
         """The point of a program as a state in which `ops` arrive."""
-        problem = hosting(self.search.problem, ops, self.links)
+        problem = hosting(self.search.problem, ops, self.links, price=one.price)
         try:
             return State.from_recomputed(problem, expand(found, problem))
         except UnreachableError:  # a fraction of a value whose op must run once

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from remat.graph_capture.links import Links
 from remat.solver.local_search.repair import Repair, fill
@@ -17,8 +18,22 @@ from remat.solver.offload.placing import in_flight_bytes, place_copies
 from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 
-POWERS = (1.0, 0.5)
-"""Of the overload that a drop removes, in the score of a repair."""
+
+class Weighing(NamedTuple):
+    """How a repair weighs drops.
+
+    Attributes
+    ----------
+    power : of the overload that a drop removes. price : of a copy back, in parts of its time on the
+        link: all of it on a link that is full, hardly any on one that has time to spare.
+    """
+
+    power: float
+    price: float
+
+
+WEIGHINGS = (Weighing(1.0, 1.0), Weighing(1.0, 0.1), Weighing(0.5, 1.0))
+"""Tried in turn; on large graphs the first alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +45,7 @@ class Hosted:
 
 
 def offer_state(
-    search: Search, start: State, hosted: Hosted, links: Links, power: float = POWERS[0]
+    search: Search, start: State, hosted: Hosted, links: Links, power: float = 1.0
 ) -> bool:
     """Offer what `start`, of a problem of `hosting`, comes to; return whether it was repaired."""
     state = start.copy()
