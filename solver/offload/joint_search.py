@@ -152,7 +152,9 @@ class JointSearch:
         is_repaired = False
         for one in WEIGHINGS[:1] if self.search.is_large else WEIGHINGS:
             state = self._state(found, ops, one)
-            for spilled in self._spilled(ops, links) if state is not None else ():
+            if state is None:
+                continue
+            for spilled in self._spilled(ops, links):
                 done = offer_state(self.search, state, Hosted(ops, spilled), links, one.power)
                 is_repaired = is_repaired or done
         return is_repaired
