@@ -14,6 +14,7 @@ from remat.solver.options import check_options
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
     "cut": "remat.solver.cuts.cut:Cut",
+    "joint": "remat.solver.offload.joint:Joint",
     "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
     "checkmate": "remat.solver.exact.checkmate:Checkmate",
     "retention": "remat.solver.exact.retention:Retention",

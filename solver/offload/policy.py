@@ -15,6 +15,7 @@ from remat.graph_capture.links import Links
 from remat.solver.offload.arrivals import Base
 from remat.solver.offload.placing import place_copies
 from remat.solver.offload.released import Choice, Saved
+from remat.solver.offload.scope import require_no_homes
 from remat.solver.result import Result
 from remat.solver.search import Search
 
@@ -38,12 +39,7 @@ def links_of(graph: TrainingGraph, solver: str) -> Links:
             f"solver '{solver}' needs a link to the host: capture with host='64GiB', "
             "or take solver auto"
         )
-    moved = [value.name for value in graph.values if value.home is not None]
-    if moved:
-        raise SolverError(
-            f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
-            "capture without an optimizer that is to move"
-        )
+    require_no_homes(graph, solver)
     return graph.links
 
 

@@ -20,7 +20,7 @@ ROUNDS = 3
 SLACK = 1 + 1e-9
 SEARCHES = (
     "auto", "cut", "hierarchical", "checkmate", "retention", "lower_set", "lp_rounding",
-    "exhaustive",
+    "exhaustive", "joint",
 )  # fmt: skip
 """Solvers that search; all others are templates, policies and algorithms for chains."""
 BASELINES = [name for name in ON_THE_DEVICE if name not in SEARCHES]
