@@ -44,13 +44,15 @@ def on_nvme(setting: Setting) -> int:
     return setting.state.count("nvme")
 
 
-def fitted(task: StepTask, setting: Setting, name: str) -> PlannedStep | Short:
+def fitted(
+    task: StepTask, setting: Setting, name: str, limit_us: float = float("inf")
+) -> PlannedStep | Short:
     """The setting planned, with as little changed as the host asks for.
 
     Where the host lacks room, states go to NVMe; without one, gradients stay on the device. What
-    then still lacks room is named.
+    then still lacks room is named. `limit_us` is as of `planned_step`.
     """
-    found = planned_step(task, setting, name)
+    found = planned_step(task, setting, name, limit_us)
     for _ in range(TRIES):
         if isinstance(found, PlannedStep) or found.tier != "host":
             break
@@ -58,7 +60,7 @@ def fitted(task: StepTask, setting: Setting, name: str) -> PlannedStep | Short:
         if changed is None:
             break
         setting = changed
-        found = planned_step(task, setting, name)
+        found = planned_step(task, setting, name, limit_us)
     return found
 
 

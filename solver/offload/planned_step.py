@@ -19,6 +19,8 @@ from remat.solver.offload.streams import Clock, first_clock, streams
 
 ROUNDS = 3
 """How often copies are placed anew by the clock of the schedule before: stalls move needs."""
+HOPELESS = 1.05
+"""Times the best time, after a first round: what later rounds do not make up for."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,13 @@ class Short:
     need_bytes: int
 
 
-def planned_step(task: StepTask, setting: Setting, name: str) -> PlannedStep | Short:
-    """The fastest schedule of a setting in `ROUNDS` rounds, or what it lacks."""
+def planned_step(
+    task: StepTask, setting: Setting, name: str, limit_us: float = float("inf")
+) -> PlannedStep | Short:
+    """The fastest schedule of a setting in `ROUNDS` rounds, or what it lacks.
+
+    A first round far beyond `limit_us` is the last: the others gain less than that.
+    """
     graph = setting.graph(task.microbatch, task.update, task.links)
     residence = Residence.of(graph, task.microbatch, setting, task.budget_bytes)
     if residence.peak_bytes > task.budget_bytes:
@@ -74,7 +81,7 @@ def planned_step(task: StepTask, setting: Setting, name: str) -> PlannedStep | S
         simulation = simulate(graph, schedule)
         if best is None or simulation.time_us < best.simulation.time_us:
             best = PlannedStep(setting, graph, schedule, simulation)
-        if not simulation.stalls:
+        if not simulation.stalls or simulation.time_us > HOPELESS * limit_us:
             break
         clock = _clock_of(writer.places, simulation, len(residence.items))
     assert best is not None

@@ -106,7 +106,8 @@ class _Gaps:
 
     def _open(self) -> None:
         """Gaps of all that may leave: of activations on the host the longest one."""
-        kept = {f"G.{at}" for at in self.setting.kept_gradients}
+        above = [at for at, tier in enumerate(self.setting.state) if tier == "device"]
+        kept = {f"G.{at}" for at in (*self.setting.kept_gradients, *above)}
         for name, uses in self.uses.items():
             gaps = [(b - a, a) for a, b in pairwise(uses) if b - a > 1]
             if name in self.hosted and gaps:

@@ -155,7 +155,7 @@ class StepSearch:
         if self.judged >= self.most or self._device_us(setting) >= best_us:
             return float("inf")
         self.judged += 1
-        found = fitted(self.task, setting, SOLVER)
+        found = fitted(self.task, setting, SOLVER, best_us)
         if isinstance(found, Short):
             self.shorts.append(found)
             self.times_us[setting] = float("inf")

@@ -1,0 +1,198 @@
+"""A whole optimizer step of several microbatches, planned over device, host and NVMe.
+
+For devices of the table: nothing is run. `graph_capture/optimizer_step` makes the graph of it, and
+`solver/offload/whole_step` searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from remat.budgets import parse_budget
+from remat.formats import bytes_text
+from remat.graph_capture.devices.device_table import device_table, is_in_table
+from remat.graph_capture.devices.lower_tiers import lower_tiers
+from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError
+from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.optimizer_step.update import MOMENTS, StateKind, Update
+from remat.schedules.as_planned import whole
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import Simulation
+from remat.solver.offload.layers import microbatch_of
+from remat.solver.offload.planned_step import PlannedStep, Short, StepTask
+from remat.solver.offload.whole_step import StepResult, plan_whole_step
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from remat.graph_capture.prices.profile import Profile
+
+Told = Callable[[str], None]
+OPTION_OF = {"device": "budget", "host": "host", "nvme": "nvme"}
+"""What gives a tier its room, in the command line and in Python."""
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What is asked of a plan of a whole step.
+
+    Attributes
+    ----------
+    device : of the table. microbatches : batches in one optimizer step.
+    optimizer, state : whose update it is, and in which type its state is kept.
+    budget : of the device, in bytes or ``auto``. host, nvme : as of `remat.capture`.
+    """
+
+    device: str
+    microbatches: int
+    optimizer: Optimizer
+    budget: str | SupportsIndex = "auto"
+    host: str | SupportsIndex | None = None
+    nvme: str | None = None
+    state: StateKind = "float32"
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise BudgetError(
+                f"microbatches {self.microbatches} leave nothing to train on: give 1 or more"
+            )
+        if not is_in_table(self.device):
+            raise DeviceError(
+                f"a whole step over the host is planned and not run, so it is for a device of the "
+                f"table ({', '.join(device_table().devices)}), and not {self.device}: name one, or "
+                "leave out microbatches to train here, with host= for activations"
+            )
+        if self.host is None:
+            raise BudgetError(
+                "a whole step is planned over the device and its host: give host='120GiB' too, or "
+                "leave out microbatches"
+            )
+        if self.optimizer not in MOMENTS:
+            raise CaptureError(
+                f"optimizer {self.optimizer!r} has no update to plan: name one, "
+                f"{', '.join(MOMENTS)}"
+            )
+        if parse_budget(self.budget).is_of_the_step:
+            raise BudgetError(
+                f"budget {self.budget!r} is of a step without microbatches: give bytes, such as "
+                "22GiB, or auto"
+            )
+        lower_tiers(self.host, self.nvme, self.device)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A whole step, planned.
+
+    Attributes
+    ----------
+    request : what was asked for. task : layers, links and the budget in bytes.
+    found : the plan, its bound, and the named systems beside it.
+    """
+
+    request: StepRequest
+    task: StepTask
+    found: StepResult
+
+    @property
+    def best(self) -> PlannedStep:
+        """The plan."""
+        assert self.found.plan is not None
+        return self.found.plan
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The graph of the whole step that the schedule is of."""
+        return self.best.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        """The plan's steps."""
+        return self.best.schedule
+
+    @property
+    def simulation(self) -> Simulation:
+        """What the judge says of it."""
+        return self.best.simulation
+
+    def tokens_per_s(self, simulation: Simulation) -> float:
+        """Tokens of the step over its time; 0 where the batch has no ids of tokens."""
+        tokens = self.request.microbatches * self.task.microbatch.n_tokens
+        return tokens / simulation.time_us * 1e6
+
+    def __repr__(self) -> str:
+        simulation = self.simulation
+        return (
+            f"StepPlan({self.task.microbatch.name}: {self.request.microbatches} microbatches in "
+            f"{simulation.time_us / 1e6:.2f} s, device {bytes_text(simulation.peak_bytes)}, "
+            f"host {bytes_text(simulation.host_peak_bytes)})"
+        )
+
+
+def plan_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    request: StepRequest,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    profile: Profile | None = None,
+    told: Told = lambda _: None,
+) -> StepPlan:
+    """Capture one batch, and plan a step of as many such batches as the request asks for.
+
+    Raises
+    ------
+    BudgetError : no plan fits; names the tier that is too small, and the least that is known to do.
+    CaptureError, DeviceError, SolverError : the step cannot be captured or has no layers.
+    """
+    from remat.graph_capture.capturing import price_for, tiers_for
+    from remat.graph_capture.tracing.trace import trace
+
+    told("tracing one batch")
+    tiers = tiers_for(model, request.device, request.host, request.nvme)
+    traced = trace(
+        model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device, split="none"
+    )
+    graph = whole(price_for(traced, profile=profile, tiers=tiers))
+    return planned_from(graph, request, told=told)
+
+
+def planned_from(
+    graph: TrainingGraph, request: StepRequest, *, told: Told = lambda _: None
+) -> StepPlan:
+    """The plan of a step from the captured graph of one batch, which has links."""
+    if graph.links is None:
+        raise BudgetError(
+            f"the graph of {graph.name} has no links to a host: capture it with host='120GiB'"
+        )
+    told("looking at the layers")
+    task = StepTask(
+        microbatch_of(graph),
+        Update.on(request.device, request.optimizer, request.state),
+        graph.links,
+        parse_budget(request.budget).bytes_for(graph),
+    )
+    plan = StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))
+    if plan.found.plan is None:
+        raise BudgetError(_short_text(plan))
+    return plan
+
+
+def _short_text(plan: StepPlan) -> str:
+    short, links = plan.found.short, plan.task.links
+    assert short is not None
+    rooms = {"device": plan.task.budget_bytes, "host": links.host_bytes}
+    more = " or more room on NVMe" if short.tier == "host" else ""
+    return (
+        f"no plan of this step fits: {too_small_text(short)}, and {OPTION_OF[short.tier]} gives "
+        f"{bytes_text(rooms[short.tier])}. Give that{more}"
+    )
+
+
+def too_small_text(short: Short) -> str:
+    """What a setting lacks: a tier, and the least that is known to do."""
+    return f"the {short.tier} needs {bytes_text(short.need_bytes)}"
