@@ -114,6 +114,6 @@ class Microbatch(msgspec.Struct, frozen=True):
 
     @property
     def n_tokens(self) -> int:
-        """Numbers in the first input, where these are ids of tokens, as whole numbers are; else 0."""
+        """Numbers in the first input, if they are whole ones, as ids of tokens are; else 0."""
         found = IDS.search(self.inputs[0]) if self.inputs else None
         return math.prod(int(size) for size in found[1].split(",")) if found else 0

@@ -21,8 +21,10 @@ from remat.cli.outcome import (
     show_price,
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.verb import COUNTED, verb
+from remat.cli.verb import ADVANCED_PANEL, COUNTED, PANEL, verb
 from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.optimizer_step.update import StateKind
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.factory import Loaded
@@ -31,6 +33,9 @@ from remat.job.opened import load_shown
 from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
+from remat.job.step_screen import show_step, step_json
+from remat.levers.step_request import StepRequest
+from remat.levers.whole_step import plan_step
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
 from remat.solver.budgets.price import GibPrice
@@ -40,6 +45,32 @@ if TYPE_CHECKING:
 
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        help="plan a whole optimizer step of so many such batches, with parameters, gradients and "
+        "the state of --optimizer on the device, --host and --nvme; nothing is run",
+        rich_help_panel=PANEL,
+    ),
+]
+State = Annotated[
+    StateKind,
+    typer.Option(
+        "--optimizer-state",
+        help="with --microbatches: float32, with a master copy of parameters in fewer bytes, or "
+        "in the parameter's own type, as torch's optimizers keep it",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
+]
+NvmeRate = Annotated[
+    float | None,
+    typer.Option(
+        "--nvme-gb-s",
+        help="with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that "
+        "of the drive in the table",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
 ]
 
 
@@ -53,11 +84,24 @@ def run_verb(
     output: options.Output = None,
     layout: options.LayoutFile = None,
     dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
+    microbatches: Microbatches = None,
+    state: State = "float32",
+    nvme_gb_s: NvmeRate = None,
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     if dynamic:
         refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
         conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
+        return
+    if microbatches is not None or nvme_gb_s is not None:
+        _refuse_beside_microbatches(
+            microbatches is None, output or layout or (price and "--price-of-gib"), request
+        )
+        asked = StepRequest(
+            request.device, microbatches or 0, request.optimizer, request.budget,
+            request.host or None, request.nvme or None, state, nvme_gb_s,
+        )  # fmt: skip
+        _run_whole_step(session, model, request, asked)
         return
     loaded = load_shown(model, session.stopwatch, request.device)
     report = pipeline.run(
@@ -69,6 +113,40 @@ def run_verb(
     if session.as_json:
         session.emit(json_report.report_json(report) | said_layout(placed) | said_price(worth))
     _conclude_run(session, report, placed, worth)
+
+
+def _run_whole_step(session: Session, model: str, request: Request, asked: StepRequest) -> None:
+    """Plan an optimizer step of several batches, and print it beside named systems."""
+    loaded = load_shown(model, session.stopwatch, request.device)
+    with session.stopwatch.stage("plan", "planning the whole step") as shown:
+        plan = plan_step(
+            loaded.model, loaded.args, loaded.kwargs, asked, loss_fn=loaded.loss_fn,
+            target=loaded.target, profile=request.read_profile(),
+            told=lambda text: shown(text=text),
+        )  # fmt: skip
+    if session.as_json:
+        session.emit(step_json(plan))
+    else:
+        show_step(session.out, plan)
+
+
+def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | None,
+                                request: Request) -> None:  # fmt: skip
+    """Raise `SolverError` for options that do not go together."""
+    if is_left_out:
+        raise SolverError("--nvme-gb-s is a rate of a whole step: give --microbatches too")
+    if kept:
+        raise SolverError(
+            f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
+            "leave it out, --json prints what was found"
+        )
+    usual = Request()
+    for name in ("keep", "recompute", "solver", "order", "split", "shard", "update_at_once"):
+        if getattr(request, name) != getattr(usual, name):
+            raise SolverError(
+                f"--{name.replace('_', '-')} is of the step of one batch: leave it out, or "
+                "--microbatches"
+            )
 
 
 def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:

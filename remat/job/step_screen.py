@@ -55,7 +55,7 @@ def _systems_table(plan: StepPlan) -> Table:
         rows[title] = found if isinstance(found, Short) else found.simulation
     for title, found in rows.items():
         if isinstance(found, Short):
-            table.add_row(title, Text(f"does not fit: {too_small_text(found)}"), *[""] * 4)
+            table.add_row(title, "no plan", *["-"] * 4)
             continue
         tokens = plan.tokens_per_s(found)
         table.add_row(
@@ -79,13 +79,17 @@ def _choices(plan: StepPlan) -> Table:
         table.add_row("saved", words)
     table.add_row("state", _state_text(plan, setting))
     table.add_row("gradients", _gradients_text(plan, setting))
-    copies = [f"{bytes_text(simulation.moved_bytes[link])} {label}"
-              for link, label in LABELS_OF_LINKS.items() if simulation.moved_bytes[link]]  # fmt: skip
+    moved_bytes = simulation.moved_bytes.items()
+    copies = [f"{bytes_text(n)} {LABELS_OF_LINKS[link]}" for link, n in moved_bytes if n]
     table.add_row("copies", ", ".join(copies) or "none")
     waits_us = simulation.time_us - simulation.busy_us["device"]
     table.add_row("device", f"computes {simulation.busy_us['device'] / 1e6:.2f} s and waits "
                   f"{waits_us / 1e6:.2f} s; the host computes "
                   f"{simulation.busy_us['host'] / 1e6:.2f} s")  # fmt: skip
+    for name, one in found.systems.items():
+        if isinstance(one, Short):
+            title = NAMED_SYSTEMS[name].title
+            table.add_row("does not fit", Text(f"{title}: {too_small_text(one)}"))
     table.add_row("prices", Text(_prices_text(plan, plan.graph)))
     table.add_row("status", f"{found.judged} plans judged; planned, not run")
     return table

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from remat.budgets import parse_budget
 from remat.formats import bytes_text
-from remat.graph_capture.devices.device_table import device_table, is_in_table
-from remat.graph_capture.devices.lower_tiers import lower_tiers
-from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError
-from remat.graph_capture.graph import Optimizer, TrainingGraph
-from remat.graph_capture.optimizer_step.update import MOMENTS, StateKind, Update
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.optimizer_step.update import Update
+from remat.levers.step_request import StepRequest
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation
@@ -32,54 +31,6 @@ if TYPE_CHECKING:
 Told = Callable[[str], None]
 OPTION_OF = {"device": "budget", "host": "host", "nvme": "nvme"}
 """What gives a tier its room, in the command line and in Python."""
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """What is asked of a plan of a whole step.
-
-    Attributes
-    ----------
-    device : of the table. microbatches : batches in one optimizer step.
-    optimizer, state : whose update it is, and in which type its state is kept.
-    budget : of the device, in bytes or ``auto``. host, nvme : as of `remat.capture`.
-    """
-
-    device: str
-    microbatches: int
-    optimizer: Optimizer
-    budget: str | SupportsIndex = "auto"
-    host: str | SupportsIndex | None = None
-    nvme: str | None = None
-    state: StateKind = "float32"
-
-    def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise BudgetError(
-                f"microbatches {self.microbatches} leave nothing to train on: give 1 or more"
-            )
-        if not is_in_table(self.device):
-            raise DeviceError(
-                f"a whole step over the host is planned and not run, so it is for a device of the "
-                f"table ({', '.join(device_table().devices)}), and not {self.device}: name one, or "
-                "leave out microbatches to train here, with host= for activations"
-            )
-        if self.host is None:
-            raise BudgetError(
-                "a whole step is planned over the device and its host: give host='120GiB' too, or "
-                "leave out microbatches"
-            )
-        if self.optimizer not in MOMENTS:
-            raise CaptureError(
-                f"optimizer {self.optimizer!r} has no update to plan: name one, "
-                f"{', '.join(MOMENTS)}"
-            )
-        if parse_budget(self.budget).is_of_the_step:
-            raise BudgetError(
-                f"budget {self.budget!r} is of a step without microbatches: give bytes, such as "
-                "22GiB, or auto"
-            )
-        lower_tiers(self.host, self.nvme, self.device)
 
 
 @dataclass(frozen=True)
@@ -173,7 +124,7 @@ def planned_from(
     task = StepTask(
         microbatch_of(graph),
         Update.on(request.device, request.optimizer, request.state),
-        graph.links,
+        request.links(graph.links),
         parse_budget(request.budget).bytes_for(graph),
     )
     plan = StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))

@@ -17,9 +17,10 @@ import msgspec
 from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, Value
-from remat.graph_capture.optimizer_step.microbatch import Group, Layer, LayerOption, Microbatch
-from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
+from remat.graph_capture.optimizer_step.microbatch import Group, Layer, Microbatch
+from remat.solver.blocks.options import Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
+from remat.solver.offload.layer_options import layer_option, worth_having
 from remat.solver.problem import Problem
 
 LIMITS = 12
@@ -148,9 +149,7 @@ class _Layers:
     def _name(self, at: int) -> str:
         """The module that all ops of a layer are in, or those at the top that they are in."""
         paths = dict.fromkeys(
-            module
-            for op in self.ranges[at].ops
-            if (module := self.graph.ops[op].module)
+            module for op in self.ranges[at].ops if (module := self.graph.ops[op].module)
         )
         parts = [path.split(".") for path in paths]
         shared = list[str]()
@@ -191,17 +190,19 @@ class _Layers:
         groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
                                if v in self.group_of)  # fmt: skip
         maker = {v: self.layer_of[op.name] for op in ops for v in op.outputs}
-        given = dict.fromkeys(self.group_of[p] for p, gradient in gives.items() if gradient in maker)
+        given = dict.fromkeys(
+            self.group_of[p] for p, gradient in gives.items() if gradient in maker
+        )
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
         found = [
-            _option(option, block, held_bytes, back_bytes, turns=turns) for option in options
+            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in options
         ]
         return Layer(
             self._name(at), tuple(groups), tuple(given),
             sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
             tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
-            tuple(_worth_having(found)), turns,
+            tuple(worth_having(found)), turns,
         )  # fmt: skip
 
 
@@ -215,41 +216,3 @@ def _is_of(gradient: Value, parameter: Value) -> bool:
 
 def _numbers(value: Value) -> int:
     return math.prod(value.shape)
-
-
-def _option(
-    option: BlockOption, block: Block, held_bytes: int, back_bytes: int, *, turns: bool
-) -> LayerOption:
-    """A block's option, with what each phase takes beside what the whole step's graph counts.
-
-    The block's own graph holds what others read until the block is done. In the whole step that is
-    a value, which may be gone by then.
-    """
-    turn = block.stop - block.start
-    saved_bytes = 0 if turns else option.saved_bytes - held_bytes
-    beside = 0 if turns else saved_bytes + held_bytes
-    forward, backward = option.live_bytes[: turn + 1], option.live_bytes[turn:]
-    if turns:
-        forward, backward = option.live_bytes[:0], option.live_bytes
-        back_bytes += held_bytes
-    return LayerOption(
-        saved_bytes=saved_bytes,
-        extra_us=option.extra_us,
-        forward_workspace_bytes=max(int(forward.max(initial=0)) - beside, 0),
-        backward_workspace_bytes=max(int(backward.max()) - beside - back_bytes, 0),
-    )
-
-
-def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
-    """Those that save less, or need less in some phase, than each faster one."""
-    kept: list[LayerOption] = []
-    for one in sorted(options, key=lambda option: (option.extra_us, option.saved_bytes)):
-        is_worse = any(
-            other.saved_bytes <= one.saved_bytes
-            and other.forward_workspace_bytes <= one.forward_workspace_bytes
-            and other.backward_workspace_bytes <= one.backward_workspace_bytes
-            for other in kept
-        )
-        if not is_worse:
-            kept.append(one)
-    return kept

@@ -53,15 +53,13 @@ def _saving_otherwise(microbatch: Microbatch, setting: Setting) -> Iterator[Sett
                 changed = list(setting.passes)
                 for at in which:
                     layers = _next_layers(microbatch, changed[at].options, part, step)
-                    options = _moved(microbatch, changed[at].options, layers, step)
+                    options = _moved_along(microbatch, changed[at].options, layers, step)
                     changed[at] = msgspec.structs.replace(changed[at], options=options)
                 if tuple(changed) != setting.passes:
                     yield msgspec.structs.replace(setting, passes=tuple(changed))
 
 
-def _next_layers(
-    microbatch: Microbatch, options: Sequence[int], part: int, step: int
-) -> list[int]:
+def _next_layers(microbatch: Microbatch, options: Sequence[int], part: int, step: int) -> list[int]:
     """One layer of so many, those first that save least for less time, or most for more."""
     layers = microbatch.layers
     saved = [layer.options[i].saved_bytes for layer, i in zip(layers, options, strict=True)]
@@ -70,7 +68,7 @@ def _next_layers(
     return able[: max(len(able) // part, 1)]
 
 
-def _moved(
+def _moved_along(
     microbatch: Microbatch, options: Sequence[int], layers: Sequence[int], step: int
 ) -> tuple[int, ...]:
     """Options in which those layers save one step more (-1) or less (1), where there is one."""
@@ -97,7 +95,7 @@ def _hosting_otherwise(microbatch: Microbatch, setting: Setting) -> Iterator[Set
                 one = passes[at]
                 hosted = min(max(one.hosted + step, 0), most)
                 layers = range(hosted) if richer else range(0)
-                options = _moved(microbatch, one.options, layers, -1)
+                options = _moved_along(microbatch, one.options, layers, -1)
                 passes[at] = msgspec.structs.replace(one, hosted=hosted, options=options)
             if tuple(passes) != setting.passes:
                 yield msgspec.structs.replace(setting, passes=tuple(passes))

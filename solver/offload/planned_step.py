@@ -75,9 +75,7 @@ def planned_step(
         need_bytes = host_peak_bytes(graph, steps)
         if need_bytes > task.links.host_bytes:
             return Short("host", need_bytes)
-        schedule = Schedule.for_graph(
-            graph, steps, budget_bytes=task.budget_bytes, solver=name
-        )
+        schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
         simulation = simulate(graph, schedule)
         if best is None or simulation.time_us < best.simulation.time_us:
             best = PlannedStep(setting, graph, schedule, simulation)

@@ -81,9 +81,10 @@ class _Gaps:
                     self.uses.setdefault(name, []).append(at)
         self.hosted = frozenset(self._hosted(microbatch))
         self.gone: set[tuple[str, int]] = set()
-        self.weights = AHEAD * sorted(g.parameter_bytes for g in microbatch.groups)[
-            len(microbatch.groups) // 2
-        ]
+        self.weights = (
+            AHEAD
+            * sorted(g.parameter_bytes for g in microbatch.groups)[len(microbatch.groups) // 2]
+        )
 
     def residence(self, budget_bytes: int) -> Residence:
         """With as many gaps closed as there is room for."""

@@ -82,9 +82,7 @@ def _enriched(task: StepTask, setting: Setting) -> Setting:
     return setting
 
 
-def _with_options(
-    setting: Setting, options: tuple[int, ...], places: Sequence[bool]
-) -> Setting:
+def _with_options(setting: Setting, options: tuple[int, ...], places: Sequence[bool]) -> Setting:
     """The setting with other options in all passes but the last, and in the last, as asked."""
     leading, last = (options if asked else None for asked in places)
     passes = [
@@ -99,4 +97,6 @@ def _with_options(
 def _fits(task: StepTask, setting: Setting) -> bool:
     """Whether the first two passes and the last fit the device: those between are as the first."""
     few = setting.passes[:2] + setting.passes[2:][-1:]
-    return device_peak_bytes(task, msgspec.structs.replace(setting, passes=few)) <= task.budget_bytes
+    return (
+        device_peak_bytes(task, msgspec.structs.replace(setting, passes=few)) <= task.budget_bytes
+    )

@@ -85,9 +85,7 @@ def plan_whole_step(
     search = StepSearch(task, microbatches, most, progress)
     search.run()
     short = None if search.best else _nearest([*search.shorts, *systems.values()])
-    return StepResult(
-        search.best, short, least_step_us(task, microbatches), search.judged, systems
-    )
+    return StepResult(search.best, short, least_step_us(task, microbatches), search.judged, systems)
 
 
 def least_step_us(task: StepTask, microbatches: int) -> float:
@@ -173,7 +171,9 @@ class StepSearch:
         time_us = self.times_us[now]
         changed: Setting | None = now
         while changed is not None and self.judged < self.most:
-            better = (one for one in changes(self.task.microbatch, now) if self.offer(one) < time_us)
+            better = (
+                one for one in changes(self.task.microbatch, now) if self.offer(one) < time_us
+            )
             changed = next(better, None)
             if changed is not None:
                 now, time_us = self.became[changed], self.times_us[changed]

@@ -25,13 +25,15 @@ def layered(n_layers: int, saved_bytes: int = 40) -> Microbatch:
         options = (LayerOption(0, 0.0, 0, 130),) if turns else (
             LayerOption(saved_bytes, 0.0, 5, 120), LayerOption(0, AGAIN_US, 5, 160)
         )  # fmt: skip
+        reads = () if at == 0 else (f"x{at}",)
+        back_makes = () if at == 0 else (f"d{at}",)
+        makes, back_reads = ((), ()) if turns else ((f"x{at + 1}",), (f"d{at + 1}",))
         layers.append(
             Layer(
-                f"layers.{at}", (at,), (at,), FORWARD_US, BACKWARD_US,
-                (f"x{at}",) if at else (), () if turns else (f"x{at + 1}",),
-                () if turns else (f"d{at + 1}",), (f"d{at}",) if at else (), options, turns,
-            )  # fmt: skip
-        )
+                f"layers.{at}", (at,), (at,), FORWARD_US, BACKWARD_US, reads, makes, back_reads,
+                back_makes, options, turns,
+            )
+        )  # fmt: skip
     names = [f"{kind}{at}" for at in range(1, n_layers) for kind in "xd"]
     group = Group("layers", TRAINED, WEIGHT_BYTES, WEIGHT_BYTES)
     return Microbatch(
