@@ -1,7 +1,7 @@
 """What one microbatch takes, layer by layer: the facts that a graph of the whole step is made of.
 
 A layer is a run of forward ops with their backward ops, a group the parameters that the same layers
-read. All of it comes from a captured graph of one batch (`solver/offload/layers.py`).
+read. All of it comes from a captured graph of one batch (`solver/whole_step/layers.py`).
 """
 
 from __future__ import annotations

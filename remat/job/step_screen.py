@@ -15,9 +15,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.levers.whole_step import StepPlan, too_small_text
 from remat.questions.tables import plain_table
 from remat.schedules.simulate import Simulation
-from remat.solver.offload.named_systems import NAMED_SYSTEMS
-from remat.solver.offload.planned_step import Short
-from remat.solver.offload.setting import Pass, Setting
+from remat.solver.whole_step.named_systems import NAMED_SYSTEMS
+from remat.solver.whole_step.planned_step import PlannedStep, Short
+from remat.solver.whole_step.setting import Pass, Setting
 
 LABELS_OF_LINKS = {
     "d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe",
@@ -49,12 +49,12 @@ def _nvme(plan: StepPlan) -> str:
 def _systems_table(plan: StepPlan) -> Table:
     """One row a plan, by the judge."""
     table = plain_table("by the judge", "step", "tokens/s", "device", "host", "NVMe")
-    rows: dict[str, Simulation | Short] = {"this plan": plan.simulation}
+    rows: dict[str, Simulation | None] = {"this plan": plan.simulation}
     for name, found in plan.found.systems.items():
-        title = NAMED_SYSTEMS[name].title
-        rows[title] = found if isinstance(found, Short) else found.simulation
+        is_plan = isinstance(found, PlannedStep)
+        rows[NAMED_SYSTEMS[name].title] = found.simulation if is_plan else None
     for title, found in rows.items():
-        if isinstance(found, Short):
+        if found is None:
             table.add_row(title, "no plan", *["-"] * 4)
             continue
         tokens = plan.tokens_per_s(found)
@@ -87,9 +87,9 @@ def _choices(plan: StepPlan) -> Table:
                   f"{waits_us / 1e6:.2f} s; the host computes "
                   f"{simulation.busy_us['host'] / 1e6:.2f} s")  # fmt: skip
     for name, one in found.systems.items():
-        if isinstance(one, Short):
-            title = NAMED_SYSTEMS[name].title
-            table.add_row("does not fit", Text(f"{title}: {too_small_text(one)}"))
+        if not isinstance(one, PlannedStep):
+            why = too_small_text(one) if isinstance(one, Short) else one
+            table.add_row("no plan", Text(f"of {NAMED_SYSTEMS[name].title}: {why}"))
     table.add_row("prices", Text(_prices_text(plan, plan.graph)))
     table.add_row("status", f"{found.judged} plans judged; planned, not run")
     return table
@@ -168,9 +168,12 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
         "links": msgspec.to_builtins(plan.task.links),
         "plan": _simulated(plan, plan.simulation) | {"setting": msgspec.to_builtins(setting)},
         "systems": {
-            name: {"needs": msgspec.to_builtins(one)}
-            if isinstance(one, Short)
-            else _simulated(plan, one.simulation) | {"source": NAMED_SYSTEMS[name].source}
+            name: {"source": NAMED_SYSTEMS[name].source}
+            | (
+                _simulated(plan, one.simulation)
+                if isinstance(one, PlannedStep)
+                else {"no_plan": msgspec.to_builtins(one)}
+            )
             for name, one in found.systems.items()
         },
         "bound": {"lower_bound_us": found.lower_bound_us, "gap": found.gap},

@@ -66,6 +66,10 @@ def training_step(
     recompute: Globs = ...,
     check: bool | None = ...,
     split: Split | None = ...,
+    microbatches: None = ...,
+    device: None = ...,
+    host: None = ...,
+    nvme: None = ...,
     **options: Any,
 ) -> fx.GraphModule: ...
 def training_step(

@@ -1,7 +1,7 @@
 """A whole optimizer step of several microbatches, planned over device, host and NVMe.
 
 For devices of the table: nothing is run. `graph_capture/optimizer_step` makes the graph of it, and
-`solver/offload/whole_step` searches.
+`solver/whole_step/whole_step` searches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from remat.levers.step_request import StepRequest
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation
-from remat.solver.offload.layers import microbatch_of
-from remat.solver.offload.planned_step import PlannedStep, Short, StepTask
-from remat.solver.offload.whole_step import StepResult, plan_whole_step
+from remat.solver.whole_step.layers import microbatch_of
+from remat.solver.whole_step.planned_step import PlannedStep, Short, StepTask
+from remat.solver.whole_step.whole_step import StepResult, plan_whole_step
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.links import Tier
 from remat.graph_capture.optimizer_step.microbatch import Microbatch
-from remat.solver.offload.setting import Pass, Setting
+from remat.solver.whole_step.setting import Pass, Setting
 
 Rule = Callable[[Microbatch, int], Setting]
 

@@ -8,8 +8,8 @@ import msgspec
 
 from remat.graph_capture.links import Tier
 from remat.graph_capture.optimizer_step.microbatch import Microbatch
-from remat.solver.offload.planned_step import PlannedStep, Short, StepTask, planned_step
-from remat.solver.offload.setting import Setting
+from remat.solver.whole_step.planned_step import PlannedStep, Short, StepTask, planned_step
+from remat.solver.whole_step.setting import Setting
 
 TRIES = 12
 """How often a setting is changed for the host's sake before it is given up."""
@@ -49,8 +49,8 @@ def fitted(
 ) -> PlannedStep | Short:
     """The setting planned, with as little changed as the host asks for.
 
-    Where the host lacks room, states go to NVMe; without one, gradients stay on the device. What
-    then still lacks room is named. `limit_us` is as of `planned_step`.
+    Where the host lacks room, states go to NVMe, in fewer slots if need be; without one, gradients
+    stay on the device. What then still lacks room is named. `limit_us` is as of `planned_step`.
     """
     found = planned_step(task, setting, name, limit_us)
     for _ in range(TRIES):
@@ -75,6 +75,8 @@ def _relieved(task: StepTask, setting: Setting, short: Short) -> Setting | None:
         changed = with_state_on_nvme(microbatch, setting, count)
         if changed != setting and _nvme_has_room(task, changed):
             return changed
+        if on_nvme(setting) and setting.slots > 1:
+            return msgspec.structs.replace(setting, slots=setting.slots - 1)
     kept = more_gradients_kept(microbatch, setting)
     return None if kept == setting else kept
 

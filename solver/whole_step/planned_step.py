@@ -12,10 +12,10 @@ from remat.graph_capture.optimizer_step.microbatch import Microbatch
 from remat.graph_capture.optimizer_step.update import Update
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
-from remat.solver.offload.residence import Residence
-from remat.solver.offload.setting import Setting
-from remat.solver.offload.steps import StepWriter, host_peak_bytes
-from remat.solver.offload.streams import Clock, first_clock, streams
+from remat.solver.whole_step.residence import Residence
+from remat.solver.whole_step.setting import Setting
+from remat.solver.whole_step.steps import StepWriter, host_peak_bytes
+from remat.solver.whole_step.streams import Clock, first_clock, streams
 
 ROUNDS = 3
 """How often copies are placed anew by the clock of the schedule before: stalls move needs."""

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.links import Links
-from remat.solver.offload.residence import Residence
-from remat.solver.offload.setting import Setting
+from remat.solver.whole_step.residence import Residence
+from remat.solver.whole_step.setting import Setting
 
 Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
@@ -49,7 +49,7 @@ def streams(
     """Both queues for a clock."""
     room = budget_bytes - residence.live_bytes
     ends = _departures(residence, links, clock, room)
-    return Streams(_arrivals(residence, setting, links, clock, room, ends), ends)
+    return Streams(_begins_of_arrivals(residence, setting, links, clock, room, ends), ends)
 
 
 def _departures(
@@ -92,7 +92,7 @@ def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
     return found
 
 
-def _arrivals(
+def _begins_of_arrivals(
     residence: Residence, setting: Setting, links: Links, clock: Clock,
     room: npt.NDArray[np.int64], ends: dict[int, int],
 ) -> dict[int, int]:  # fmt: skip

@@ -65,6 +65,11 @@ class Setting(msgspec.Struct, frozen=True):
         """Of the whole step."""
         return sum(one.microbatches for one in self.passes)
 
+    @property
+    def is_batch_major(self) -> bool:
+        """Whether each microbatch goes through all layers and back before the next begins."""
+        return all(one.microbatches == 1 for one in self.passes)
+
     def graph(self, microbatch: Microbatch, update: Update, links: Links | None) -> TrainingGraph:
         """The graph of the step whose values these choices are about."""
         places = tuple(

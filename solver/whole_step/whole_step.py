@@ -20,18 +20,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.offload.fitting import fitted
-from remat.solver.offload.moves import changes
-from remat.solver.offload.named_systems import NAMED_SYSTEMS
-from remat.solver.offload.planned_step import PlannedStep, Short, StepTask
-from remat.solver.offload.setting import Setting
-from remat.solver.offload.starts import orders, starts
+from remat.solver.whole_step.fitting import fitted
+from remat.solver.whole_step.moves import changes
+from remat.solver.whole_step.named_systems import NAMED_SYSTEMS
+from remat.solver.whole_step.planned_step import PlannedStep, Short, StepTask
+from remat.solver.whole_step.setting import Setting
+from remat.solver.whole_step.starts import orders, starts
 
 SOLVER = "whole_step"
 MOST = 200
 """Plans that are judged in one search."""
 STARTS = 2
 """From how many of the orders the search climbs: the first often stays best."""
+Outcome = PlannedStep | Short | str
+"""Of a named system: its plan, what it lacks, or why its bits are not eager's."""
+OTHER_DRAWS = (
+    "microbatches would draw random numbers by turns, and eager's draw one after the other"
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,14 @@ class StepResult:
     plan : the fastest that fits; None where none does. short : then, the tier that was nearest
         to enough, and the least that was found to do.
     lower_bound_us : no plan of this step, in any order, takes less. judged : plans that were.
-    systems : each named system, or what it lacks.
+    systems : each named system, what it lacks, or why it is left out.
     """
 
     plan: PlannedStep | None
     short: Short | None
     lower_bound_us: float
     judged: int
-    systems: dict[str, PlannedStep | Short]
+    systems: dict[str, Outcome]
 
     @property
     def gap(self) -> float:
@@ -78,13 +83,16 @@ def plan_whole_step(
             f"a step has one microbatch or more, and a search judges one plan or more; asked for "
             f"are {microbatches} microbatches and {most} plans"
         )
-    systems = dict[str, PlannedStep | Short]()
+    search, systems = StepSearch(task, microbatches, most, progress), dict[str, Outcome]()
     for name, system in NAMED_SYSTEMS.items():
         progress(f"judging {system.title}")
-        systems[name] = fitted(task, system.setting(task.microbatch, microbatches), name)
-    search = StepSearch(task, microbatches, most, progress)
+        setting = system.setting(task.microbatch, microbatches)
+        if task.microbatch.draws and not setting.is_batch_major:
+            systems[name] = OTHER_DRAWS
+            continue
+        systems[name] = search.take(fitted(task, setting, name))
     search.run()
-    short = None if search.best else _nearest([*search.shorts, *systems.values()])
+    short = None if search.best else _nearest(search.shorts)
     return StepResult(search.best, short, least_step_us(task, microbatches), search.judged, systems)
 
 
@@ -104,9 +112,8 @@ def least_step_us(task: StepTask, microbatches: int) -> float:
     return max(device_us, *(below_bytes / way.bytes_per_us for way in ways), 0.0)
 
 
-def _nearest(found: Sequence[PlannedStep | Short]) -> Short | None:
+def _nearest(shorts: Sequence[Short]) -> Short | None:
     """What was nearest to fitting: settings that fit the device lack room on the host alone."""
-    shorts = [one for one in found if isinstance(one, Short)]
     on_host = [one for one in shorts if one.tier == "host"]
     return min(on_host or shorts, key=lambda one: one.need_bytes, default=None)
 
@@ -153,18 +160,24 @@ class StepSearch:
         if self.judged >= self.most or self._device_us(setting) >= best_us:
             return float("inf")
         self.judged += 1
-        found = fitted(self.task, setting, SOLVER, best_us)
+        found = self.take(fitted(self.task, setting, SOLVER, best_us))
         if isinstance(found, Short):
-            self.shorts.append(found)
             self.times_us[setting] = float("inf")
             return float("inf")
-        time_us = found.simulation.time_us
-        self.times_us[setting] = self.times_us[found.setting] = time_us
+        self.times_us[setting] = self.times_us[found.setting] = found.simulation.time_us
         self.became[setting] = found.setting
-        if time_us < best_us:
+        return found.simulation.time_us
+
+    def take(self, found: PlannedStep | Short) -> PlannedStep | Short:
+        """Keep a plan if it is the best yet, or what one lacks; return it."""
+        if isinstance(found, Short):
+            self.shorts.append(found)
+        elif self.best is None or found.simulation.time_us < self.best.simulation.time_us:
             self.best = found
-            self.progress(f"judged {self.judged} plans, best {time_us / 1e6:.2f} s")
-        return time_us
+            self.progress(
+                f"judged {self.judged} plans, best {found.simulation.time_us / 1e6:.2f} s"
+            )
+        return found
 
     def _climb(self, now: Setting) -> None:
         """Change one choice at a time for as long as that helps."""

@@ -8,15 +8,15 @@ import msgspec
 
 from remat.graph_capture.links import Tier
 from remat.graph_capture.optimizer_step.microbatch import Microbatch
-from remat.solver.offload.fitting import (
+from remat.solver.whole_step.fitting import (
     gradients_by_size,
     more_gradients_kept,
     on_nvme,
     update_order,
     with_state_on_nvme,
 )
-from remat.solver.offload.setting import Setting
-from remat.solver.offload.starts import ladder
+from remat.solver.whole_step.setting import Setting
+from remat.solver.whole_step.starts import ladder
 
 SHARES = (1, 2, 8)
 """What is saved changes in all layers, in half of them or in an eighth."""

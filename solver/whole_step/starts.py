@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from remat.graph_capture.optimizer_step.microbatch import Layer, Microbatch
-from remat.solver.offload.named_systems import full_recompute
-from remat.solver.offload.planned_step import StepTask, device_peak_bytes
-from remat.solver.offload.setting import Pass, Setting
+from remat.solver.whole_step.named_systems import full_recompute
+from remat.solver.whole_step.planned_step import StepTask, device_peak_bytes
+from remat.solver.whole_step.setting import Pass, Setting
 
 Order = tuple[int, ...]
 """Microbatches of each pass."""
@@ -55,13 +55,13 @@ def options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
 def starts(task: StepTask, order: Order) -> list[Setting]:
     """Settings of an order: all state on the host, and all on the device if that fits."""
     microbatch = task.microbatch
+    if microbatch.draws and max(order) > 1:
+        # Microbatches of one pass would draw by turns, and eager's draw one after the other.
+        return []
     passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
     below = Setting(passes, ("host",) * len(microbatch.groups))
     above = msgspec.structs.replace(below, state=("device",) * len(microbatch.groups))
     found = [above] if device_peak_bytes(task, above) <= task.budget_bytes else []
-    if microbatch.draws and max(order) > 1:
-        # Microbatches of one pass would draw by turns, and eager's draw one after the other.
-        return []
     return [_enriched(task, setting) for setting in (*found, below)]
 
 

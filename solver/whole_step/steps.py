@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.optimizer_step.graph import HOST_SUM
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Step
-from remat.solver.offload.residence import Residence
-from remat.solver.offload.streams import Streams
+from remat.solver.whole_step.residence import Residence
+from remat.solver.whole_step.streams import Streams
 
 
 @dataclass

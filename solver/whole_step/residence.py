@@ -20,13 +20,13 @@ import numpy.typing as npt
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.optimizer_step.graph import GROUP_UPDATE
 from remat.graph_capture.optimizer_step.microbatch import Microbatch
-from remat.solver.offload.setting import Setting
+from remat.solver.whole_step.setting import Setting
 
 AHEAD = 3
 """Parameters of so many layers have room kept for them, to arrive before their use."""
 
 
-class Item(NamedTuple):
+class DeviceEvent(NamedTuple):
     """One event on the device: a value arrives, an op runs, a value is dropped, or it leaves.
 
     What leaves goes down; what is dropped has a copy below, or no reader.
@@ -46,7 +46,7 @@ class Residence:
     ops : by name. sizes : of each value. hosted : values of layers that leave and come back.
     """
 
-    items: list[Item]
+    items: list[DeviceEvent]
     live_bytes: npt.NDArray[np.int64]
     ops: dict[str, Op]
     sizes: dict[str, int]
@@ -121,7 +121,7 @@ class _Gaps:
                 self.gone |= {(name, a) for _, a in gaps}
 
     def _close(
-        self, items: list[Item], live_bytes: npt.NDArray[np.int64], budget_bytes: int
+        self, items: list[DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
     ) -> None:
         """Keep parameters over their gaps, the shortest first, where room is left for others."""
         places: dict[str, list[int]] = {}
@@ -137,21 +137,21 @@ class _Gaps:
                 live_bytes[a:b] += self.sizes[name]
                 self.gone.discard((name, begins[name, a]))
 
-    def _replayed(self) -> tuple[list[Item], npt.NDArray[np.int64]]:
+    def _replayed(self) -> tuple[list[DeviceEvent], npt.NDArray[np.int64]]:
         """The events, and the bytes on the device while each takes place."""
         there = {name for name, tier in self.home.items() if tier == "device"}
         now = self.graph.resident.total_bytes + sum(self.sizes[name] for name in there)
-        items, live = list[Item](), list[int]()
+        items, live = list[DeviceEvent](), list[int]()
         for at, op in enumerate(self.order):
             for name in op.inputs:
                 if name not in there:
                     there.add(name)
                     now += self.sizes[name]
-                    items.append(Item("arrive", name))
+                    items.append(DeviceEvent("arrive", name))
                     live.append(now)
             now += sum(self.sizes[name] for name in op.outputs)
             there.update(op.outputs)
-            items.append(Item("run", op.name))
+            items.append(DeviceEvent("run", op.name))
             live.append(now + op.workspace_bytes)
             for item in self._ends(at, op):
                 live.append(now)
@@ -160,16 +160,18 @@ class _Gaps:
                 now -= self.sizes[item.name]
         return items, np.array(live, np.int64)
 
-    def _ends(self, at: int, op: Op) -> list[Item]:
+    def _ends(self, at: int, op: Op) -> list[DeviceEvent]:
         """What goes after an op: first what is dropped, then what leaves."""
-        found = list[Item]()
+        found = list[DeviceEvent]()
         for name in dict.fromkeys((*op.inputs, *op.outputs)):
             if name not in self.uses or name in self.graph.outputs:
                 continue
             is_last = self.uses[name][-1] == at
             if not is_last and (name, at) not in self.gone:
                 continue
-            found.append(Item("leave" if self._goes_down(name, op, is_last) else "drop", name))
+            found.append(
+                DeviceEvent("leave" if self._goes_down(name, op, is_last) else "drop", name)
+            )
         return sorted(found, key=lambda item: item.kind == "leave")
 
     def _goes_down(self, name: str, op: Op, is_last: bool) -> bool:
@@ -181,7 +183,7 @@ class _Gaps:
         return name in self.hosted and not is_last
 
 
-def _run_places(items: list[Item]) -> Iterable[tuple[int, Item, int]]:
+def _run_places(items: list[DeviceEvent]) -> Iterable[tuple[int, DeviceEvent, int]]:
     """Each event with the number of the op that ran last before it."""
     place = -1
     for k, item in enumerate(items):

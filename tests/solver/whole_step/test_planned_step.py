@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from remat.schedules.schedule import Compute
-from remat.solver.offload.planned_step import PlannedStep, Short, planned_step
-from remat.solver.offload.residence import Residence
-from remat.solver.offload.setting import Pass, Setting
-from remat.solver.offload.steps import host_peak_bytes
-from tests.solver.offload.hand_steps import (
+from remat.solver.whole_step.planned_step import PlannedStep, Short, planned_step
+from remat.solver.whole_step.residence import Residence
+from remat.solver.whole_step.setting import Pass, Setting
+from remat.solver.whole_step.steps import host_peak_bytes
+from tests.solver.whole_step.hand_steps import (
     BACKWARD_US,
     FORWARD_US,
     WEIGHT_BYTES,

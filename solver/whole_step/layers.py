@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 
 import msgspec
 
@@ -20,8 +20,8 @@ from remat.graph_capture.graph import TrainingGraph, Value
 from remat.graph_capture.optimizer_step.microbatch import Group, Layer, Microbatch
 from remat.solver.blocks.options import Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
-from remat.solver.offload.layer_options import layer_option, worth_having
 from remat.solver.problem import Problem
+from remat.solver.whole_step.layer_options import layer_option, worth_having
 
 LIMITS = 12
 """At how many limits on what it saves a layer is solved."""
@@ -112,23 +112,31 @@ class _Layers:
                 found[name] = values[name].size_bytes
         return found
 
+    @cached_property
+    def _last_touch(self) -> dict[str, int]:
+        """The layer that makes or reads each value last."""
+        ops = self.graph.ops
+        return {v: self.layer_of[op.name] for op in ops for v in (*op.inputs, *op.outputs)}
+
     def _gradients(self) -> dict[str, str]:
         """The gradient of each parameter that has one.
 
         Both stand in the order of the model's parameters. Those that are frozen have none.
         """
-        values = self.graph.value_by_name
-        late = {op.name for op in self.graph.ops if op.phase == "backward"}
-        ends = [values[name] for name in self.graph.outputs if values[name].producer in late]
-        waiting = iter([v for v in self.graph.values if v.name in self.group_of])
-        found: dict[str, str] = {}
-        for gradient in ends:
-            rest = list(waiting)
-            at = next((i for i, one in enumerate(rest) if _is_of(gradient, one)), None)
-            waiting = iter(rest)
-            if at is not None:
-                parameter = next(islice(waiting, at, None))
-                found[parameter.name] = gradient.name
+        values, found = self.graph.value_by_name, dict[str, str]()
+        waiting = [v for v in self.graph.values if v.name in self.group_of]
+        for name in self.graph.outputs:
+            gradient = values[name]
+            if gradient.kind != "gradient" or not gradient.producer:
+                continue
+            at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
+            if at is None:
+                raise SolverError(
+                    f"gradient {name} of {self.graph.name} is of no parameter, and a whole step "
+                    "keeps those of parameters alone: give inputs that require no grad"
+                )
+            found[waiting[at].name] = name
+            del waiting[: at + 1]
         return found
 
     def _groups(self, gives: dict[str, str]) -> tuple[Group, ...]:
@@ -189,9 +197,9 @@ class _Layers:
         turns = at == len(self.ranges) - 1
         groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
                                if v in self.group_of)  # fmt: skip
-        maker = {v: self.layer_of[op.name] for op in ops for v in op.outputs}
+        # Of tied parameters, a later layer adds in place to what an earlier one made.
         given = dict.fromkeys(
-            self.group_of[p] for p, gradient in gives.items() if gradient in maker
+            self.group_of[p] for p, gradient in gives.items() if self._last_touch[gradient] == at
         )
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
@@ -211,7 +219,7 @@ def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _is_of(gradient: Value, parameter: Value) -> bool:
-    return gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
+    return gradient.dtype == parameter.dtype and _numbers(gradient) == _numbers(parameter)
 
 
 def _numbers(value: Value) -> int:

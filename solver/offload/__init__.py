@@ -1,1 +1,0 @@
-"""Offload: copies below the device beside recomputation, in one plan."""
