@@ -69,18 +69,15 @@ class Group(msgspec.Struct, frozen=True):
     Attributes
     ----------
     name : of the layer that reads them. trained : how many numbers of them are updated.
-    parameter_bytes : of all. gradient_bytes : of the gradients.
+    parameter_bytes : of all. gradient_bytes : of the gradients. Both as the allocator rounds.
+    item_bytes : of one trained number.
     """
 
     name: str
     trained: int
     parameter_bytes: int
     gradient_bytes: int
-
-    @property
-    def item_bytes(self) -> float:
-        """Of one trained number."""
-        return self.gradient_bytes / self.trained if self.trained else 0.0
+    item_bytes: int
 
 
 class Microbatch(msgspec.Struct, frozen=True):

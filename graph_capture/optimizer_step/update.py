@@ -77,7 +77,7 @@ class Update(msgspec.Struct, frozen=True):
         """Time in which one gradient is added to another: two are read, one is written."""
         return 3 * group.gradient_bytes / ((self.host_gb_s if on_host else self.device_gb_s) * 1e3)
 
-    def _state_of_one(self, item_bytes: float) -> float:
+    def _state_of_one(self, item_bytes: int) -> float:
         moments = MOMENTS[self.optimizer]
         if self.state == "parameter":
             return moments * item_bytes

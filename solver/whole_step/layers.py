@@ -8,6 +8,7 @@ saves. What other layers read stays a value of its own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,6 +151,7 @@ class _Layers:
                     trained=sum(_numbers(one) for one in trained),
                     parameter_bytes=sum(one.size_bytes for one in mine),
                     gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
+                    item_bytes=max((_item_bytes(one) for one in trained), default=0),
                 )
             )
         return tuple(groups)
@@ -220,6 +222,12 @@ def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _is_of(gradient: Value, parameter: Value) -> bool:
     return gradient.dtype == parameter.dtype and _numbers(gradient) == _numbers(parameter)
+
+
+def _item_bytes(value: Value) -> int:
+    """Bytes of one number, which its dtype's name tells in bits."""
+    bits = re.search(r"\d+", value.dtype)
+    return int(bits[0]) // 8 if bits else 0
 
 
 def _numbers(value: Value) -> int:

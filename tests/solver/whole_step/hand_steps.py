@@ -35,7 +35,7 @@ def layered(n_layers: int, saved_bytes: int = 40) -> Microbatch:
             )
         )  # fmt: skip
     names = [f"{kind}{at}" for at in range(1, n_layers) for kind in "xd"]
-    group = Group("layers", TRAINED, WEIGHT_BYTES, WEIGHT_BYTES)
+    group = Group("layers", TRAINED, WEIGHT_BYTES, WEIGHT_BYTES, item_bytes=2)
     return Microbatch(
         "Chain", tuple(layers), (group,) * n_layers, dict.fromkeys(names, BETWEEN_BYTES), (),
         Resident(), "rtx4090", ("ids: int64[1, 64] on cpu",), "modelled", draws=False,

@@ -33,7 +33,7 @@ def transformer(layers: int = LAYERS) -> Microbatch:
             )
         )  # fmt: skip
     sizes = {f"{kind}{at}": 2 * TOKENS * 4096 for at in range(1, layers) for kind in "xd"}
-    group = Group("layers", PARAMETERS, 2 * PARAMETERS, 2 * PARAMETERS)
+    group = Group("layers", PARAMETERS, 2 * PARAMETERS, 2 * PARAMETERS, item_bytes=2)
     return Microbatch(
         "Transformer", tuple(found), (group,) * layers, sizes, (), Resident(), "rtx4090", (),
         "modelled", draws=False,
