@@ -126,7 +126,9 @@ def _run_whole_step(session: Session, model: str, request: Request, asked: StepR
         )  # fmt: skip
     if session.as_json:
         session.emit(step_json(plan))
-    else:
+    if plan.shortage:
+        session.conclude(INFEASIBLE, [plan.shortage])
+    if not session.as_json:
         show_step(session.out, plan)
 
 

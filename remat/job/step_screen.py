@@ -157,16 +157,18 @@ def _count(number: int, one: str, more: str) -> str:
 
 def step_json(plan: StepPlan) -> dict[str, Any]:
     """The object that ``remat run --microbatches --json`` prints."""
-    found, setting = plan.found, plan.best.setting
+    found, best = plan.found, plan.found.plan
+    setting = {"setting": msgspec.to_builtins(best.setting)} if best else {}
     return {
         "model": plan.task.microbatch.name,
-        "device": plan.graph.device,
+        "device": plan.request.device,
         "microbatches": plan.request.microbatches,
         "optimizer": plan.request.optimizer,
         "state": plan.request.state,
         "budget_bytes": plan.task.budget_bytes,
         "links": msgspec.to_builtins(plan.task.links),
-        "plan": _simulated(plan, plan.simulation) | {"setting": msgspec.to_builtins(setting)},
+        "plan": _simulated(plan, best.simulation) | setting if best else None,
+        "shortage": plan.shortage,
         "systems": {
             name: {"source": NAMED_SYSTEMS[name].source}
             | (

@@ -148,7 +148,10 @@ def training_step(
             model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
             nvme=nvme,
         )  # fmt: skip
-        return plan_step(model, args, kwargs, asked, loss_fn=loss_fn, target=target, profile=known)
+        plan = plan_step(model, args, kwargs, asked, loss_fn=loss_fn, target=target, profile=known)
+        if plan.shortage:
+            raise BudgetError(plan.shortage)
+        return plan
     hand_over = _hand_over(model, optimizer, loss_fn, accumulate)
     traced: Trace = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
 
 Told = Callable[[str], None]
-OPTION_OF = {"device": "budget", "host": "host", "nvme": "nvme"}
+OPTION_OF = {"device": "budget", "host": "host"}
 """What gives a tier its room, in the command line and in Python."""
 
 
@@ -40,7 +40,8 @@ class StepPlan:
     Attributes
     ----------
     request : what was asked for. task : layers, links and the budget in bytes.
-    found : the plan, its bound, and the named systems beside it.
+    found : the plan, its bound, and the named systems beside it. Without a plan, `shortage` says
+        what is too small.
     """
 
     request: StepRequest
@@ -68,12 +69,27 @@ class StepPlan:
         """What the judge says of it."""
         return self.best.simulation
 
+    @property
+    def shortage(self) -> str:
+        """Where nothing fits, the tier that is too small, and what is known to do; else empty."""
+        short, links = self.found.short, self.task.links
+        if self.found.plan is not None or short is None:
+            return ""
+        rooms = {"device": self.task.budget_bytes, "host": links.host_bytes}
+        more = " or more room on NVMe" if short.tier == "host" else ""
+        return (
+            f"no plan of this step fits: {too_small_text(short)}, and {OPTION_OF[short.tier]} "
+            f"gives {bytes_text(rooms[short.tier])}. Give that{more}"
+        )
+
     def tokens_per_s(self, simulation: Simulation) -> float:
         """Tokens of the step over its time; 0 where the batch has no ids of tokens."""
         tokens = self.request.microbatches * self.task.microbatch.n_tokens
         return tokens / simulation.time_us * 1e6
 
     def __repr__(self) -> str:
+        if self.shortage:
+            return f"StepPlan({self.shortage})"
         simulation = self.simulation
         return (
             f"StepPlan({self.task.microbatch.name}: {self.request.microbatches} microbatches in "
@@ -97,7 +113,6 @@ def plan_step(
 
     Raises
     ------
-    BudgetError : no plan fits; names the tier that is too small, and the least that is known to do.
     CaptureError, DeviceError, SolverError : the step cannot be captured or has no layers.
     """
     from remat.graph_capture.capturing import price_for, tiers_for
@@ -127,21 +142,7 @@ def planned_from(
         request.links(graph.links),
         parse_budget(request.budget).bytes_for(graph),
     )
-    plan = StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))
-    if plan.found.plan is None:
-        raise BudgetError(_short_text(plan))
-    return plan
-
-
-def _short_text(plan: StepPlan) -> str:
-    short, links = plan.found.short, plan.task.links
-    assert short is not None
-    rooms = {"device": plan.task.budget_bytes, "host": links.host_bytes}
-    more = " or more room on NVMe" if short.tier == "host" else ""
-    return (
-        f"no plan of this step fits: {too_small_text(short)}, and {OPTION_OF[short.tier]} gives "
-        f"{bytes_text(rooms[short.tier])}. Give that{more}"
-    )
+    return StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))
 
 
 def too_small_text(short: Short) -> str:
