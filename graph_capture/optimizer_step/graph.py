@@ -130,7 +130,11 @@ class _Made:
                 )  # fmt: skip
 
     def updates(self) -> Iterator[Op]:
-        """The optimizer's step of each group. A host that rewrites W makes all copies stale."""
+        """The optimizer's step of each group. A host that rewrites W makes all copies stale.
+
+        Sums have eager's bits on either side. Whether an update has is a matter of its kernel,
+        which may fuse a product and a sum: not known for a host in a GPU's place.
+        """
         for at, group in enumerate(self.microbatch.groups):
             if not group.trained:
                 continue
