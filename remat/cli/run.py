@@ -21,7 +21,7 @@ from remat.cli.outcome import (
     show_price,
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.verb import ADVANCED_PANEL, COUNTED, PANEL, verb
+from remat.cli.verb import ADVANCED_PANEL, COUNTED, FIELDS, PANEL, verb
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.optimizer_step.update import StateKind
@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
 ]
+ONE_BATCH = (
+    "keep", "recompute", "solver", "order", "split", "shard", "update_at_once", "accumulate",
+    "time_limit_s",
+)  # fmt: skip
+"""Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
 Microbatches = Annotated[
     int | None,
     typer.Option(
@@ -89,19 +94,18 @@ def run_verb(
     nvme_gb_s: NvmeRate = None,
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
-    if dynamic:
-        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
-        conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
-        return
-    if microbatches is not None or nvme_gb_s is not None:
-        _refuse_beside_microbatches(
-            microbatches is None, output or layout or (price and "--price-of-gib"), request
-        )
+    if microbatches is not None or nvme_gb_s is not None or state != "float32":
+        flags = (price and "--price-of-gib") or (check and "--check") or (dynamic and "--dynamic")
+        _refuse_beside_microbatches(microbatches is None, output or layout or flags, request)
         asked = StepRequest(
             request.device, microbatches or 0, request.optimizer, request.budget,
             request.host or None, request.nvme or None, state, nvme_gb_s,
         )  # fmt: skip
         _run_whole_step(session, model, request, asked)
+        return
+    if dynamic:
+        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
+        conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
         return
     loaded = load_shown(model, session.stopwatch, request.device)
     report = pipeline.run(
@@ -136,18 +140,20 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
                                 request: Request) -> None:  # fmt: skip
     """Raise `SolverError` for options that do not go together."""
     if is_left_out:
-        raise SolverError("--nvme-gb-s is a rate of a whole step: give --microbatches too")
+        raise SolverError(
+            "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
+        )
     if kept:
         raise SolverError(
             f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
             "leave it out, --json prints what was found"
         )
     usual = Request()
-    for name in ("keep", "recompute", "solver", "order", "split", "shard", "update_at_once"):
+    for name in ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
+            flag = FIELDS[name].metadata.get("flag", f"--{name.replace('_', '-')}")
             raise SolverError(
-                f"--{name.replace('_', '-')} is of the step of one batch: leave it out, or "
-                "--microbatches"
+                f"{flag} is of the step of one batch: leave it out, or --microbatches"
             )
 
 

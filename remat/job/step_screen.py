@@ -172,7 +172,7 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
         "systems": {
             name: {"source": NAMED_SYSTEMS[name].source}
             | (
-                _simulated(plan, one.simulation)
+                _simulated(plan, one.simulation) | {"setting": msgspec.to_builtins(one.setting)}
                 if isinstance(one, PlannedStep)
                 else {"no_plan": msgspec.to_builtins(one)}
             )

@@ -49,9 +49,9 @@ class StepRequest:
             )
         if not is_in_table(self.device):
             raise DeviceError(
-                f"a whole step over the host is planned and not run, so it is for a device of the "
+                "a whole step over the host is planned and not run, so it is for a device of the "
                 f"table ({', '.join(device_table().devices)}), and not {self.device}: name one, or "
-                "leave out microbatches to train here, with host= for activations"
+                "train here with remat.rematerialize(model, ..., host=...), which moves activations"
             )
         if self.host is None:
             raise BudgetError(

@@ -86,7 +86,9 @@ NAMED_SYSTEMS = {
     "patrickstar": NamedSystem(
         "PatrickStar", "Fang et al. 2021, https://arxiv.org/abs/2108.05818", _patrick_star
     ),
-    "stronghold": NamedSystem("STRONGHOLD", "Sun et al., SC 2022", _stronghold),
+    "stronghold": NamedSystem(
+        "STRONGHOLD", "Sun et al. 2022, https://doi.org/10.1109/SC41404.2022.00076", _stronghold
+    ),
 }
 """By name. Elixir's choice of what stays is PatrickStar's here, and Mobius spreads a step over
 several devices, which a graph of one has not."""

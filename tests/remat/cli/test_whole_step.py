@@ -62,6 +62,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
         (("--device", "cpu"), "a whole step over the host is planned and not run"),
         (("--solver", "cut"), "--solver is of the step of one batch"),
+        (("--time-limit", "5"), "--time-limit is of the step of one batch"),
         (("--keep", "blocks.*"), "--keep is of the step of one batch"),
         (("--price-of-gib",), "--price-of-gib goes with a plan that runs"),
         (("-o", "plan.json"), "plan.json goes with a plan that runs"),

@@ -51,7 +51,7 @@ def test_a_whole_step_is_planned_and_judged() -> None:
          "microbatches 0 leave nothing to train on: give 1 or more"),
         ({"microbatches": 2, "host": "1GiB"}, DeviceError,
          "planned and not run, so it is for a device of the table .* and not cpu: name one, or "
-         "leave out microbatches to train here, with host= for activations"),
+         "train here with remat.rematerialize"),
         ({"microbatches": 2, "device": "rtx4090"}, BudgetError, "give host='120GiB' too"),
         ({"host": "1GiB"}, BudgetError, "give microbatches=8 too. .* remat.rematerialize"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "50%"}, BudgetError,
