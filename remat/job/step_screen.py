@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.formats import bytes_text, percent_text
+from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.levers.whole_step import StepPlan, too_small_text
 from remat.questions.tables import plain_table
@@ -59,7 +59,7 @@ def _systems_table(plan: StepPlan) -> Table:
             continue
         tokens = plan.tokens_per_s(found)
         table.add_row(
-            title, f"{found.time_us / 1e6:.2f} s", f"{tokens:,.0f}" if tokens else "-",
+            title, _long_time_text(found.time_us), f"{tokens:,.0f}" if tokens else "-",
             *(bytes_text(one) if one else "-"
               for one in (found.peak_bytes, found.host_peak_bytes, found.nvme_peak_bytes)),
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _choices(plan: StepPlan) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row(
         "lower bound",
-        f"{found.lower_bound_us / 1e6:.2f} s in any order; gap {percent_text(found.gap)}",
+        f"{_long_time_text(found.lower_bound_us)} in any order; gap {percent_text(found.gap)}",
     )
     table.add_row("order", _order_text(setting))
     for words in _saved_texts(plan, setting):
@@ -82,10 +82,13 @@ def _choices(plan: StepPlan) -> Table:
     moved_bytes = simulation.moved_bytes.items()
     copies = [f"{bytes_text(n)} {LABELS_OF_LINKS[link]}" for link, n in moved_bytes if n]
     table.add_row("copies", ", ".join(copies) or "none")
-    waits_us = simulation.time_us - simulation.busy_us["device"]
-    table.add_row("device", f"computes {simulation.busy_us['device'] / 1e6:.2f} s and waits "
-                  f"{waits_us / 1e6:.2f} s; the host computes "
-                  f"{simulation.busy_us['host'] / 1e6:.2f} s")  # fmt: skip
+    busy_us = simulation.busy_us
+    waits_us = simulation.time_us - busy_us["device"]
+    table.add_row(
+        "device",
+        f"computes {_long_time_text(busy_us['device'])} and waits {_long_time_text(waits_us)}; "
+        f"the host computes {_long_time_text(busy_us['host'])}",
+    )
     for name, one in found.systems.items():
         if not isinstance(one, PlannedStep):
             why = too_small_text(one) if isinstance(one, Short) else one
@@ -149,6 +152,11 @@ def _prices_text(plan: StepPlan, graph: TrainingGraph) -> str:
         f"modelled for {graph.device}; links {links.source or 'as given'}; updates at "
         f"{plan.task.update.host_gb_s:g} GB/s of host memory"
     )
+
+
+def _long_time_text(time_us: float) -> str:
+    """``18.65 s``, and as of any step below a second."""
+    return f"{time_us / 1e6:.2f} s" if time_us >= 1e6 else time_text(time_us)
 
 
 def _count(number: int, one: str, more: str) -> str:
