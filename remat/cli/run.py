@@ -21,7 +21,7 @@ from remat.cli.outcome import (
     show_price,
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.verb import ADVANCED_PANEL, COUNTED, FIELDS, PANEL, verb
+from remat.cli.verb import COUNTED, FIELDS, verb
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.optimizer_step.update import StateKind
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
 ]
+STEP_PANEL = "A whole optimizer step, planned and not run"
 ONE_BATCH = (
     "keep", "recompute", "solver", "order", "split", "shard", "update_at_once", "accumulate",
     "time_limit_s",
@@ -56,7 +57,7 @@ Microbatches = Annotated[
     typer.Option(
         help="plan a whole optimizer step of so many such batches, with parameters, gradients and "
         "the state of --optimizer on the device, --host and --nvme; nothing is run",
-        rich_help_panel=PANEL,
+        rich_help_panel=STEP_PANEL,
     ),
 ]
 State = Annotated[
@@ -65,7 +66,7 @@ State = Annotated[
         "--optimizer-state",
         help="with --microbatches: float32, with a master copy of parameters in fewer bytes, or "
         "in the parameter's own type, as torch's optimizers keep it",
-        rich_help_panel=ADVANCED_PANEL,
+        rich_help_panel=STEP_PANEL,
     ),
 ]
 NvmeRate = Annotated[
@@ -74,7 +75,7 @@ NvmeRate = Annotated[
         "--nvme-gb-s",
         help="with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that "
         "of the drive in the table",
-        rich_help_panel=ADVANCED_PANEL,
+        rich_help_panel=STEP_PANEL,
     ),
 ]
 
