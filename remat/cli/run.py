@@ -96,7 +96,9 @@ def run_verb(
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     if microbatches is not None or nvme_gb_s is not None or state != "float32":
-        flags = (price and "--price-of-gib") or (check and "--check") or (dynamic and "--dynamic")
+        flags = (
+            (price and "--price-of-gib") or (check and "--check") or (bool(dynamic) and "--dynamic")
+        )
         _refuse_beside_microbatches(microbatches is None, output or layout or flags, request)
         asked = StepRequest(
             request.device, microbatches or 0, request.optimizer, request.budget,
