@@ -33,8 +33,8 @@ from remat.job.opened import load_shown
 from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
-from remat.job.step_screen import show_step, step_json
 from remat.levers.step_request import StepRequest
+from remat.levers.step_screen import show_step, step_json
 from remat.levers.whole_step import plan_step
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
