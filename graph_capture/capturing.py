@@ -1,6 +1,7 @@
 """Capture: from a module and a batch to a priced graph, by tracing, pricing and sharding.
 
-It stands above `tracing/`, `prices/` and `derived/`, which do not know of each other's order.
+It stands above `tracing/`, `prices/` and `derived/`, which do not know of each other's order. A
+module of the name `capture` would hide the function.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ from remat.cli.outcome import (
     show_price,
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.verb import COUNTED, verb
+from remat.cli.verb import COUNTED, FIELDS, verb
 from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.optimizer_step.update import StateKind
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.factory import Loaded
@@ -31,6 +33,9 @@ from remat.job.opened import load_shown
 from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
+from remat.levers.step_request import StepRequest
+from remat.levers.step_screen import show_step, step_json
+from remat.levers.whole_step import plan_step
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
 from remat.solver.budgets.price import GibPrice
@@ -40,6 +45,38 @@ if TYPE_CHECKING:
 
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
+]
+STEP_PANEL = "A whole optimizer step, planned and not run"
+ONE_BATCH = (
+    "keep", "recompute", "solver", "order", "split", "shard", "update_at_once", "accumulate",
+    "time_limit_s",
+)  # fmt: skip
+"""Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        help="plan a whole optimizer step of so many such batches, with parameters, gradients and "
+        "the state of --optimizer on the device, --host and --nvme; nothing is run",
+        rich_help_panel=STEP_PANEL,
+    ),
+]
+State = Annotated[
+    StateKind,
+    typer.Option(
+        "--optimizer-state",
+        help="with --microbatches: float32, with a master copy of parameters in fewer bytes, or "
+        "in the parameter's own type, as torch's optimizers keep it",
+        rich_help_panel=STEP_PANEL,
+    ),
+]
+NvmeRate = Annotated[
+    float | None,
+    typer.Option(
+        "--nvme-gb-s",
+        help="with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that "
+        "of the drive in the table",
+        rich_help_panel=STEP_PANEL,
+    ),
 ]
 
 
@@ -53,8 +90,22 @@ def run_verb(
     output: options.Output = None,
     layout: options.LayoutFile = None,
     dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
+    microbatches: Microbatches = None,
+    state: State = "float32",
+    nvme_gb_s: NvmeRate = None,
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
+    if microbatches is not None or nvme_gb_s is not None or state != "float32":
+        flags = (
+            (price and "--price-of-gib") or (check and "--check") or (bool(dynamic) and "--dynamic")
+        )
+        _refuse_beside_microbatches(microbatches is None, output or layout or flags, request)
+        asked = StepRequest(
+            request.device, microbatches or 0, request.optimizer, request.budget,
+            request.host or None, request.nvme or None, state, nvme_gb_s,
+        )  # fmt: skip
+        _run_whole_step(session, model, request, asked)
+        return
     if dynamic:
         refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
         conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
@@ -69,6 +120,44 @@ def run_verb(
     if session.as_json:
         session.emit(json_report.report_json(report) | said_layout(placed) | said_price(worth))
     _conclude_run(session, report, placed, worth)
+
+
+def _run_whole_step(session: Session, model: str, request: Request, asked: StepRequest) -> None:
+    """Plan an optimizer step of several batches, and print it beside named systems."""
+    loaded = load_shown(model, session.stopwatch, request.device)
+    with session.stopwatch.stage("plan", "planning the whole step") as shown:
+        plan = plan_step(
+            loaded.model, loaded.args, loaded.kwargs, asked, loss_fn=loaded.loss_fn,
+            target=loaded.target, profile=request.read_profile(),
+            told=lambda text: shown(text=text),
+        )  # fmt: skip
+    if session.as_json:
+        session.emit(step_json(plan))
+    if plan.shortage:
+        session.conclude(INFEASIBLE, [plan.shortage])
+    if not session.as_json:
+        show_step(session.out, plan)
+
+
+def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | None,
+                                request: Request) -> None:  # fmt: skip
+    """Raise `SolverError` for options that do not go together."""
+    if is_left_out:
+        raise SolverError(
+            "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
+        )
+    if kept:
+        raise SolverError(
+            f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
+            "leave it out, --json prints what was found"
+        )
+    usual = Request()
+    for name in ONE_BATCH:
+        if getattr(request, name) != getattr(usual, name):
+            flag = FIELDS[name].metadata.get("flag", f"--{name.replace('_', '-')}")
+            raise SolverError(
+                f"{flag} is of the step of one batch: leave it out, or --microbatches"
+            )
 
 
 def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
