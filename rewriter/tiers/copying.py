@@ -41,6 +41,10 @@ class Copy:
                 "this step is kept; the module can train on"
             ) from self._error
 
+    def settle(self) -> None:
+        """Wait for its end, whatever came of it."""
+        self._ended.wait()
+
     def carry_out(self, work: Work, given: list[Any], after: Copy | None) -> None:
         """Do the work, unless what it reads has failed; called by the thread of a link."""
         try:
