@@ -10,6 +10,7 @@ cannot be trained with on a CPU by mistake.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -107,3 +108,9 @@ def keep_recipe(model: nn.Module, graph_hash: str, recipe: Recipe) -> None:
 def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
     """The recipe of a capture of this very model in this process, if there was one."""
     return _recipes.get(model, {}).get(graph_hash)
+
+
+def keep_links(model: nn.Module, graph_hash: str, links: Links) -> None:
+    """Note the links that a captured step was priced with, so that rewriting finds them."""
+    recipe = _recipes[model][graph_hash]
+    _recipes[model][graph_hash] = dataclasses.replace(recipe, links=links)

@@ -1,7 +1,7 @@
 """Below a CPU: files, for the host tier and for NVMe.
 
 A CPU's own memory is the host's, so what leaves it for the "host" goes to a file too, in
-`REMAT_HOST_FOLDER` or the system's folder for temporary files; for NVMe in the folder of the links.
+`REMAT_OFFLOAD` or the system's folder for temporary files; for NVMe in the folder of the links.
 A file is opened by the thread that fills it, where Ctrl-C is never heard, and belongs to the handle
 that stands for it.
 """

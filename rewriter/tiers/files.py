@@ -14,11 +14,11 @@ import mmap
 import os
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from remat.graph_capture.errors import TierError
+from remat.rewriter.tiers.endings import closer
 
 CHUNK_BYTES = 4 << 20
 """One write or read. On an NVMe disk, larger ones were no faster."""
@@ -106,14 +106,14 @@ class Folder:
             os.unlink(name)
 
 
-HOST_FOLDER = "REMAT_HOST_FOLDER"
+HOST_FOLDER = "REMAT_OFFLOAD"
 """The environment variable that names the folder of the host tier of plans for a CPU."""
 
 
 def host_folder() -> str:
     """Where a plan for a CPU keeps what leaves its memory for the host tier.
 
-    `REMAT_HOST_FOLDER`, or the system's folder for temporary files.
+    `REMAT_OFFLOAD`, or the system's folder for temporary files.
     """
     return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
 
@@ -129,8 +129,7 @@ class File:
     def __init__(self, folder: Folder, size_bytes: int) -> None:
         self.is_direct, self.size_bytes = folder.is_direct, size_bytes
         self.descriptor = folder.open()
-        # Not at the end of the process, whose threads may still write: the system closes all.
-        weakref.finalize(self, os.close, self.descriptor).atexit = False
+        closer().watch(self, self.descriptor)
         self._take_room(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
 
     def _take_room(self, size_bytes: int) -> None:

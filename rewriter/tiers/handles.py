@@ -7,12 +7,14 @@ of a handle, what is below goes too, whether a backward came or not.
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from remat.rewriter.tiers.endings import Ending
 
 HANDLE_BYTES = 8
 
@@ -52,17 +54,23 @@ class Store(bytearray):
         self.shown, self.kept = shown, kept
 
 
-_stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
-"""By the address of the handle's memory. An entry goes before its address can be another's."""
+_stores: dict[int, Ending[int]] = {}
+"""By the address of a handle's memory, which is its own for as long as it lives."""
+_ended: deque[Ending[int]] = deque()
 
 
 def handle_of(store: Store) -> Tensor:
     """A tensor that keeps `store` alive: uint8, of shape (8,)."""
+    while _ended:
+        gone = _ended.popleft()
+        if _stores.get(gone.fact) is gone:  # else another has the address by now
+            del _stores[gone.fact]
     handle = torch.frombuffer(store, dtype=torch.uint8)
-    _stores[handle.untyped_storage().data_ptr()] = store
+    address = handle.untyped_storage().data_ptr()
+    _stores[address] = Ending(store, _ended.append, address)
     return handle
 
 
 def store_of(handle: Tensor) -> Store:
     """The store that `handle` keeps alive."""
-    return _stores[handle.untyped_storage().data_ptr()]
+    return _stores[handle.untyped_storage().data_ptr()]()

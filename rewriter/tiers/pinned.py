@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from remat.graph_capture.errors import TierError
 from remat.rewriter.tiers.copying import Copy
+from remat.rewriter.tiers.endings import Ending
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""
@@ -40,9 +40,26 @@ class Uses:
         self.copies.clear()
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """The bytes from `start` to `end` of a range, and what uses them."""
+
+    start: int
+    end: int
+    uses: Uses
+
+    def meets(self, other: _Taken) -> bool:
+        """Whether both have a byte."""
+        return other.start < self.end and self.start < other.end
+
+    def covers(self, other: _Taken) -> bool:
+        """Whether all bytes of the other are its own."""
+        return self.start <= other.start and other.end <= self.end
+
+
 @dataclass(eq=False)
 class Part:
-    """The bytes from `start` to `end` of a range, as long as one handle has them."""
+    """Some bytes of a range, as long as one handle has them."""
 
     memory: Tensor
     uses: Uses
@@ -59,28 +76,26 @@ class Range:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(size_bytes, mmap.PAGESIZE)
         self.memory = pinned(self.size_bytes)
-        self.live: list[tuple[int, int]] = []
-        self.former: list[tuple[int, int, Uses]] = []
+        self.live: list[Ending[_Taken]] = []
+        self.former: list[_Taken] = []
         # A handle may die in any thread, and while a part is being taken.
-        self.released: deque[tuple[int, int, Uses]] = deque()
+        self.released: deque[Ending[_Taken]] = deque()
 
     def take(self, start: int, end: int) -> Part | None:
         """The part, with what it has to wait for; None where some of it is held or not there."""
         while self.released:
             gone = self.released.popleft()
-            self.live.remove(gone[:2])
-            self.former.append(gone)
-        if end > self.size_bytes or any(s < end and start < e for s, e in self.live):
+            self.live = [one for one in self.live if one is not gone]
+            self.former.append(gone.fact)
+        wanted = _Taken(start, end, Uses())
+        if end > self.size_bytes or any(wanted.meets(one.fact) for one in self.live):
             return None
-        uses = Uses()
-        for s, e, former in self.former:
-            if s < end and start < e:
-                uses.events += former.events
-                uses.copies += former.copies
-        self.former = [one for one in self.former if not (start <= one[0] and one[1] <= end)]
-        self.live.append((start, end))
-        part = Part(self.memory[start:end], uses)
-        weakref.finalize(part, self.released.append, (start, end, uses)).atexit = False
+        for former in filter(wanted.meets, self.former):
+            wanted.uses.events += former.uses.events
+            wanted.uses.copies += former.uses.copies
+        self.former = [one for one in self.former if not wanted.covers(one)]
+        part = Part(self.memory[start:end], wanted.uses)
+        self.live.append(Ending(part, self.released.append, wanted))
         return part
 
 
