@@ -195,7 +195,7 @@ class MovingEmitter(EagerEmitter):
 
 
 def written_by(joint: Joint, op: str) -> tuple[str, ...]:
-    """What the first run of an op writes to: a sum that it adds to, the state that it draws from."""
+    """What a first run writes to: a sum that it adds to, the state that it draws from."""
     node = joint.node_of_op.get(op)
     if node is None:
         return ()

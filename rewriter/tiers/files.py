@@ -1,8 +1,8 @@
 """Files without a name, for values of a running step.
 
-A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no ``kill -9``
-leaves one behind. Where a folder has no such files, as a network file system has none, a file is
-unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if the
+A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
+``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
+is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if the
 folder takes that, since the cache would be memory that nobody planned for; else through the cache.
 """
 
@@ -23,7 +23,7 @@ from remat.rewriter.tiers.endings import closer
 CHUNK_BYTES = 4 << 20
 """One write or read. On an NVMe disk, larger ones were no faster."""
 BLOCK_BYTES = 4096
-"""Direct writes begin, end and lie in memory at multiples of it; a multiple of disks' own blocks."""
+"""Direct writes begin, end and lie in memory at multiples of it; disks' own blocks divide it."""
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 """What systems answer that do not know a way of opening or writing."""
 _DIRECT = getattr(os, "O_DIRECT", 0)

@@ -1,8 +1,8 @@
 """Pinned memory of the host: one planned range a plan, whose parts handles take in turn.
 
 A part is taken again once the copies of its former tenant are over, which the next copy into it
-waits for. Where a part is still held, as while a second forward is in flight or a graph is retained,
-the whole plan's range is there once more; it stays for the steps that follow.
+waits for. Where a part is still held, as while a second forward is in flight or a graph is
+retained, the whole range is there once more; it stays for the steps that follow.
 
 A range is registered with the driver, and not asked of torch, which rounds up to a power of two.
 """

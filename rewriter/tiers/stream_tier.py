@@ -3,8 +3,8 @@
 A copy out waits for what the computing stream has been given so far. Where the value is freed, the
 computing stream waits for the copy, and only then torch's allocator may give the block to another
 tensor of that stream: so the order of the stream alone makes its reuse safe. `record_stream` would
-defer it to what the host happens to see, and peaks would vary. A copy back takes its memory from the
-computing stream, and waits for it as it is then; the first reader waits for the copy.
+defer it to what the host happens to see, and peaks would vary. A copy back takes its memory from
+the computing stream, and waits for it as it is then; the first reader waits for the copy.
 
 Files are written and read by threads. What comes back from NVMe has to be on the host before a copy
 to the device is queued, so that queueing waits for it there.
@@ -76,8 +76,8 @@ class StreamTier:
         if places.size_bytes > links.host_bytes:
             raise TierError(
                 f"the values that this plan copies to the host lie in {places.size_bytes} bytes of "
-                f"pinned memory, with gaps, and the host has room for {links.host_bytes}: plan with "
-                "a smaller host= and train with this one"
+                f"pinned memory, with gaps, and the host has room for {links.host_bytes}: plan "
+                "with a smaller host= and train with this one"
             )
         self.places, self.device = places, torch.device(device)
         self._ranges, self._nvme_bytes = PinnedRanges(places.size_bytes), nvme_bytes

@@ -1,4 +1,4 @@
-"""Streams without a device: what is queued runs as late, and in as odd an order, as events allow."""
+"""Streams without a device: what is queued runs as late and as oddly as events allow."""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def test_a_full_disk_is_an_error_before_the_copy(
 
 def test_folders_that_cannot_be_used_are_refused_with_a_way_out(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    with pytest.raises(TierError, match=r"missing, the folder of the host tier: No such.*set REMAT"):
+    with pytest.raises(
+        TierError, match=r"missing, the folder of the host tier: No such.*set REMAT"
+    ):
         Folder(str(missing), "host")
     with pytest.raises(TierError, match=r"folder of the nvme tier.*give nvme= another folder"):
         Folder(str(missing), "nvme")
@@ -167,7 +169,9 @@ def test_a_folder_that_cannot_be_written_is_refused(
 def test_too_little_room_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path), "host")
     folder.require_room(1)
-    with pytest.raises(TierError, match=r"bytes free, and the plan keeps up to \d+ there") as caught:
+    with pytest.raises(
+        TierError, match=r"bytes free, and the plan keeps up to \d+ there"
+    ) as caught:
         folder.require_room(1 << 60)
     assert "\n" not in str(caught.value)
 

@@ -13,7 +13,6 @@ from torch import nn
 import remat
 from remat.graph_capture import capture
 from remat.graph_capture.errors import PlanError, RematError, RewriteError, ScheduleError, TierError
-from remat.graph_capture.graph import Op
 from remat.rewriter import rewrite
 from remat.rewriter.compiled import refuse_copies
 from remat.rewriter.graphs.copied_writes import CopyTimes, copy_times
@@ -30,7 +29,9 @@ def plan() -> Copied:
     return copied("plain")
 
 
-def refused(error: type[RematError], text: str, run: object, *args: object, **options: object) -> None:
+def refused(
+    error: type[RematError], text: str, run: object, *args: object, **options: object
+) -> None:
     with pytest.raises(error, match=text) as caught:
         run(*args, **options)  # type: ignore[operator]
     assert "\n" not in str(caught.value)
@@ -134,7 +135,8 @@ def test_what_autograd_holds_does_not_leave_the_device() -> None:
     tangent = next(v.name for v in graph.values if v.kind == "tangent")
     at = next(i for i, step in enumerate(base.steps) if step == Compute("tangents")) + 1
     steps: list[tuple[int, Step]] = [
-        (at, Offload(tangent)), (at, Free(tangent)), (at, Fetch(tangent)), (at, Free(tangent, "host"))
+        (at, Offload(tangent)), (at, Free(tangent)),
+        (at, Fetch(tangent)), (at, Free(tangent, "host")),
     ]  # fmt: skip
     refused(ScheduleError, "in the caller's hands", simulate, graph, inserted(base, steps))
 
@@ -170,5 +172,3 @@ def test_a_copy_that_a_write_makes_stale_is_refused(steps: tuple[Step, ...]) -> 
 def test_a_copy_made_anew_after_a_write_is_taken() -> None:
     host = Free("x", "host")
     assert times(OFF, GONE, BACK, host, WRITE, OFF, GONE, BACK) == CopyTimes()
-
-

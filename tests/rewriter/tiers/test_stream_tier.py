@@ -153,8 +153,7 @@ def test_a_second_forward_gets_a_range_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert machine.ranges == 3
     del handles
     gc.collect()
-    handles = [made.leave(made.offload(x, 0), x) for x in xs]
-    assert machine.ranges == 3
+    assert len([made.leave(made.offload(x, 0), x) for x in xs]) == machine.ranges == 3
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -247,4 +246,3 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_a_way_out(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
     with pytest.raises(TierError, match=r"cannot pin 8192 bytes.*cudaHostRegister says 2.*ulimit"):
         pinned.pinned(8192)
-
