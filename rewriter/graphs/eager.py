@@ -80,6 +80,7 @@ class EagerEmitter(Emitter[Joint]):
         """
         if isinstance(what, str):
             return self.states[what]
+        assert isinstance(what, fx.Node)
         return super().kept(self.joint.in_place.last(what))
 
     def resolve(self, node: fx.Node) -> fx.Node:

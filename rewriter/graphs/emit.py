@@ -47,7 +47,9 @@ def emit(
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
 
-    moving = tier and Moving(tier, copy_times(schedule, lambda op: written_by(joint, op)))
+    moving: Moving | None = None
+    if tier is not None:
+        moving = Moving(tier, copy_times(schedule, lambda op: written_by(joint, op)))
 
     def start(demand: Demand, left_live: frozenset[str]) -> EagerEmitter:
         given = joint, demand, again, repeated, left_live, writes

@@ -35,7 +35,8 @@ class Ending(weakref.ref[Any], Generic[Fact]):
         return self
 
     def __init__(self, thing: Any, hear: Callable[[Any], Any], fact: Fact) -> None:
-        super().__init__(thing, hear)
+        """As `weakref.ref` takes them, which is told of no fact."""
+        super().__init__(thing, hear)  # pyright: ignore[reportCallIssue]
 
 
 class Closer:

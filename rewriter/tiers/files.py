@@ -2,8 +2,8 @@
 
 A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
 ``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
-is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if the
-folder takes that, since the cache would be memory that nobody planned for; else through the cache.
+is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if
+the folder takes that, as the cache would be memory that nobody planned for; else through it.
 """
 
 from __future__ import annotations

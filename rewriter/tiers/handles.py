@@ -35,7 +35,7 @@ class Shown:
         return cls(
             tuple(x.size()),
             tuple(x.stride()),
-            x.storage_offset(),
+            int(x.storage_offset()),
             x.dtype,
             x.untyped_storage().nbytes(),
         )
@@ -73,4 +73,6 @@ def handle_of(store: Store) -> Tensor:
 
 def store_of(handle: Tensor) -> Store:
     """The store that `handle` keeps alive."""
-    return _stores[handle.untyped_storage().data_ptr()]()
+    store = _stores[handle.untyped_storage().data_ptr()]()
+    assert isinstance(store, Store)
+    return store

@@ -141,7 +141,7 @@ class StreamTier:
         source: OnHost = store.kept
         kept = FileOf()
         given = [self._nvme, kept, source.part.memory, source.copied]
-        kept.copied = link_thread("write").begin(_write, given, source.read)
+        kept.copied = link_thread("write").begin(_write_file, given, source.read)
         source.part.uses.copies.append(kept.copied)
         return handle_of(Store(store.shown, kept))
 
@@ -153,7 +153,7 @@ class StreamTier:
         kept: FileOf = store.kept
         part = self._ranges.take(place_bytes, store.shown.size_bytes)
         before = Uses(list(part.uses.events), list(part.uses.copies))
-        read = link_thread("read").begin(_read, [kept, part.memory, before], kept.copied)
+        read = link_thread("read").begin(_read_file, [kept, part.memory, before], kept.copied)
         part.uses.copies.append(read)
         return handle_of(Store(store.shown, OnHost(part, read=read)))
 
@@ -191,7 +191,7 @@ def _whole(x: Tensor, size_bytes: int) -> Tensor:
     return whole.set_(x.untyped_storage(), 0, (size_bytes,), (1,))
 
 
-def _write(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> None:
+def _write_file(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> None:
     if copied is not None:
         copied.synchronize()
     file = File(folder, memory.nbytes)
@@ -199,7 +199,7 @@ def _write(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> None:
     kept.file = file
 
 
-def _read(kept: FileOf, memory: Tensor, before: Uses) -> None:
+def _read_file(kept: FileOf, memory: Tensor, before: Uses) -> None:
     assert kept.file is not None
     for event in before.events:
         event.synchronize()

@@ -14,10 +14,9 @@ from remat.schedules.schedule import Fetch, Offload, Schedule
 from remat.schedules.simulate import simulate
 from tests.links import with_links
 from tests.models import MODELS, Case, make
-from tests.rewriter.test_exact import FORMED_OUTSIDE, RNG_SLACK_BYTES
 from tests.rewriter.tiers.copied import with_random_copies
 from tests.rows import rows
-from tests.steps import schedule_of
+from tests.steps import FORMED_OUTSIDE, RNG_SLACK_BYTES, schedule_of
 
 QUICK = (
     "dropout", "batch_norm_in_place_relu", "tied_weights", "in_place_views", "lstm_cells",
