@@ -26,7 +26,7 @@ from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.recipe import Split
+from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, trace
 
@@ -146,7 +146,10 @@ def capture(
 
     if dynamic:
         return ranged_graph_of(traced, priced, workspaces_by(traced, known))
-    return on_one_rank(priced(traced), sharding)
+    graph = on_one_rank(priced(traced), sharding)
+    if graph.links is not None:
+        keep_links(model, traced.graph.hash, graph.links)
+    return graph
 
 
 def tiers_for(

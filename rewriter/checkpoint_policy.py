@@ -99,12 +99,18 @@ def checkpoint_policy(
     ------
     ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : forward changes buffers or its batch, which torch would do again when it
-        recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces.
+        recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces
+        or copies values to the host.
     """
     if schedule.pieces:
         raise RewriteError(
             f"this plan runs {schedule.pieces[0].region} in pieces, which torch's checkpointing "
             "cannot: train with remat.rewrite, or plan with split='none'"
+        )
+    if schedule.moves:
+        raise RewriteError(
+            "this plan copies values to the host, and torch's checkpointing copies none: train "
+            "with remat.rewrite, or solve without offloading"
         )
     require_valid(graph, schedule)
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]

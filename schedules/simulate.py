@@ -119,19 +119,25 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
     )
 
 
-def require_valid(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+def require_valid(
+    graph: TrainingGraph, schedule: Schedule, links: Links | None = None
+) -> Simulation:
     """Refuse a schedule that is not one of `graph`, before anything is made of it; judge others.
 
     `graph` is the very one that is to be carried out, with regions in pieces. A hash says only
     that a schedule was made for it: steps that were doubled, dropped or moved since train with
     other gradients than eager's, or hold more than was promised.
 
+    Parameters
+    ----------
+    links : as of `simulate`.
+
     Raises
     ------
     ScheduleError : it was made for another graph, or a step breaks a rule.
     """
     schedule.check_made_for(graph)
-    return simulate(graph, schedule)
+    return simulate(graph, schedule, links)
 
 
 def overhead_of(time_us: float, base_us: float) -> float:

@@ -51,6 +51,8 @@ class Replay:
         # The caller holds outputs of forward until the step ends. New values of buffers are outputs
         # of forward alone: AOTAutograd copies them into the buffers as forward ends.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
+        # Autograd's engine holds what it hands over, so no copy of it elsewhere frees anything.
+        self.held |= {v.name for v in graph.values if v.kind == "tangent"}
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
         self.updated: dict[str, str] = {}
