@@ -17,9 +17,13 @@ BLOCK_BYTES = 4096
 """Direct reads and writes have multiples of it, from memory and at offsets that are such."""
 
 
+HOST_FOLDER = "REMAT_OFFLOAD"
+"""The environment variable that names the folder of a CPU's host tier."""
+
+
 def host_folder() -> str:
-    """The folder of files that are the host: ``$REMAT_OFFLOAD``, or the system's temporary one."""
-    return os.environ.get("REMAT_OFFLOAD") or tempfile.gettempdir()
+    """The folder of files that are the host: that of `HOST_FOLDER`, or the system's temporary one."""
+    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
 
 
 def unnamed_file(folder: str) -> BinaryIO:

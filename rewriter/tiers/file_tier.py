@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from remat.graph_capture.devices.unnamed_files import host_folder
 from remat.rewriter.tiers.copying import Copy, link_thread
-from remat.rewriter.tiers.files import File, Folder, host_folder
+from remat.rewriter.tiers.files import File, Folder
 from remat.rewriter.tiers.handles import Shown, Store, handle_of, store_of
 from remat.rewriter.tiers.places import HostPlaces
 

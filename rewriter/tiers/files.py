@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.errors import TierError
 from remat.rewriter.tiers.endings import closer
 
@@ -104,18 +105,6 @@ class Folder:
             return again
         finally:
             os.unlink(name)
-
-
-HOST_FOLDER = "REMAT_OFFLOAD"
-"""The environment variable that names the folder of the host tier of plans for a CPU."""
-
-
-def host_folder() -> str:
-    """Where a plan for a CPU keeps what leaves its memory for the host tier.
-
-    `REMAT_OFFLOAD`, or the system's folder for temporary files.
-    """
-    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
 
 
 class File:

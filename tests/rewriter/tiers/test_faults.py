@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.errors import TierError
 from remat.rewriter import RematModule, check
-from remat.rewriter.tiers import files
 from remat.rewriter.tiers.files import File
 from tests.limits import AMPLE_S
 from tests.paths import ROOT
@@ -50,7 +50,7 @@ def plan() -> Copied:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the host, in which nothing is left once a test has ended."""
-    monkeypatch.setenv(files.HOST_FOLDER, str(tmp_path))
+    monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
     yield tmp_path
     assert is_clean(tmp_path)
 
@@ -235,7 +235,7 @@ def test_copies_take_part_in_the_check(module: RematModule) -> None:
 
 def child(folder: Path, how: str) -> subprocess.Popen[str]:
     """A process that trains with copies to that folder; it says when it does."""
-    environment = {**os.environ, files.HOST_FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, HOST_FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), how], env=environment, stdout=subprocess.PIPE, text=True
     )

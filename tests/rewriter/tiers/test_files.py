@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat.graph_capture.devices.unnamed_files import HOST_FOLDER, host_folder
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers import files
-from remat.rewriter.tiers.files import BLOCK_BYTES, CHUNK_BYTES, File, Folder, host_folder
+from remat.rewriter.tiers.files import BLOCK_BYTES, CHUNK_BYTES, File, Folder
 from tests.rewriter.tiers.plans import is_clean
 
 SIZES = st.one_of(
@@ -181,7 +181,7 @@ def test_the_folder_of_the_host_is_the_systems_or_that_of_the_variable(
 ) -> None:
     import tempfile
 
-    monkeypatch.delenv(files.HOST_FOLDER, raising=False)
+    monkeypatch.delenv(HOST_FOLDER, raising=False)
     assert host_folder() == tempfile.gettempdir()
-    monkeypatch.setenv(files.HOST_FOLDER, str(tmp_path))
+    monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
     assert host_folder() == str(tmp_path)
