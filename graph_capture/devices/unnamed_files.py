@@ -22,7 +22,7 @@ HOST_FOLDER = "REMAT_OFFLOAD"
 
 
 def host_folder() -> str:
-    """The folder of files that are the host: that of `HOST_FOLDER`, or the system's temporary one."""
+    """The folder that is a CPU's host: that of `HOST_FOLDER`, or the system's temporary one."""
     return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
 
 
