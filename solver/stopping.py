@@ -160,7 +160,7 @@ TINY = Seconds(part=0.5)
 """Exhaustive search on tiny graphs; the rest of the limit is for what finds a schedule sooner."""
 EXACT = Seconds(most_s=10.0)
 """The exact program that ends a solve of a small graph."""
-ALONE = Seconds(part=0.5)
+ALONE = Seconds(part=0.75)
 """Recomputation alone, where a graph has links."""
 START = Seconds(part=0.2)
 """Another solver that gives a start: a policy, or segments between lower sets."""
