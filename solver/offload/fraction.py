@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.offload.policy import LEAST_BYTES, check_least_bytes, solve_choices
+from remat.solver.offload.policy import LEAST_BYTES, check_knobs, solve_choices
 from remat.solver.offload.released import Choice, Saved
 from remat.solver.result import Result
 from remat.solver.search import Listener
@@ -48,9 +47,7 @@ class Fraction:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least_bytes(self.least_bytes)
-        if self.steps < 2:
-            raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
+        check_knobs(self.least_bytes, self.steps)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest fraction that does.

@@ -43,10 +43,12 @@ def links_of(graph: TrainingGraph, solver: str) -> Links:
     return graph.links
 
 
-def check_least_bytes(least_bytes: int) -> None:
-    """Raise `SolverError` unless it is a number of bytes."""
+def check_knobs(least_bytes: int, steps: int = 2) -> None:
+    """Raise `SolverError` unless they are a number of bytes, and of settings to try."""
     if least_bytes < 1:
         raise SolverError(f"least_bytes must be 1 or more, not {least_bytes}")
+    if steps < 2:
+        raise SolverError(f"steps must be 2 (all and nothing) or more, not {steps}")
 
 
 def solve_choices(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.offload.policy import LEAST_BYTES, check_least_bytes, solve_choices
+from remat.solver.offload.policy import LEAST_BYTES, check_knobs, solve_choices
 from remat.solver.offload.released import Choice, Saved
 from remat.solver.result import Result
 from remat.solver.search import Listener
@@ -40,7 +40,7 @@ class SwapAll:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least_bytes(self.least_bytes)
+        check_knobs(self.least_bytes)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else all on the host, if that does.
