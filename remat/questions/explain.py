@@ -96,7 +96,7 @@ def _explained(
     asked = asked_again(schedule)
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
-    least = parts.timed("least", lambda: least_budget(graph, asked, each_s))
+    least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
     rules = parts.timed("rules", lambda: simple_rules(graph, result))
     levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
     greedy = parts.timed(

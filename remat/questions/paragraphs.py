@@ -41,19 +41,18 @@ def _place_of_peak(held: PeakHolders) -> str:
 
 def least_text(least: LeastBudget, solver: str) -> str:
     """The least budget known, the op that sets it, and what is proved."""
-    if not least.least_bytes:
-        return "no least budget is known for this solver and these pins"
-    text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
-    if least.at_peak is not None:
-        held = least.at_peak
-        text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
-        biggest = ", ".join(
-            f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
-            f"{bytes_text(row.size_bytes)}"
-            for row in held.values[:SHOWN]
-        )
-        if biggest:
-            text += f", with {biggest} live"
+    text, held = (
+        f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows",
+        least.at_peak,
+    )
+    text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
+    biggest = ", ".join(
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
+        f"{bytes_text(row.size_bytes)}"
+        for row in held.values[:SHOWN]
+    )
+    if biggest:
+        text += f", with {biggest} live"
     if least.floor is not None:
         place = least.floor.module or least.floor.name
         text += (

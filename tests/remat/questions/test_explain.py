@@ -306,6 +306,7 @@ def test_an_explanation_of_copies_has_their_lever_and_all_its_parts() -> None:
     assert lever.startswith("copies to the host and back: -0.1 KiB for 25.7 % of a step")
     assert lever.endswith("Solved without, the overhead is 14.3 %")
     assert found.moves
+    assert found.least.least_bytes <= found.peak_bytes
 
 
 def test_a_step_that_is_copied_for_nothing_needs_no_rule_and_does_not_fit_as_it_is() -> None:
