@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from remat.rewriter.graphs.handed_over import marks
 from remat.rewriter.tiers.tier import Tier, tier_for
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
+
+_compiling = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,11 @@ def _boxed(
         # the user's tensors all the same, which may change in place.
         for node in gm.graph.find_nodes(op="get_attr"):
             setattr(gm, str(node.target), getattr(backward, str(node.target)))
-        if handing:
-            return handing.compile_backward(gm)
-        return compile_boxed(gm, example_inputs)
+        # First backwards of several threads would share the graph's fake mode.
+        with _compiling:
+            if handing:
+                return handing.compile_backward(gm)
+            return compile_boxed(gm, example_inputs)
 
     return compile_boxed, compile_backward
 
