@@ -107,12 +107,12 @@ def checkpoint_policy(
             f"this plan runs {schedule.pieces[0].region} in pieces, which torch's checkpointing "
             "cannot: train with remat.rewrite, or plan with split='none'"
         )
+    require_valid(graph, schedule)
     if schedule.moves:
         raise RewriteError(
             "this plan copies values to the host, and torch's checkpointing copies none: train "
             "with remat.rewrite, or solve without offloading"
         )
-    require_valid(graph, schedule)
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
     if changed:
         places = {op.name: op.module or op.name for op in graph.ops}
