@@ -17,14 +17,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
+from remat.graph_capture.devices.unnamed_files import BLOCK_BYTES, HOST_FOLDER
 from remat.graph_capture.errors import TierError
 from remat.rewriter.tiers.endings import closer
 
 CHUNK_BYTES = 4 << 20
 """One write or read. On an NVMe disk, larger ones were no faster."""
-BLOCK_BYTES = 4096
-"""Direct writes begin, end and lie in memory at multiples of it; disks' own blocks divide it."""
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 """What systems answer that do not know a way of opening or writing."""
 _DIRECT = getattr(os, "O_DIRECT", 0)

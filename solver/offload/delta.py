@@ -21,15 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.solver.offload.policy import LEAST_BYTES, check_knobs, solve_choices
+from remat.solver.offload.policy import SteppedPolicy
 from remat.solver.offload.released import Choice, Saved
-from remat.solver.result import Result
-from remat.solver.search import Listener
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(SteppedPolicy):
     """Solver that releases by price.
 
     Attributes
@@ -39,24 +36,7 @@ class Delta:
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
-    copies: ClassVar[bool] = True
-
-    steps: int = 49
-    least_bytes: int = LEAST_BYTES
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def __post_init__(self) -> None:
-        check_knobs(self.least_bytes, self.steps)
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the fastest share that does.
-
-        Raises
-        ------
-        SolverError : the graph has no links.
-        """
-        return solve_choices(self, "delta", graph, budget_bytes, self.choices)
+    name: ClassVar[str] = "delta"
 
     def choices(self, saved: Saved) -> Iterator[Choice]:
         """A choice for each share of bytes to release; none where nothing is large enough."""

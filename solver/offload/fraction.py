@@ -18,18 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.solver.offload.policy import LEAST_BYTES, check_knobs, solve_choices
+from remat.solver.offload.policy import SteppedPolicy
 from remat.solver.offload.released import Choice, Saved
-from remat.solver.result import Result
-from remat.solver.search import Listener
 
 CHEAP = ("norm", "gelu", "silu", "rsqrt", "mul", "pow", "mean")
 """In the names of ops that norms and activation functions are made of."""
 
 
 @dataclass(frozen=True)
-class Fraction:
+class Fraction(SteppedPolicy):
     """Solver that hosts a fraction of each layer.
 
     Attributes
@@ -39,24 +36,9 @@ class Fraction:
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
-    copies: ClassVar[bool] = True
+    name: ClassVar[str] = "fraction"
 
     steps: int = 25
-    least_bytes: int = LEAST_BYTES
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def __post_init__(self) -> None:
-        check_knobs(self.least_bytes, self.steps)
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the fastest fraction that does.
-
-        Raises
-        ------
-        SolverError : the graph has no links.
-        """
-        return solve_choices(self, "fraction", graph, budget_bytes, self.choices)
 
     def choices(self, saved: Saved) -> Iterator[Choice]:
         """A choice for each fraction, from 0 on; none where backward reads nothing large."""

@@ -22,19 +22,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from remat.graph_capture.graph import TrainingGraph
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
-from remat.solver.offload.policy import LEAST_BYTES, check_knobs, solve_choices
+from remat.solver.offload.policy import SteppedPolicy
 from remat.solver.offload.released import Choice, Saved
-from remat.solver.result import Result
-from remat.solver.search import Listener
 
 UNIT = 1e6
 """Bytes in a unit of the rows: HiGHS's tolerances are absolute."""
 
 
 @dataclass(frozen=True)
-class LayerFractions:
+class LayerFractions(SteppedPolicy):
     """Solver with shares of layers.
 
     Attributes
@@ -44,24 +41,7 @@ class LayerFractions:
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
-    copies: ClassVar[bool] = True
-
-    steps: int = 49
-    least_bytes: int = LEAST_BYTES
-    time_limit_s: float = 60.0
-    progress: Listener | None = None
-
-    def __post_init__(self) -> None:
-        check_knobs(self.least_bytes, self.steps)
-
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the fastest of the caps' choices that does.
-
-        Raises
-        ------
-        SolverError : the graph has no links.
-        """
-        return solve_choices(self, "layer_fractions", graph, budget_bytes, self.choices)
+    name: ClassVar[str] = "layer_fractions"
 
     def choices(self, saved: Saved) -> Iterator[Choice]:
         """A choice for each cap that the outer program can meet; none where there are no layers."""

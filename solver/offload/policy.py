@@ -6,8 +6,10 @@ in time and the placing of copies of `placing`, which is more than most have whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -17,7 +19,7 @@ from remat.solver.offload.placing import place_copies
 from remat.solver.offload.released import Choice, Saved
 from remat.solver.offload.scope import require_no_homes
 from remat.solver.result import Result
-from remat.solver.search import Search
+from remat.solver.search import Listener, Search
 
 LEAST_BYTES = 1 << 20
 """Smaller values stay, unless a policy is told otherwise."""
@@ -41,6 +43,42 @@ def links_of(graph: TrainingGraph, solver: str) -> Links:
         )
     require_no_homes(graph, solver)
     return graph.links
+
+
+@dataclass(frozen=True)
+class SteppedPolicy(ABC):
+    """A policy with a knob, of which some settings are tried.
+
+    Attributes
+    ----------
+    name : in the table of solvers. steps : settings tried, both ends included.
+    least_bytes : smaller values stay.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    copies: ClassVar[bool] = True
+    name: ClassVar[str]
+
+    steps: int = 49
+    least_bytes: int = LEAST_BYTES
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        check_knobs(self.least_bytes, self.steps)
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The unmodified step if it fits, else the fastest setting that does.
+
+        Raises
+        ------
+        SolverError : the graph has no links.
+        """
+        return solve_choices(self, self.name, graph, budget_bytes, self.choices)
+
+    @abstractmethod
+    def choices(self, saved: Saved) -> Iterator[Choice]:
+        """A choice for each setting."""
 
 
 def check_knobs(least_bytes: int, steps: int = 2) -> None:

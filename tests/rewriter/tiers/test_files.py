@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.devices.unnamed_files import HOST_FOLDER, host_folder
+from remat.graph_capture.devices.unnamed_files import BLOCK_BYTES, HOST_FOLDER, host_folder
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers.files import BLOCK_BYTES, CHUNK_BYTES, File, Folder
+from remat.rewriter.tiers.files import CHUNK_BYTES, File, Folder
 from tests.rewriter.tiers.plans import is_clean
 
 SIZES = st.one_of(
