@@ -100,7 +100,7 @@ def cache_folder() -> Path:
 
 
 def _network(name: str) -> TrainingGraph:
-    path = cache_folder() / f"{name}-{_sources()[:16]}.json"
+    path = cache_folder() / f"{name}-{sources_hash()[:16]}.json"
     if path.exists():
         return TrainingGraph.from_json(read_contents(path))
     made = captured(name)
@@ -119,7 +119,7 @@ def captured(name: str) -> TrainingGraph:
     return msgspec.structs.replace(roofline(traced), name=name)
 
 
-def _sources() -> str:
+def sources_hash() -> str:
     """SHA-256 of what a captured graph depends on."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
     for place in SOURCES:

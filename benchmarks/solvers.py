@@ -23,11 +23,14 @@ from typing import Any
 from benchmarks.cell import in_own_process
 from benchmarks.graphs import grid, names
 from remat.solver import TABLE
+from remat.solver.table import NEEDS_LINKS
 
 FRACTIONS = ("0.7", "0.5", "0.3", "0.15", "least")
 FAST_GRAPHS = ("gpt12", "resnet18", "unet", "chain64", "layered250")
 FAST_FRACTIONS = ("0.5", "0.3")
 ROOT = Path(__file__).parents[1]
+DEFAULT_SOLVERS = [name for name in TABLE if name not in NEEDS_LINKS]
+"""No graph here has links; `benchmarks.offload` has some."""
 DEFAULT_OUT = ROOT / "benchmarks" / "results" / "solvers.json"
 
 
@@ -125,7 +128,9 @@ def _asked() -> argparse.Namespace:
     known = names()
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--graphs", nargs="+", help=f"of {', '.join(known)}")
-    parser.add_argument("--solvers", nargs="+", default=list(TABLE), help=f"of {', '.join(TABLE)}")
+    parser.add_argument(
+        "--solvers", nargs="+", default=DEFAULT_SOLVERS, help=f"of {', '.join(TABLE)}"
+    )
     parser.add_argument("--fractions", nargs="+", type=_fraction, metavar="F")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a cell")
     parser.add_argument("--fast", action="store_true", help=f"{', '.join(FAST_GRAPHS)} only")

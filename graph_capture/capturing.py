@@ -1,26 +1,32 @@
 """Capture: from a module and a batch to a priced graph, by tracing, pricing and sharding.
 
-It stands above `tracing/`, `prices/` and `derived/`, which do not know of each other's order.
+It stands above `tracing/`, `prices/` and `derived/`, which do not know of each other's order. A
+module of the name `capture` would hide the function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
+import msgspec
 from torch import nn
 
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.lower_tiers import LowerTiers, lower_tiers
+from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.prices.link_prices import links_below
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.shapes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic
+from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.recipe import Split
+from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, trace
 
@@ -41,6 +47,8 @@ def capture(
     progress: Counted | None = ...,
     split: Split | None = ...,
     measure_again: bool = ...,
+    host: str | SupportsIndex | None = ...,
+    nvme: str | None = ...,
     dynamic: Dynamic,
 ) -> RangedGraph: ...
 @overload
@@ -59,6 +67,8 @@ def capture(
     progress: Counted | None = ...,
     split: Split | None = ...,
     measure_again: bool = ...,
+    host: str | SupportsIndex | None = ...,
+    nvme: str | None = ...,
     dynamic: None = ...,
 ) -> TrainingGraph: ...
 def capture(
@@ -76,6 +86,8 @@ def capture(
     progress: Counted | None = None,
     split: Split | None = None,
     measure_again: bool = False,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
     dynamic: Dynamic | None = None,
 ) -> TrainingGraph | RangedGraph:
     """Trace one training step and price its ops: see `trace`, `price` and `price_modelled`.
@@ -100,6 +112,11 @@ def capture(
         Solvers choose. Left out, it is ``exact`` for heads that take a large part of the memory
         of a step on one rank; those that cannot run so stay whole without a warning.
     measure_again : measure ops anew, also those whose prices are kept from before.
+    host : memory of the host that a plan may move values to, as bytes, ``"120GiB"`` or ``"auto"``,
+        nine tenths of what is free. The graph then has `links`: measured once, and kept; of a
+        device that is not here, modelled. On a CPU, files stand for the host.
+    nvme : a folder and how much of its drive lies below the host, such as ``"/mnt/nvme:200GiB"``.
+        Not with `dynamic`, as `host`.
     dynamic : dimensions of the batch that vary, such as ``{"tokens": {1: ("seq", 16, 2048)}}``: by
         argument (its name, its position, ``target``) and dimension, a name and the least and the
         largest size; a fourth entry says what sizes are multiples of. The result is a
@@ -110,8 +127,12 @@ def capture(
     CaptureError : the step cannot be one static graph; names module, line and way out.
     DeviceError : the device is unknown or not here, or a tensor is on another one.
     ProfileError : the profile cannot be read, or does not serve this device and model.
+    BudgetError : `host` or `nvme` cannot be read, or is more than there is. FileError : the folder
+        of `nvme` is not there, or cannot be written.
     """
-    known = as_profile(profile)
+    known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
+    if dynamic:
+        refuse_beside_ranges(host=host is not None)
     traced = trace(
         model, args, kwargs,
         loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
@@ -119,11 +140,33 @@ def capture(
     )  # fmt: skip
 
     def priced(one: Trace) -> TrainingGraph:
-        return price_for(one, progress=progress, profile=known, measure_again=measure_again)
+        return price_for(
+            one, progress=progress, profile=known, measure_again=measure_again, tiers=tiers
+        )
 
     if dynamic:
         return ranged_graph_of(traced, priced, workspaces_by(traced, known))
-    return on_one_rank(priced(traced), sharding)
+    graph = on_one_rank(priced(traced), sharding)
+    if graph.links is not None:
+        keep_links(model, traced.graph.hash, graph.links)
+    return graph
+
+
+def tiers_for(
+    model: nn.Module,
+    device: str | None,
+    host: str | SupportsIndex | None,
+    nvme: str | None,
+) -> LowerTiers | None:
+    """What may be used below the device that a step of `model` is for; None for nothing.
+
+    Raises
+    ------
+    BudgetError, FileError : as of `lower_tiers`. DeviceError : there is no such device.
+    """
+    if host is None and nvme is None:
+        return None
+    return lower_tiers(host, nvme, resolved_device(device, model))
 
 
 def price_for(
@@ -132,18 +175,26 @@ def price_for(
     progress: Counted | None = None,
     profile: Profile | None = None,
     measure_again: bool = False,
+    tiers: LowerTiers | None = None,
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.
 
     A price that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
+    With `tiers`, the graph has links to them.
     """
+    device = traced.recipe.device
     if traced.recipe.is_modelled:
         from remat.graph_capture.prices.modelled import price_modelled
 
-        return price_modelled(traced, traced.recipe.device, profile)
-    from remat.graph_capture.prices.pricing import price
+        graph = price_modelled(traced, device, profile)
+    else:
+        from remat.graph_capture.prices.pricing import price
 
-    return price(traced, progress=progress, profile=profile, measure_again=measure_again)
+        graph = price(traced, progress=progress, profile=profile, measure_again=measure_again)
+    if tiers is None:
+        return graph
+    links = links_below(device, tiers, profile, measure_again=measure_again)
+    return msgspec.structs.replace(graph, links=links)
 
 
 def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf | None:

@@ -48,6 +48,10 @@ class LayoutError(RematError):
     """Buffers or a layout of them break a rule, or the layout is of other buffers."""
 
 
+class TierError(RematError):
+    """A value cannot be copied to memory below the device, or back."""
+
+
 class ArenaError(RematError):
     """The allocator of arenas cannot be built here, or a step has no arena."""
 

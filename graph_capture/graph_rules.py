@@ -38,6 +38,11 @@ def check_graph(graph: TrainingGraph) -> None:
     for value in graph.values:
         if value.size_bytes < 0:
             raise GraphError(f"value {value.name} has a negative size: {value.size_bytes} bytes")
+        if value.home is not None and value.producer:
+            raise GraphError(
+                f"value {value.name} has a home on the {value.home} and is made by op "
+                f"{value.producer}: only what is there before the step begins has a home"
+            )
     _check_ops(graph, values)
     _check_producers(graph)
     _check_outputs(graph, values)
@@ -69,6 +74,7 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
                 f"op {op.name} reads {name} before any op has produced it: "
                 "the order is not one in which the ops can run, or the graph has a cycle"
             )
+    _check_host(op)
     for name in op.outputs:
         if name not in values or values[name].producer != op.name:
             raise GraphError(
@@ -77,6 +83,20 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
     if len(set(op.outputs)) < len(op.outputs):
         twice = next(name for name in op.outputs if op.outputs.count(name) > 1)
         raise GraphError(f"op {op.name} lists output {twice} twice: list each value once")
+
+
+def _check_host(op: Op) -> None:
+    """Its price on the host is one, and it rewrites only what it reads."""
+    if op.host_cost_us is not None and not 0 <= op.host_cost_us < math.inf:
+        raise GraphError(
+            f"op {op.name} has a negative or undefined price on the host: {op.host_cost_us} us; it "
+            "is finite, from 0 on, or None where the op cannot run there"
+        )
+    for name in op.updates:
+        if name not in op.inputs:
+            raise GraphError(
+                f"op {op.name} updates {name} and does not read it: list it among its inputs"
+            )
 
 
 def _check_producers(graph: TrainingGraph) -> None:

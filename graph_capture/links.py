@@ -16,9 +16,13 @@ from remat.graph_capture.errors import GraphError
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 """Kinds of memory, from the fastest down. A copy goes one tier down, or one up."""
+LOWER_TIERS: tuple[Tier, ...] = ("host", "nvme")
 LinkName = Literal["d2h", "h2d", "write", "read"]
 LINK_NAMES: tuple[LinkName, ...] = ("d2h", "h2d", "write", "read")
-"""Device to host, host to device, host to NVMe, NVMe to host."""
+LINK_TITLES: dict[LinkName, str] = {
+    "d2h": "device to host", "h2d": "host to device", "write": "host to NVMe",
+    "read": "NVMe to host",
+}  # fmt: skip
 
 
 class Link(msgspec.Struct, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
@@ -12,6 +11,7 @@ from remat.graph_capture.derived.eager import as_unmodified
 from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.devices.free_memory import free_bytes
+from remat.graph_capture.devices.sizes import NUMBER, whole_bytes, written_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.as_planned import whole
@@ -26,17 +26,6 @@ from remat.solver.sequence import schedule_of
 RESERVE = 0.10
 """Share of the free memory that ``auto`` leaves to others."""
 
-_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
 
 UNBOUNDED_BYTES = 2**62
@@ -119,38 +108,17 @@ def parse_budget(budget: str | SupportsIndex) -> Budget:
 
 
 def _parse_int(budget: SupportsIndex) -> Budget:
-    if isinstance(budget, bool):
-        raise BudgetError(f"budget {budget!r} is no size: give bytes as an int, or {_FORMS}")
-    try:
-        return Budget("bytes", size_bytes=operator.index(budget))
-    except TypeError as error:
-        raise BudgetError(
-            f"budget {budget!r} is a {type(budget).__name__}: give whole bytes as an int, "
-            f"or a text such as {_FORMS}"
-        ) from error
+    return Budget("bytes", size_bytes=whole_bytes(budget, "budget", _FORMS))
 
 
 def _parse_text(text: str) -> Budget:
     word = text.lower()
     if word in ("auto", "min"):
         return Budget("auto" if word == "auto" else "min")
-    match = re.fullmatch(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", word)
-    if match is None:
-        raise BudgetError(f"budget {text!r} cannot be read: write it like {_FORMS}")
-    number, unit = match.groups()
-    if unit == "%":
-        return Budget("share", share=float(number) / 100)
-    if not unit:
-        raise BudgetError(
-            f"budget {text!r} has no unit: {number} bytes? "
-            f"Write {number}%, {number}MiB or {number}GiB"
-        )
-    if unit not in _UNITS:
-        raise BudgetError(
-            f"budget {text!r} has an unknown unit {unit!r}: write {number}MiB or {number}GiB "
-            f"(units: B, kB, MB, GB, KiB, MiB, GiB)"
-        )
-    return Budget("bytes", size_bytes=int(float(number) * _UNITS[unit]))
+    share = re.fullmatch(rf"{NUMBER}\s*%", word)
+    if share is not None:
+        return Budget("share", share=float(share[1]) / 100)
+    return Budget("bytes", size_bytes=written_bytes(text, "budget", _FORMS, unless="%"))
 
 
 def _auto_bytes_for(graph: TrainingGraph) -> int:

@@ -110,6 +110,8 @@ def rematerialize(
     kwargs: Mapping[str, Any] | None = ...,
     *,
     budget: str | SupportsIndex,
+    host: str | SupportsIndex | None = ...,
+    nvme: str | None = ...,
     loss_fn: Callable[..., Any] | None = ...,
     target: Any = ...,
     optimizer: Optimizer = ...,
@@ -135,6 +137,8 @@ def rematerialize(
     kwargs: Mapping[str, Any] | None = ...,
     *,
     budget: str | SupportsIndex,
+    host: str | SupportsIndex | None = ...,
+    nvme: str | None = ...,
     loss_fn: Callable[..., Any] | None = ...,
     target: Any = ...,
     optimizer: Optimizer = ...,
@@ -159,6 +163,8 @@ def rematerialize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: str | SupportsIndex,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
     optimizer: Optimizer = "none",
@@ -184,6 +190,9 @@ def rematerialize(
 
     Parameters
     ----------
+    host, nvme : memory below the device that values may move to, as of `remat.capture`: a plan then
+        may copy a value there and back, where that is cheaper than to compute it again. Not with
+        `compile` and `dynamic`.
     sharding : how you will wrap the result as a whole, by DDP or `fully_shard`; the budget then
         is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
     group : ranks that are to follow the same plan: the first makes it. All of them must call. A
@@ -217,9 +226,9 @@ def rematerialize(
     RematError : the model cannot be captured, or an option is unknown.
     """
     from remat.compile.code_plans import compiled_module, with_fitting_code
+    from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.joint.collectives import collectives_in
-    from remat.graph_capture.prices.pricing import price
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.trace import trace
     from remat.ranks.required_group import require_group
@@ -235,6 +244,7 @@ def rematerialize(
         refuse_beside_ranges(
             sharding=sharding.kind != "none", group=group is not None, compile=compile,
             float_inputs=bool(float_inputs), split=split not in (None, "none"),
+            host=host is not None, nvme=nvme is not None,
         )  # fmt: skip
         return rematerialize_over(
             model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
@@ -243,7 +253,8 @@ def rematerialize(
         )  # fmt: skip
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)
-        _require_compatible(sharding, compile, float_inputs, split)
+        _require_compatible(sharding, compile, float_inputs, split, host)
+        tiers = tiers_for(model, None, host, nvme)
         if split is None and (compile or group is not None):
             split = "none"
         traced = trace(
@@ -254,7 +265,7 @@ def rematerialize(
         require_group(traced.joint.module, group)
 
         def at(target: str | SupportsIndex) -> Solved:
-            graph = on_one_rank(price(traced, profile=known), sharding)
+            graph = on_one_rank(price_for(traced, profile=known, tiers=tiers), sharding)
             return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
 
         def make() -> Solved:
@@ -282,13 +293,22 @@ def rematerialize(
 
 
 def _require_compatible(
-    sharding: Sharding, is_compiled: bool, float_inputs: Sequence[str], split: Split | None
+    sharding: Sharding,
+    is_compiled: bool,
+    float_inputs: Sequence[str],
+    split: Split | None,
+    host: str | SupportsIndex | None,
 ) -> None:
     """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
     if sharding.blocks:
         raise RewriteError(
             f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
             "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
+        )
+    if is_compiled and host is not None:
+        raise RewriteError(
+            "compile=True takes no host: Inductor's code copies nothing to the host. Leave out one "
+            "of the two"
         )
     if is_compiled and split not in (None, "none"):
         raise RewriteError(

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
 from remat.changing_numbers import ChangingNumbers
+from remat.graph_capture.capturing import tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.errors import (
     BudgetError,
@@ -43,7 +44,7 @@ MAX_PLANS = 16
 OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
-OF_ONE_SIZE = {"compile", "group", "sharding", "split"}
+OF_ONE_SIZE = {"compile", "group", "host", "nvme", "sharding", "split"}
 """Options that a plan for a range of sizes does not take."""
 PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
 
@@ -239,15 +240,17 @@ def plan_cache(
 
     Raises
     ------
-    BudgetError : the budget cannot be read. SolverError : `max_plans` is below 1.
+    BudgetError : the budget, `host` or `nvme` cannot be read, or is more than there is.
+    FileError : the folder of `nvme` cannot be written. SolverError : `max_plans` is below 1.
     RewriteError : `model` is rewritten already. CaptureError : `dynamic` and an option exclude
         each other.
     """
     parse_budget(budget)
+    tiers_for(model, None, options.get("host"), options.get("nvme"))
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
         refuse_beside_ranges(
-            **{name: bool(options.get(name)) for name in ("compile", "group")},
+            **{name: bool(options.get(name)) for name in ("compile", "group", "host", "nvme")},
             sharding=options.get("sharding", NO_SHARDING) != NO_SHARDING,
             split=options.get("split") not in (None, "none"),
         )

@@ -99,7 +99,8 @@ def checkpoint_policy(
     ------
     ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : forward changes buffers or its batch, which torch would do again when it
-        recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces.
+        recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces
+        or copies values to the host.
     """
     if schedule.pieces:
         raise RewriteError(
@@ -107,6 +108,11 @@ def checkpoint_policy(
             "cannot: train with remat.rewrite, or plan with split='none'"
         )
     require_valid(graph, schedule)
+    if schedule.moves:
+        raise RewriteError(
+            "this plan copies values to the host, and torch's checkpointing copies none: train "
+            "with remat.rewrite, or solve without offloading"
+        )
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
     if changed:
         places = {op.name: op.module or op.name for op in graph.ops}

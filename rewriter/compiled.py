@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,10 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.links import Links
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.results import Repeats
 from remat.graph_capture.tracing.side_effects.carried import Carried, Settled
@@ -23,8 +27,11 @@ from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.rewriter.graphs.handed_over import marks
+from remat.rewriter.tiers.tier import Tier, tier_for
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
+
+_compiling = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class CompiledStep:
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
     whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
-    made. `memory` is where its graphs get memory from.
+    made. `memory` is where its graphs get memory from, `tier` where they copy values to.
     """
 
     call: Callable[..., Any]
@@ -48,6 +55,7 @@ class CompiledStep:
     by_inductor: bool = False
     handing: HandingOver | None = None
     memory: StepMemory = field(default_factory=StepMemory)
+    tier: Tier | None = None
 
     def results(self, *inputs: Any) -> Any:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
@@ -67,17 +75,36 @@ def copy_to_compile(trace: Trace) -> Trace:
     return dataclasses.replace(trace, descriptors=descriptors)
 
 
-def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False) -> CompiledStep:
+def links_of(trace: Trace, priced: TrainingGraph | None = None) -> Links | None:
+    """The links of a step: of its trace, else of the priced graph that its plan was solved on."""
+    return trace.graph.links or (priced.links if priced else None)
+
+
+def compile_step(
+    trace: Trace,
+    schedule: Schedule,
+    *,
+    by_inductor: bool = False,
+    links: Links | None = None,
+) -> CompiledStep:
     """Carry out `schedule` on a fresh trace.
 
     A trace can be compiled only once, since AOTAutograd uses up its metadata.
+
+    Parameters
+    ----------
+    links : as of `links_of`, for a schedule that copies values.
 
     Raises
     ------
     ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : Inductor is asked for and cannot compile the step exactly.
+    TierError : values are copied to a folder that cannot be written, or has too little room.
     """
-    require_valid(trace.graph, schedule)
+    found = require_valid(trace.graph, schedule, links)
+    if schedule.moves:
+        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
+    tier = tier_for(trace.graph, schedule, links or trace.graph.links, found)
     trace.compiled = True
     emitted: list[fx.GraphModule] = []
     facts = gradient_facts(trace.joint)
@@ -105,8 +132,11 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         # Inductor's kernels are made for the strides of the trace.
         metadata = None if by_inductor else state.fw_metadata
         emitted.extend(
-            emit(joint, schedule, floats, metadata, writes=not by_inductor, env=trace.env)
-        )
+            emit(
+                joint, schedule, floats, metadata,
+                writes=not by_inductor, env=trace.env, tier=tier,
+            )
+        )  # fmt: skip
         if marks(emitted[1].graph):
             handings.append(HandingOver(emitted[1]))
         handing = handings[0] if handings else None
@@ -133,7 +163,23 @@ def compile_step(trace: Trace, schedule: Schedule, *, by_inductor: bool = False)
         )
     written = trace.carried, trace.settled, trace.repeats, floats
     handing = handings[0] if handings else None
-    return CompiledStep(call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory)
+    return CompiledStep(
+        call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory, tier
+    )
+
+
+def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
+    """Raise `RewriteError` for ways of running that carry out no copies between tiers."""
+    if by_inductor:
+        raise RewriteError(
+            "this plan copies values to the host, and code by Inductor copies none: leave out "
+            "compile=True, or solve without offloading"
+        )
+    if over_range:
+        raise RewriteError(
+            "this plan copies values to the host, and a module over a range of sizes copies none: "
+            "plan for one size, or solve without offloading"
+        )
 
 
 def _boxed(
@@ -147,9 +193,11 @@ def _boxed(
         # the user's tensors all the same, which may change in place.
         for node in gm.graph.find_nodes(op="get_attr"):
             setattr(gm, str(node.target), getattr(backward, str(node.target)))
-        if handing:
-            return handing.compile_backward(gm)
-        return compile_boxed(gm, example_inputs)
+        # First backwards of several threads would share the graph's fake mode.
+        with _compiling:
+            if handing:
+                return handing.compile_backward(gm)
+            return compile_boxed(gm, example_inputs)
 
     return compile_boxed, compile_backward
 

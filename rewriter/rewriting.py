@@ -19,7 +19,7 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.without_storage import has_storage
-from remat.rewriter.compiled import compile_step
+from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.user_module.module import RematModule, make_module
@@ -84,7 +84,7 @@ def rewrite(
         they are not needed; in another one, the model is traced on them.
     trace : a trace of `model`, if there is one, to save tracing again.
     prediction, priced : what was predicted of the schedule, and its priced graph. Both are kept in
-        the module's plan.
+        the module's plan. The links of the graph say where a schedule may copy values to.
     compile : whether Inductor makes the code. The random stream and every random number stay
         eager's to the bit. Results do not, since fused kernels round differently. Gradients are
         those of the same module compiled with everything kept, where both have the same kernels.
@@ -103,7 +103,9 @@ def rewrite(
     Raises
     ------
     ScheduleError : the schedule was made for another model or batch, or `simulate` refuses it.
-    RewriteError : the batch that the schedule was made for is not known here.
+    RewriteError : the batch that the schedule was made for is not known here; or the schedule
+        copies values to the host, and `compile` or `over` is given.
+    TierError : the schedule copies values to a folder that cannot be written or has no room.
     CaptureError : the model has changed, and cannot be captured any more.
     """
     refuse_rewritten(model)
@@ -111,6 +113,8 @@ def rewrite(
         refuse_beside_ranges(compile=compile, updates=updates is not None)
         return make_ranged(model, schedule, trace or _trace_range(model, schedule), over)
     _require_schedule(schedule)
+    if schedule.moves:
+        refuse_copies(by_inductor=compile, over_range=over is not None)
     if schedule.updates and updates is None:
         raise RewriteError(
             "this plan updates parameters during backward, and no optimizer is at hand: make it "
@@ -131,7 +135,7 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         is_usable = is_usable and trace.graph.hash == schedule.graph_hash
         traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
-    found = require_valid(traced.graph, schedule)
+    found = require_valid(traced.graph, schedule, links_of(traced, priced))
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
             f"this schedule has a peak of {found.peak_bytes} bytes here, above its budget of "
@@ -154,7 +158,8 @@ def module_for(
     by_inductor: bool = False,
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
-    step = compile_step(traced, schedule, by_inductor=by_inductor)
+    links = links_of(traced, priced)
+    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
     known = (prediction, priced, updates)
     return make_module(model, schedule, traced.recipe, step, traced.python_state, *known)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
+from remat.graph_capture.links import LOWER_TIERS, Links, Tier
 from remat.schedules.as_planned import as_planned
-from remat.schedules.judge.clocks import Stall
+from remat.schedules.judge.clocks import Copy, Stall
 from remat.schedules.judge.replay import Replay
 from remat.schedules.schedule import Compute, Schedule, Step
 
@@ -32,7 +32,10 @@ class Simulation(msgspec.Struct, frozen=True):
     workspace_at_peak_bytes : workspace of the op at the peak.
     clock_us : one number a step: the device's clock after it.
     stalls : waits for copies. busy_us : by engine, time in which it works.
+    copies : each copy, with its link, in the order of their steps.
     moved_bytes : by link. host_peak_bytes, nvme_peak_bytes : most bytes live in these tiers.
+    below_bytes : by tier below the device, one number a step: bytes there after it. Empty where
+        nothing ever is.
     """
 
     peak_bytes: int
@@ -44,10 +47,12 @@ class Simulation(msgspec.Struct, frozen=True):
     workspace_at_peak_bytes: int
     clock_us: tuple[float, ...] = ()
     stalls: tuple[Stall, ...] = ()
+    copies: tuple[Copy, ...] = ()
     busy_us: dict[str, float] = {}
     moved_bytes: dict[str, int] = {}
     host_peak_bytes: int = 0
     nvme_peak_bytes: int = 0
+    below_bytes: dict[str, tuple[int, ...]] = {}
 
     @property
     def stall_us(self) -> float:
@@ -83,10 +88,13 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
     schedule.check_made_for(graph)
     replay, steps = Replay(graph, schedule, links or graph.links), schedule.steps
     live_bytes, clock_us = list[int](), list[float]()
+    below: dict[Tier, list[int]] = {tier: [] for tier in LOWER_TIERS}
     peak_bytes, peak_step, at_peak, workspace = replay.bytes["device"], 0, tuple[str, ...](), 0
     for i, step in enumerate(steps):
         live_bytes.append(replay.step(i, step))
         clock_us.append(replay.clocks.now["device"])
+        for tier, bytes_there in below.items():
+            bytes_there.append(replay.bytes[tier])
         if live_bytes[-1] > peak_bytes:
             peak_bytes, peak_step, at_peak = live_bytes[-1], i, tuple(replay.live["device"])
             workspace = _workspace_bytes(replay, i, step)
@@ -102,26 +110,34 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         workspace_at_peak_bytes=workspace,
         clock_us=tuple(clock_us),
         stalls=tuple(replay.clocks.stalls),
+        copies=tuple(replay.clocks.copies),
         busy_us=replay.clocks.busy,
         moved_bytes={**replay.clocks.moved_bytes},
         host_peak_bytes=replay.peak_bytes["host"],
         nvme_peak_bytes=replay.peak_bytes["nvme"],
+        below_bytes={str(tier): tuple(each) for tier, each in below.items() if any(each)},
     )
 
 
-def require_valid(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+def require_valid(
+    graph: TrainingGraph, schedule: Schedule, links: Links | None = None
+) -> Simulation:
     """Refuse a schedule that is not one of `graph`, before anything is made of it; judge others.
 
     `graph` is the very one that is to be carried out, with regions in pieces. A hash says only
     that a schedule was made for it: steps that were doubled, dropped or moved since train with
     other gradients than eager's, or hold more than was promised.
 
+    Parameters
+    ----------
+    links : as of `simulate`.
+
     Raises
     ------
     ScheduleError : it was made for another graph, or a step breaks a rule.
     """
     schedule.check_made_for(graph)
-    return simulate(graph, schedule)
+    return simulate(graph, schedule, links)
 
 
 def overhead_of(time_us: float, base_us: float) -> float:

@@ -10,8 +10,14 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver.contract import Solver
 from remat.solver.interrupts import one_job
 from remat.solver.levers.late_updates import has_updates, solve_with_updates
+from remat.solver.offload.scope import (
+    can_copy,
+    for_any_copies,
+    plans_copies,
+    require_planned_with_copies,
+)
 from remat.solver.options import check_number, whole_bytes
-from remat.solver.pins.globs import Globs
+from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Holding, Result, naming_the_limit
 from remat.solver.search import Listener, Progress
 from remat.solver.table import TABLE, make_solver, option_names, solver_class
@@ -77,6 +83,9 @@ def solve(
             keep=keep, recompute=recompute, **options,
         )  # fmt: skip
 
+    if can_copy(graph):
+        order = options.get("order")
+        require_planned_with_copies(solver, recompute=bool(as_globs(recompute)), order=order)
     with one_job():
         if graph.regions:
             from remat.solver.levers.in_pieces import solve_in_pieces
@@ -99,4 +108,6 @@ def solve(
             found = made.solve(graph, budget_bytes)
             if solver == "auto":
                 found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
+        if can_copy(graph) and not plans_copies(solver):
+            found = for_any_copies(graph, found)
         return naming_the_limit(found, time_limit_s)

@@ -11,7 +11,7 @@ in captured order, or in any (`order`). The parts come in order of cost:
 6. on small graphs, the exact program of `checkmate`.
 
 Graphs of thousands of ops get their first schedule from `hierarchical`, before step 3. In a
-free order several orders are solved (`free_order`).
+free order several orders are solved (`free_order`). A graph with links goes to `joint`.
 Optimal: where the result says so. Cost: near-linear where one cut closes the gap, which is
 the rule on transformers; else the time limit. Shortcomings: those of its parts.
 """
@@ -19,7 +19,7 @@ the rule on transformers; else the time limit. Shortcomings: those of its parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -34,15 +34,17 @@ from remat.solver.exact.exhaustive import Exhaustive
 from remat.solver.exact.state_space import OrderOption
 from remat.solver.improve import Improvement
 from remat.solver.local_search.exchange import take_exchanges
+from remat.solver.offload.scope import can_copy
 from remat.solver.options import options_of
 from remat.solver.orders.attempts import Share
 from remat.solver.orders.free_order import FreeOrder
-from remat.solver.result import INTERRUPTED, Result
+from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State
 from remat.solver.stopping import EXACT, TINY
 from remat.solver.store_all import store_all_state
+from remat.solver.table import make_solver
 
 EXACT_OPS = 32
 """Graphs of at most so many ops are solved to `EXACT_GAP`, by the exact program in the end."""
@@ -67,6 +69,8 @@ class Auto:
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
+    copies: ClassVar[bool] = True
+
     gap: float = 1e-3
     seed: int = 0
     workers: int = 2
@@ -84,6 +88,8 @@ class Auto:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule found within `budget_bytes`, and the best proven bound."""
+        if can_copy(graph):
+            return self._solve_with_copies(graph, budget_bytes)
         if self.order == "free":
             return self._solve_free(graph, budget_bytes)
         share = Share(self.time_limit_s, self.progress)
@@ -93,6 +99,13 @@ class Auto:
                 return found
             share = share._replace(time_limit_s=(1 - TINY.part) * self.time_limit_s)
         return self._solve_fixed(graph, budget_bytes, share)
+
+    def _solve_with_copies(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        made = make_solver(
+            "joint", gap=self.gap, seed=self.seed, workers=self.workers,
+            time_limit_s=self.time_limit_s, progress=self.progress,
+        )  # fmt: skip
+        return renamed(made.solve(graph, budget_bytes), "auto", options_of(self))
 
     def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
         """Solve in the order of `graph`."""

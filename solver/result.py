@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.kept import Attention, attention_of
 
@@ -153,6 +153,17 @@ def naming_the_limit(result: Result, time_limit_s: float) -> Result:
     )
     message = f"{text}. {result.message}" if result.message else text
     return msgspec.structs.replace(result, message=message)
+
+
+def renamed(result: Result, solver: str, options: dict[str, Option]) -> Result:
+    """`result` as one of another solver, which had this one do its work."""
+    named = {
+        name: msgspec.structs.replace(schedule, solver=solver, options=options)
+        for name in ("schedule", "least_schedule")
+        for schedule in (getattr(result, name),)
+        if schedule is not None
+    }
+    return msgspec.structs.replace(result, solver=solver, **named)
 
 
 def infeasible(

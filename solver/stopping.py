@@ -103,6 +103,8 @@ FIRST_CUT_NODES = Nodes(50)
 """The first program, of one cut. The starts that come after it are often better ones."""
 LARGE_CUT_NODES = Nodes(20)
 """A program of a large graph, whose nodes are slow."""
+JOINT_NODES = Nodes(20)
+"""A program of cuts with copies. Nearly all of its gap is closed at the root."""
 ANY_ORDER_NODES = Nodes(100)
 """The one integer program of the bound for every order."""
 BEST_CUT = Seconds(least_s=1.0)
@@ -122,6 +124,9 @@ FIRST_ROUND, ROUND = CountedTime(0.5), CountedTime(3.0)
 """A round of cuts and neighbourhoods: the first one, and, after doubling, the later ones."""
 LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)
 """Rounds on large graphs. With a wider gap the time limit alone ends them."""
+
+CLIMBED = Rounds(most=400, times_ops=60_000, least=20)
+"""Sets of hosted ops that are tried. Each takes a repair or two and some judged schedules."""
 
 # ---- repair and exchange (`local_search`, `cuts`)
 
@@ -155,6 +160,8 @@ TINY = Seconds(part=0.5)
 """Exhaustive search on tiny graphs; the rest of the limit is for what finds a schedule sooner."""
 EXACT = Seconds(most_s=10.0)
 """The exact program that ends a solve of a small graph."""
+ALONE = Seconds(part=0.75)
+"""Recomputation alone, where a graph has links."""
 START = Seconds(part=0.2)
 """Another solver that gives a start: a policy, or segments between lower sets."""
 

@@ -14,6 +14,7 @@ from remat.solver.options import check_options
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
     "cut": "remat.solver.cuts.cut:Cut",
+    "joint": "remat.solver.offload.joint:Joint",
     "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
     "checkmate": "remat.solver.exact.checkmate:Checkmate",
     "retention": "remat.solver.exact.retention:Retention",
@@ -36,8 +37,14 @@ TABLE: dict[str, str] = {
     "keep_attention_output": "remat.solver.templates.keep_attention_output:KeepAttentionOutput",
     "norms_and_activations": "remat.solver.templates.norms_and_activations:NormsAndActivations",
     "torch_knapsack": "remat.solver.templates.torch_knapsack:TorchKnapsack",
+    "swap_all": "remat.solver.offload.swap_all:SwapAll",
+    "delta": "remat.solver.offload.delta:Delta",
+    "layer_fractions": "remat.solver.offload.layer_fractions:LayerFractions",
+    "fraction": "remat.solver.offload.fraction:Fraction",
     "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
 }
+NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
+"""Solvers that refuse a graph from which nothing may leave the device."""
 
 
 def solver_class(name: str) -> type[Any]:

@@ -86,6 +86,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "get_device_properties": lambda *_: PROPERTIES,
         "_sleep": fake.cycles.append,
         "Event": fake.event,
+        "Stream": lambda: SimpleNamespace(),
+        "stream": lambda *_: contextlib.nullcontext(),
         "memory_stats": fake.memory_stats,
         "memory_allocated": lambda *_: fake.allocated_bytes,
         "max_memory_allocated": lambda *_: fake.peak_bytes,

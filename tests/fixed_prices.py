@@ -14,12 +14,14 @@ import pytest
 
 from remat.graph_capture.devices import cpu_meter
 from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.link_speeds import LinkPair, LinkSpeed
 from remat.graph_capture.devices.meter import Run
-from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices import link_prices, pricing
 from remat.rewriter.inductor.prices import CallPrices
 
 BYTES_PER_US = 1000.0
 STEP_US = 1000.0
+LINK = LinkSpeed(gb_s=1.25, both_gb_s=1.0, latency_us=10.0)
 ELEMENT_US = 1e-4
 """Of a slow part of a kernel of Inductor's, which would be compiled to be timed."""
 
@@ -36,10 +38,16 @@ def same_us(meter: CpuMeter, run: Run) -> float:
     return STEP_US
 
 
+def same_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
+    """In place of `measured_pair`."""
+    return LinkPair(LINK, LINK, nvme_path or "a folder")
+
+
 REPLACED: dict[tuple[Any, str], Any] = {
     (cpu_meter, "PASSES"): 1,
     (CpuMeter, "median_us"): moved_us,
     (CpuMeter, "step_us"): same_us,
+    (link_prices, "measured_pair"): same_pair,
     (pricing, "step_rounds"): lambda *_: None,
     (CallPrices, "bytes_per_us"): lambda _: BYTES_PER_US,
     (CallPrices, "us_per_element"): lambda _, parts: dict.fromkeys(parts, ELEMENT_US),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from remat import solver
@@ -12,6 +13,11 @@ from remat.rewriter import RematModule, rewrite
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from tests.models import make
+
+FORMED_OUTSIDE = {"nested_outputs_returned"}
+"""Models whose outputs are views: gradients of these are formed outside the captured step."""
+RNG_SLACK_BYTES = 3 * torch.get_rng_state().nbytes
+"""A saved random state is counted for every op that may draw again."""
 
 
 def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +16,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.device import facts, keep
+from remat.graph_capture.devices.cuda_links import SIZES, copies_us
 
-SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
-REPEATS, PRODUCTS, WIDTH = 10, 40, 8192
+PRODUCTS, WIDTH = 40, 8192
 BESIDE_COPIES = 6
-Job = tuple[torch.cuda.Stream, Tensor, Tensor]
-
-
-def copy_us(jobs: Sequence[Job]) -> list[float]:
-    """Microseconds of one copy of each job, all jobs at once, each on its own stream."""
-    torch.cuda.synchronize()
-    ends: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for stream, target, source in jobs:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            start.record()
-            for _ in range(REPEATS):
-                target.copy_(source, non_blocking=True)
-            end.record()
-        ends.append((start, end))
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) / REPEATS for start, end in ends]
 
 
 def row_of(size_bytes: int) -> dict[str, float]:
     """Copies of one size."""
-    down, up = torch.cuda.Stream(), torch.cuda.Stream()
-    device = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    pageable = torch.empty(size_bytes, dtype=torch.uint8)
-    to_host, to_device = (down, pinned[0], device[0]), (up, device[1], pinned[1])
-    for _ in range(2):  # the first ones pay for the streams
-        both = copy_us((to_host, to_device))
+    row = copies_us("cuda", size_bytes)
     return {
-        "bytes": size_bytes, "d2h_us": copy_us((to_host,))[0], "h2d_us": copy_us((to_device,))[0],
-        "both_d2h_us": both[0], "both_h2d_us": both[1],
-        "pageable_d2h_us": copy_us(((down, pageable, device[0]),))[0],
+        "bytes": size_bytes, "d2h_us": row.down, "h2d_us": row.up,
+        "both_d2h_us": row.both_down, "both_h2d_us": row.both_up,
+        "pageable_d2h_us": row.pageable,
     }  # fmt: skip
 
 

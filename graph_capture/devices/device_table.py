@@ -71,16 +71,32 @@ class Device(msgspec.Struct, frozen=True):
         return self.tflops.get(dtype, self.tflops["float32"]) * 1e6
 
 
+class Drive(msgspec.Struct, frozen=True):
+    """A drive on NVMe, as its maker states it; `latency_us` is that of a read."""
+
+    title: str
+    write_gb_s: float
+    read_gb_s: float
+    latency_us: float
+    source: str
+
+
 class DeviceTable(msgspec.Struct, frozen=True):
     """All devices, and what holds for each of them.
 
     Attributes
     ----------
     classes : efficiency by class of ops. launch_us : least time of any op.
+    link_share, link_reason : share of a stated rate that copies reach, and how that is known.
+    link_latency_us : of a copy to the host or back. nvme : the drive in a machine that is not here.
     """
 
     classes: dict[str, Efficiency]
     launch_us: float
+    link_share: float
+    link_latency_us: float
+    link_reason: str
+    nvme: Drive
     devices: dict[str, Device]
 
 

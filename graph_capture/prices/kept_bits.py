@@ -16,6 +16,8 @@ from remat.graph_capture.prices.pieces import IsExact
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.splitting.regions import Found
 from remat.graph_capture.splitting.same_bits import (
+    MOST_DRAWS,
+    SEEN_NUMBERS,
     gives_eagers_bits,
     likeness,
     note_bits,
@@ -49,6 +51,7 @@ def kept_bits(meter: Meter, cache: PriceCache | None = None) -> IsExact:
 def _digest_of(found: Found) -> str:
     """A digest of what decides which kernels run, whole and in pieces."""
     parts = [
+        f"{SEEN_NUMBERS} logits in {MOST_DRAWS} draws",
         torch.backends.cpu.get_cpu_capability(),
         torch.get_float32_matmul_precision(),
         str(torch.are_deterministic_algorithms_enabled()),

@@ -1,8 +1,8 @@
 """What was measured, kept on disk: one JSON file a device, thread count and torch version.
 
-Four tables stand in it: the price of each distinct op, the times of each whole step, whether pieces
-give eager's bits (`kept_bits.py`), and the times of ops whose pricing is under way, so that little
-is lost if the process is ended.
+Five tables stand in it: the price of each distinct op, the times of each whole step, whether pieces
+give eager's bits (`kept_bits.py`), how fast links to other memory are, and the times of ops whose
+pricing is under way, so that little is lost if the process is ended.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from remat.graph_capture.devices.cpu_meter import cpu_title
+from remat.graph_capture.devices.link_speeds import LinkPair, are_speeds
 from remat.graph_capture.errors import FileError, TextError
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
@@ -79,6 +80,7 @@ class _File(msgspec.Struct):
     steps: dict[str, WholeStep] = {}
     bits: dict[str, bool] = {}
     begun: dict[str, list[float]] = {}
+    links: dict[str, LinkPair] = {}
 
 
 def cache_folder() -> Path:
@@ -117,7 +119,7 @@ class PriceCache:
     Attributes
     ----------
     prices : by `price_key`. steps : by the hash of the step's graph. bits : as of `kept_bits`.
-    begun : times of ops that have no price yet, in microseconds.
+    begun : times of ops that have no price yet, in microseconds. links : by their place.
     """
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
@@ -127,7 +129,7 @@ class PriceCache:
         self.path = cache_folder() / f"prices-{slug}.json"
         file = self._read()
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
-        self.begun = file.begun
+        self.begun, self.links = file.begun, file.links
 
     def forget(self) -> None:
         """Start from nothing: what is found anew takes the place of what the file has."""
@@ -149,6 +151,7 @@ class PriceCache:
             all(map(is_price, file.prices.values()))
             and all(map(are_times, file.steps.values()))
             and all(0 <= time_us <= MOST_US for time_us in times)
+            and all(map(are_speeds, file.links.values()))
         ):
             warnings.warn(f"price cache {self.path} is ignored: a price cannot be", stacklevel=3)
             return nothing
@@ -181,4 +184,5 @@ class PriceCache:
         begun = {**known.begun, **self.begun}
         self.begun = {key: times for key, times in begun.items() if key not in prices}
         bits = {**known.bits, **self.bits}
-        return _File(SCHEMA_VERSION, self.title, prices, steps, bits, self.begun)
+        links = {**known.links, **self.links}
+        return _File(SCHEMA_VERSION, self.title, prices, steps, bits, self.begun, links)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.link_speeds import LinkSpeeds, are_speeds
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.errors import ProfileError, TextError
 from remat.graph_capture.files.contents import read_contents
@@ -46,6 +47,7 @@ class Profile(msgspec.Struct, frozen=True):
     torch : the version that ran the ops. ops : by `price_key`.
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
     steps : on a CPU, the times of whole steps, by the hash of their graph.
+    links : to other memory; None in profiles of releases that did not measure them.
     """
 
     device: str
@@ -55,6 +57,7 @@ class Profile(msgspec.Struct, frozen=True):
     versions: dict[str, str] = {}
     steps: dict[str, WholeStep] = {}
     schema_version: int = SCHEMA_VERSION
+    links: LinkSpeeds | None = None
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal profile."""
@@ -85,6 +88,9 @@ class Profile(msgspec.Struct, frozen=True):
             raise ProfileError(f"{name} has a price that cannot be, of {wrong[0]}: {again}")
         if not all(are_times(step) for step in found.steps.values()):
             raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
+        links = found.links and [pair for pair in (found.links.host, found.links.nvme) if pair]
+        if not all(map(are_speeds, links or ())):
+            raise ProfileError(f"{name} has a link that cannot be: {again}")
         return found
 
 

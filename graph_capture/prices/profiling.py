@@ -11,6 +11,8 @@ from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, is_cuda
 from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.unnamed_files import unnamed_file
+from remat.graph_capture.prices.link_prices import measured_speeds
 from remat.graph_capture.prices.op_work import Work, work_of
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.pricing import examples, price_with
@@ -28,25 +30,32 @@ def profile(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     device: str | None = None,
+    nvme: str | None = None,
     progress: Counted | None = None,
 ) -> Profile:
-    """Measure each distinct op of one training step on this machine.
+    """Measure each distinct op of one training step on this machine, and the links to its host.
 
     The arguments are those of `remat.capture`, which takes the result as its `profile`, on this
     machine or another. ``Profile.to_json`` makes a file of it.
 
+    Parameters
+    ----------
+    nvme : a folder on NVMe, whose links are measured too.
+
     Raises
     ------
-    DeviceError : `device` is not of this machine.
+    DeviceError : `device` is not of this machine. FileError : a folder cannot be written.
     """
     if device is not None:
         check_measured(device)
+    if nvme is not None:
+        unnamed_file(nvme).close()
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
-    return measure(traced, progress=progress)
+    return measure(traced, nvme_path=nvme or "", progress=progress)
 
 
-def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
-    """The measured ops of a trace, and on a CPU the time of its whole step."""
+def measure(traced: Trace, *, nvme_path: str = "", progress: Counted | None = None) -> Profile:
+    """The measured ops of a trace, the links of its device, and on a CPU the time of its step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = PriceCache(meter.title, meter.settings)
     prices = price_with(traced, meter, cache, progress)[1]
@@ -59,4 +68,7 @@ def measure(traced: Trace, *, progress: Counted | None = None) -> Profile:
     }
     kind = CUDA if is_cuda(meter.device) else CPU
     steps = {} if prices.step is None else {traced.joint.timed_hash: prices.step}
-    return Profile(kind, meter.title, str(torch.__version__), ops, meter.versions, steps)
+    return Profile(
+        kind, meter.title, str(torch.__version__), ops, meter.versions, steps,
+        links=measured_speeds(meter.device, nvme_path),
+    )  # fmt: skip

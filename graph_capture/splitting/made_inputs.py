@@ -16,11 +16,11 @@ IGNORED_PART = 0.1
 """Of the made targets: rows that the loss ignores."""
 
 
-def made_inputs(part: Part) -> dict[fx.Node, Tensor]:
+def made_inputs(part: Part, seed: int) -> dict[fx.Node, Tensor]:
     """Random data for what `part` reads. The user's random stream stays where it is."""
     at: Tensor = part.ends[0].meta["val"]
     with torch.random.fork_rng([at.device] if at.is_cuda else []):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return _of_head(part) if isinstance(part, Head) else _of_mlp(part)
 
 

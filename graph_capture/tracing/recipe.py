@@ -10,6 +10,7 @@ cannot be trained with on a CPU by mistake.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ from remat.graph_capture.devices.device_table import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Resident
+from remat.graph_capture.links import Links
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace_flags import Flags
@@ -56,6 +58,7 @@ class Recipe:
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
     split : what may run in pieces. pieces : of a plan: how many, and whether exactly, by region.
     hand_over : how gradients are handed over as they are made, if they are.
+    links : the ways to memory below the device, if values may leave it.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Recipe:
     split: Split | None = "none"
     pieces: tuple[tuple[str, int, bool], ...] = ()
     hand_over: HandOver | None = None
+    links: Links | None = None
 
     @property
     def is_modelled(self) -> bool:
@@ -81,6 +85,7 @@ class Recipe:
             "inputs": self.signature.lines(),
             "device": CPU if self.is_modelled else self.device,
             "versions": {"torch": str(torch.__version__)},
+            "links": self.links,
         }
 
 
@@ -103,3 +108,9 @@ def keep_recipe(model: nn.Module, graph_hash: str, recipe: Recipe) -> None:
 def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
     """The recipe of a capture of this very model in this process, if there was one."""
     return _recipes.get(model, {}).get(graph_hash)
+
+
+def keep_links(model: nn.Module, graph_hash: str, links: Links) -> None:
+    """Note the links that a captured step was priced with, so that rewriting finds them."""
+    recipe = _recipes[model][graph_hash]
+    _recipes[model][graph_hash] = dataclasses.replace(recipe, links=links)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.joint.collectives import collectives_in
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
+from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.side_effects.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
@@ -57,6 +58,7 @@ def rematerialize_blocks(
     profile: Profile | str | Path | None = None,
     time_limit_s: float = 60.0,
     check: bool | None = None,
+    dynamic: Dynamic | None = None,
 ) -> nn.Module:
     """A model that trains as `model` does, with each matching block rewritten by itself.
 
@@ -77,16 +79,19 @@ def rematerialize_blocks(
         model with collectives needs it.
     time_limit_s : for the blocks' options, in seconds.
     check : as of `remat.rematerialize`; with a sharding only equality is checked, before it.
+    dynamic : refused: blocks are planned for one size. The message says what plans for a range.
 
     Raises
     ------
     CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
-        the same computation by itself as inside the model.
+        the same computation by itself as inside the model; or a range of sizes is asked for.
     BudgetError : nothing fits; the message names the least budget that is known to.
     AgreementError : ranks have different models or batches, one of them has failed, or the model
         has collectives with ranks outside of the group.
     RewriteError : the check found a difference, or a measured peak above the budget.
     """
+    if dynamic:
+        _refuse_range(dynamic)
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
     with Together(group, "remat.rematerialize_blocks") as ranks:
         _refuse(model)
@@ -140,6 +145,16 @@ def block_plan(model: nn.Module) -> BlocksPlan:
             "remat.rematerialize_blocks returned, before it is wrapped"
         )
     return found
+
+
+def _refuse_range(dynamic: Dynamic) -> NoReturn:
+    """Raise for sizes that vary: what each block may keep is shared out at one size."""
+    raise CaptureError(
+        f"dynamic={dict(dynamic)} asks for a range of sizes, and blocks are planned for one: "
+        "remat.rematerialize(model, args, budget=..., dynamic=...) plans the whole model over the "
+        "range. To wrap blocks by themselves, leave dynamic out, plan at the largest size, and pad "
+        "batches to it"
+    )
 
 
 def _refuse(model: nn.Module) -> None:

@@ -7,11 +7,15 @@ import importlib.metadata
 import platform
 from typing import Any
 
+from rich.text import Text
+
 from remat import __version__
 from remat.cli.session import REFUSED, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text
+from remat.graph_capture.devices.device_table import CPU, CUDA
 from remat.graph_capture.devices.free_memory import free_bytes
+from remat.graph_capture.devices.unnamed_files import host_folder
 from remat.graph_capture.errors import RewriteError
 from remat.questions.tables import plain_table
 
@@ -45,7 +49,23 @@ def _findings() -> dict[str, Any]:
         "cache_folder": str(cache_folder()),
         "threads": torch.get_num_threads(),
         "free_bytes": free_bytes(),
+        "host_folder": host_folder(),
+        "links": _known_links(),
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _known_links() -> dict[str, str]:
+    """The links that were measured here before, by device and place."""
+    import torch
+
+    from remat.graph_capture.prices.link_prices import kept_links
+
+    devices = [CPU, *(f"{CUDA}:{i}" for i in range(torch.cuda.device_count()))]
+    return {
+        f"{device}, {name}": str(pair)
+        for device in devices
+        for name, pair in sorted(kept_links(device).items())
     }
 
 
@@ -98,5 +118,10 @@ def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table.add_row("price cache", found["cache_folder"])
     table.add_row("CPU threads", str(found["threads"]))
     table.add_row("free memory", bytes_text(found["free_bytes"]))
+    table.add_row("a CPU's host", f"files in {found['host_folder']}")
+    for name, said in found["links"].items():
+        table.add_row(name, Text(said))
+    if not found["links"]:
+        table.add_row("links", "none measured yet: --host and remat profile do")
     table.add_row("CUDA devices", ", ".join(found["cuda"]) or "none")
     session.out.print(table)

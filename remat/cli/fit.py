@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
+import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import keep_layout, keep_result, said_layout, show_layout
+from remat.cli.outcome import (
+    keep_layout,
+    keep_result,
+    said_layout,
+    show_layout,
+    show_offloaded,
+)
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.graph_capture.errors import BudgetError
@@ -16,6 +23,7 @@ from remat.job.fit import EACH_S, MOST, FitSearch
 from remat.job.fitted import fit_screen
 from remat.job.request import Request
 from remat.job.size_search import Range
+from remat.levers.offloaded import offloaded
 
 Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
 MaxOverhead = Annotated[
@@ -56,15 +64,18 @@ def fit_verb(
         session.stopwatch, request.time_limit_s,
     )  # fmt: skip
     found = search.run(request.budget, asked_sizes(sizes, step), check)
-    placed = None
+    placed = moved = None
     if search.best is not None:
         _, of, result = search.best
         keep_result(session, output, of, result)
         placed = keep_layout(session, layout, of.graph, result)
+        moved = offloaded(of.graph, result.schedule)
     if session.as_json:
-        session.emit(found.as_json() | said_layout(placed))
+        said = {"offload": msgspec.to_builtins(moved)}
+        session.emit(found.as_json() | said | said_layout(placed))
     else:
         session.out.print(fit_screen(found))
+        show_offloaded(session, moved)
         show_layout(session, placed)
     if found.answer is None:
         raise SystemExit(INFEASIBLE)

@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import keep_layout, opened_feasible, said_layout, show_layout
+from remat.cli.outcome import (
+    keep_layout,
+    opened_feasible,
+    said_layout,
+    said_range,
+    show_layout,
+    show_range,
+)
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.job.request import Request
@@ -39,7 +46,8 @@ def inspect_verb(
     found = inspect(opened.graph, opened.result, by=by, only=only, at_peak=at_peak)
     placed = keep_layout(session, layout, opened.graph, opened.solved) if layout else None
     if session.as_json:
-        session.emit(found.as_json() | said_layout(placed))
+        session.emit(found.as_json() | said_layout(placed) | said_range(opened.over))
     else:
         session.out.print(inspection_screen(found, top, session.out.width))
         show_layout(session, placed)
+        show_range(session, opened.over)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from remat.job.dynamic import METAVAR
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -31,6 +33,14 @@ PriceOfGib = Annotated[
     bool, typer.Option("--price-of-gib", help="also say what a GiB more or less is worth")
 ]
 Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
+Dynamic = Annotated[
+    list[str],
+    typer.Option(
+        "--dynamic",
+        metavar=METAVAR,
+        help="plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
+    ),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]
 LayoutFile = Annotated[
     Path | None,

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.cli.session import INFEASIBLE, Session
+from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.terminal import in_one_line
+from remat.graph_capture.errors import CaptureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
-from remat.job.kept_plans import plan_of_result, write_plan
-from remat.job.opened import Captured, Opened, open_plan
+from remat.job.dynamic import parse_dynamic
+from remat.job.kept_plans import PLAN_FILES, plan_of_result, write_plan
+from remat.job.opened import Captured, Opened, load_shown, open_plan
+from remat.job.over_range import plan_over
+from remat.job.range_screen import (
+    range_json,
+    range_report_json,
+    show_family,
+    show_range_report,
+)
 from remat.job.request import Request
+from remat.levers.offloaded import Offloaded
 from remat.placed import arena_text, layout_json, place
 from remat.questions.sweep import price_json, price_text
+from remat.ranges.curve import overheads_over
 from remat.schedules.layout import Layout
-from remat.schedules.plan import Plan
+from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
@@ -29,6 +41,34 @@ def opened_feasible(session: Session, source: str, request: Request, plan: Path 
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
     return opened
+
+
+def conclude_over(
+    session: Session, source: str, request: Request, dynamic: Sequence[str], output: Path | None,
+    *, is_run: bool = False, check: bool = False,
+) -> None:  # fmt: skip
+    """Plan a model for a range of sizes, print what was found, and end with the code that fits."""
+    ranges = parse_dynamic(dynamic)
+    if source.endswith(PLAN_FILES):
+        raise CaptureError(f"{source} is of sizes that are fixed: --dynamic goes with a model")
+    loaded = load_shown(source, session.stopwatch, request.device)
+
+    def keep(plan: Plan) -> None:
+        if output is not None:
+            keep_plan(session, output, plan)
+
+    try:
+        report = plan_over(
+            loaded, request, ranges, session.stopwatch, keep, is_run=is_run, check=check
+        )
+    except TooLargeError as error:
+        session.fail(INFEASIBLE, type(error).__name__, str(error))
+        raise
+    if session.as_json:
+        session.emit(range_report_json(report))
+    else:
+        show_range_report(session.out, report)
+    session.conclude(CHECK_FAILED, report.failures)
 
 
 def note_unproved(session: Session, opened: Opened) -> None:
@@ -85,6 +125,20 @@ def show_layout(session: Session, layout: Layout | None) -> None:
         session.out.print(f"arena  {arena_text(layout)}")
 
 
+def said_range(over: RangeFacts | None) -> dict[str, Any]:
+    """The range of a plan as an entry of the JSON object, if it has one."""
+    if over is None:
+        return {}
+    return {"range": range_json(over.family, overheads_over(over.graph, over.family))}
+
+
+def show_range(session: Session, over: RangeFacts | None) -> None:
+    """The range of a plan, and its curve of overheads, if it has one."""
+    if over is not None:
+        session.out.print()
+        show_family(session.out, over.family, overheads_over(over.graph, over.family))
+
+
 def priced(
     session: Session, graph: TrainingGraph, result: Result, request: Request
 ) -> GibPrice | None:
@@ -96,6 +150,12 @@ def priced(
             graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
             keep=request.keep, recompute=request.recompute, order=request.order,
         )  # fmt: skip
+
+
+def show_offloaded(session: Session, moved: Offloaded | None) -> None:
+    """One line a figure of what a plan moves to the host, if it does."""
+    for name, said in moved.rows() if moved is not None else ():
+        session.out.print(f"{name}  {said}", markup=False, soft_wrap=True)
 
 
 def said_price(price: GibPrice | None) -> dict[str, Any]:

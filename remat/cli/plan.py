@@ -9,6 +9,7 @@ from rich.text import Text
 
 from remat.cli import options
 from remat.cli.outcome import (
+    conclude_over,
     keep_layout,
     keep_result,
     priced,
@@ -24,8 +25,9 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
-from remat.job.kept_plans import fitting_schedule, read_kept
+from remat.job.kept_plans import fitting_schedule, priced_in, read_kept
 from remat.job.opened import captured, captured_model, load_shown
+from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_result
 from remat.questions.tables import plain_table
@@ -53,8 +55,13 @@ def solve_verb(
     price: options.PriceOfGib = False,
     output: options.Output = None,
     layout: options.LayoutFile = None,
+    dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
 ) -> None:
     """Find the fastest schedule that fits the budget."""
+    if dynamic:
+        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
+        conclude_over(session, source, request, dynamic, output)
+        return
     source_of = captured(source, request, session.stopwatch)
     graph = source_of.graph
     result = pipeline.solve_request(graph, request, session.stopwatch)
@@ -90,7 +97,7 @@ def rewrite_verb(
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)
-        module = rewrite(loaded.model, schedule, trace=traced)
+        module = rewrite(loaded.model, schedule, trace=traced, priced=priced_in(kept))
     text = str(module)
     session.save(output, text.encode(), "code")
     if session.as_json:
@@ -111,3 +118,6 @@ def _show_graph(session: Session, graph: TrainingGraph) -> None:
     for name, size_bytes in resident.items():
         table.add_row(name.removesuffix("_bytes"), bytes_text(size_bytes))
     session.out.print(table)
+    if graph.links is not None:
+        room = bytes_text(graph.links.host_bytes)
+        session.out.print(f"host {room}: {graph.links.source}", markup=False)

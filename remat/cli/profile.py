@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
+import typer
 from rich.text import Text
 
 from remat.cli import options
@@ -12,6 +15,7 @@ from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.devices.device_table import CPU, check_measured
+from remat.graph_capture.devices.unnamed_files import unnamed_file
 from remat.job import pipeline
 from remat.job.opened import load_shown
 from remat.job.request import Request
@@ -21,18 +25,29 @@ if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
 
 
+DriveFolder = Annotated[
+    Path | None,
+    typer.Option("--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too"),
+]
+
+
 @verb()
 def profile_verb(
     session: Session,
     model: options.Model,
     top: options.Top = 20,
     device: options.Here = CPU,
+    nvme: DriveFolder = None,
     output: options.Output = None,
 ) -> None:
-    """Measure each distinct op of MODEL, and keep the prices for use elsewhere."""
+    """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
     check_measured(device)
+    if nvme is not None:
+        unnamed_file(str(nvme)).close()
     loaded = load_shown(model, session.stopwatch, device)
-    measured = pipeline.measure_loaded(loaded, Request(device=device), session.stopwatch)
+    measured = pipeline.measure_loaded(
+        loaded, Request(device=device), session.stopwatch, nvme_path=str(nvme or "")
+    )
     session.save(output, measured.to_json(), "profile")
     if session.as_json:
         session.emit(_summary(measured))
@@ -50,6 +65,7 @@ def _summary(measured: Profile) -> dict[str, object]:
         "ops": len(measured.ops),
         "estimated": sum(one.is_estimate for one in measured.ops.values()),
         "kinds": dict(kinds),
+        "links": msgspec.to_builtins(measured.links),
     }
 
 
@@ -68,3 +84,8 @@ def _show_profile(session: Session, measured: Profile, top: int) -> None:
             bytes_text(one.work.moved_bytes),
         )
     session.out.print(table)
+    if measured.links is not None:
+        for name in ("host", "nvme"):
+            pair = getattr(measured.links, name)
+            if pair is not None:
+                session.out.print(f"{name}: {pair}", markup=False, soft_wrap=True)

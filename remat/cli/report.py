@@ -26,7 +26,6 @@ from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.layout import Layout
 from remat.schedules.report.facts import MeasuredStep
-from remat.solver.result import Result
 
 
 class Format(StrEnum):
@@ -78,7 +77,7 @@ def report_verb(
     opened = opened_feasible(session, source, request, plan)
     solved = opened.solved
     layout = _layout(session, opened, kept_layout, place)
-    step = _measured(session, source, solved, request) if measure else None
+    step = _measured(session, source, opened, request) if measure else None
     with session.stopwatch.stage("report", "writing the report"):
         stated_by = front.name if front else ""
         facts = page_facts(opened.graph, solved, known, step, stated_by, layout)
@@ -169,16 +168,17 @@ def _layout(session: Session, opened: Opened, kept: Path | None, is_placed: bool
     return place_shown(session, opened.graph, schedule) if is_placed else None
 
 
-def _measured(session: Session, source: str, result: Result, request: Request) -> MeasuredStep:
+def _measured(session: Session, source: str, opened: Opened, request: Request) -> MeasuredStep:
     """A real step of the model under the plan."""
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.rewriting import rewrite
 
-    assert result.schedule is not None
+    graph, schedule = opened.graph, opened.solved.schedule
+    assert schedule is not None
     loaded = load_shown(source, session.stopwatch, request.device)
     with session.stopwatch.stage("measure", "running the step"):
         traced = trace_loaded(loaded, request)
-        module = rewrite(loaded.model, result.schedule, trace=traced)
+        module = rewrite(loaded.model, schedule, trace=traced, priced=graph)
         return measured_step(
             loaded.model, module, loaded.args, loaded.kwargs,
             loss_fn=loaded.loss_fn, target=loaded.target,

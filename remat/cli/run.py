@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from remat.checks import failures
 from remat.cli import options
 from remat.cli.outcome import (
+    conclude_over,
     keep_layout,
     keep_plan,
     priced,
@@ -20,20 +21,62 @@ from remat.cli.outcome import (
     show_price,
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.verb import COUNTED, verb
+from remat.cli.verb import COUNTED, FIELDS, verb
 from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.optimizer_step.update import StateKind
 from remat.infeasible import infeasible_text
 from remat.job import json_report, pipeline
 from remat.job.factory import Loaded
-from remat.job.kept_plans import fitting_schedule, plan_of_result, read_kept
+from remat.job.kept_plans import fitting_schedule, plan_of_result, priced_in, read_kept
 from remat.job.opened import load_shown
+from remat.job.over_range import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_run
+from remat.levers.step_request import StepRequest
+from remat.levers.step_screen import show_step, step_json
+from remat.levers.whole_step import plan_step
 from remat.schedules.layout import Layout
+from remat.schedules.plan import Plan
 from remat.solver.budgets.price import GibPrice
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
 
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
+]
+STEP_PANEL = "A whole optimizer step, planned and not run"
+ONE_BATCH = (
+    "keep", "recompute", "solver", "order", "split", "shard", "update_at_once", "accumulate",
+    "time_limit_s",
+)  # fmt: skip
+"""Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        help="plan a whole optimizer step of so many such batches, with parameters, gradients and "
+        "the state of --optimizer on the device, --host and --nvme; nothing is run",
+        rich_help_panel=STEP_PANEL,
+    ),
+]
+State = Annotated[
+    StateKind,
+    typer.Option(
+        "--optimizer-state",
+        help="with --microbatches: float32, with a master copy of parameters in fewer bytes, or "
+        "in the parameter's own type, as torch's optimizers keep it",
+        rich_help_panel=STEP_PANEL,
+    ),
+]
+NvmeRate = Annotated[
+    float | None,
+    typer.Option(
+        "--nvme-gb-s",
+        help="with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that "
+        "of the drive in the table",
+        rich_help_panel=STEP_PANEL,
+    ),
 ]
 
 
@@ -46,8 +89,27 @@ def run_verb(
     check: CheckAnyway = False,
     output: options.Output = None,
     layout: options.LayoutFile = None,
+    dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
+    microbatches: Microbatches = None,
+    state: State = "float32",
+    nvme_gb_s: NvmeRate = None,
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
+    if microbatches is not None or nvme_gb_s is not None or state != "float32":
+        flags = (
+            (price and "--price-of-gib") or (check and "--check") or (bool(dynamic) and "--dynamic")
+        )
+        _refuse_beside_microbatches(microbatches is None, output or layout or flags, request)
+        asked = StepRequest(
+            request.device, microbatches or 0, request.optimizer, request.budget,
+            request.host or None, request.nvme or None, state, nvme_gb_s,
+        )  # fmt: skip
+        _run_whole_step(session, model, request, asked)
+        return
+    if dynamic:
+        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
+        conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
+        return
     loaded = load_shown(model, session.stopwatch, request.device)
     report = pipeline.run(
         loaded, request, session.stopwatch, check=check,
@@ -58,6 +120,44 @@ def run_verb(
     if session.as_json:
         session.emit(json_report.report_json(report) | said_layout(placed) | said_price(worth))
     _conclude_run(session, report, placed, worth)
+
+
+def _run_whole_step(session: Session, model: str, request: Request, asked: StepRequest) -> None:
+    """Plan an optimizer step of several batches, and print it beside named systems."""
+    loaded = load_shown(model, session.stopwatch, request.device)
+    with session.stopwatch.stage("plan", "planning the whole step") as shown:
+        plan = plan_step(
+            loaded.model, loaded.args, loaded.kwargs, asked, loss_fn=loaded.loss_fn,
+            target=loaded.target, profile=request.read_profile(),
+            told=lambda text: shown(text=text),
+        )  # fmt: skip
+    if session.as_json:
+        session.emit(step_json(plan))
+    if plan.shortage:
+        session.conclude(INFEASIBLE, [plan.shortage])
+    if not session.as_json:
+        show_step(session.out, plan)
+
+
+def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | None,
+                                request: Request) -> None:  # fmt: skip
+    """Raise `SolverError` for options that do not go together."""
+    if is_left_out:
+        raise SolverError(
+            "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
+        )
+    if kept:
+        raise SolverError(
+            f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
+            "leave it out, --json prints what was found"
+        )
+    usual = Request()
+    for name in ONE_BATCH:
+        if getattr(request, name) != getattr(usual, name):
+            flag = FIELDS[name].metadata.get("flag", f"--{name.replace('_', '-')}")
+            raise SolverError(
+                f"{flag} is of the step of one batch: leave it out, or --microbatches"
+            )
 
 
 def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
@@ -89,15 +189,34 @@ def check_verb(
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     kept, request = read_kept(plan), replace(request, device=device)
     loaded = load_shown(model, session.stopwatch, device)
+    if isinstance(kept, Plan) and kept.over is not None:
+        _check_over(session, loaded, kept, request)
+        return
     schedule = fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        found = pipeline.check_schedule(loaded, traced, schedule, request)
-    failed = failures(found, schedule.budget_bytes)
+        found = pipeline.check_schedule(loaded, traced, schedule, request, priced_in(kept))
+    _conclude_check(session, found, schedule.budget_bytes)
+
+
+def _check_over(session: Session, loaded: Loaded, kept: Plan, request: Request) -> None:
+    """Check a plan for a range at the sizes of the factory's batch."""
+    from remat.rewriter.plans.loading import load
+
+    assert kept.over is not None
+    with session.stopwatch.stage("check", "checking the plan against eager"):
+        module = load(kept, loaded.model, loss_fn=loaded.loss_fn)
+        found = pipeline.compare_with_eager(loaded, module, request)
+    _conclude_check(session, found, kept.over.family.budget_bytes)
+
+
+def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
+    """Print what was equal, and end with the code that fits."""
+    failed = failures(found, budget_bytes)
     if session.as_json:
-        session.emit(json_report.checked_json(found, schedule.budget_bytes, failed))
+        session.emit(json_report.checked_json(found, budget_bytes, failed))
     else:
-        show_check(session.out, found, schedule.budget_bytes)
+        show_check(session.out, found, budget_bytes)
     session.conclude(CHECK_FAILED, failed)

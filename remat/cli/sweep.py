@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -15,12 +16,15 @@ from remat.cli import options
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text, percent_text, time_text
+from remat.graph_capture.devices.lower_tiers import AUTO
+from remat.graph_capture.devices.sizes import written_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.job.kept_plans import PLAN_FILES
 from remat.job.opened import captured
 from remat.job.request import Request
 from remat.job.stopwatch import Shown
-from remat.questions.sweep import Budgets, sweep
+from remat.questions.sweep import Budgets, sweep, sweep_hosts
 from remat.questions.tables import plain_table
 from remat.schedules.simulate import overhead_of
 from remat.solver import make_solver
@@ -28,6 +32,7 @@ from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import BudgetsDone, check_jobs
 
 BUDGETS = "12"
+HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
 BudgetList = Annotated[
     str,
     typer.Option(
@@ -47,6 +52,8 @@ def sweep_verb(
     budgets: BudgetList = "",
     budget: list[str] = [],  # noqa: B006 typer copies it
     solver: list[str] = ["auto"],  # noqa: B006
+    host: str = "",
+    nvme: str = "",
     jobs: Jobs = 1,
     output: options.Output = None,
 ) -> None:
@@ -55,13 +62,21 @@ def sweep_verb(
     for name in solver:
         make_solver(name, order=request.order)
     check_jobs(jobs)
-    graph = captured(source, request, session.stopwatch).graph
+    hosts = asked_hosts(host)
+    largest = max(hosts, key=hosts.__getitem__, default="")
+    is_kept = source.endswith(PLAN_FILES)
+    asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
+    graph = captured(source, asked.checked(is_kept=is_kept), session.stopwatch).graph
     with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
-        fronts = sweep(
-            graph, wanted, solvers=solver, time_limit_s=request.time_limit_s, jobs=jobs,
-            progress=_telling(progress), keep=request.keep, recompute=request.recompute,
-            order=request.order,
-        )  # fmt: skip
+        shared: dict[str, Any] = {
+            "solvers": solver, "time_limit_s": request.time_limit_s, "jobs": jobs,
+            "progress": _telling(progress), "keep": request.keep, "recompute": request.recompute,
+            "order": request.order,
+        }  # fmt: skip
+        if len(hosts) > 1:
+            fronts = sweep_hosts(graph, hosts, wanted, **shared)
+        else:
+            fronts = sweep(graph, wanted, **shared)
     session.save(output, _kept(fronts), "front")
     if session.as_json:
         session.emit({"fronts": {n: msgspec.to_builtins(f) for n, f in fronts.items()}})
@@ -89,6 +104,24 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = BUDGETS) 
     for part in parts:
         parse_budget(part)
     return parts
+
+
+def asked_hosts(text: str) -> dict[str, int]:
+    """Bytes of the host by what each is called: ``0,8GiB,16GiB``, of which 0 is without one.
+
+    Several are compared, so that each has a size; one alone may be ``auto``.
+
+    Raises
+    ------
+    BudgetError : one is no size, or two are the same.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if parts == [AUTO]:
+        return {AUTO: 1}
+    hosts = {part: 0 if part == "0" else written_bytes(part, "host", HOSTS) for part in parts}
+    if len(set(hosts.values())) < len(parts):
+        raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
+    return hosts
 
 
 def _telling(progress: Shown) -> BudgetsDone:

@@ -20,11 +20,22 @@ import typer
 
 from remat.cli import options
 from remat.cli.session import Session
+from remat.job.kept_plans import PLAN_FILES
 from remat.job.request import Request
 
 PANEL = "Planning, the same in every verb that plans"
 ADVANCED_PANEL = "Planning, for special cases"
-USUAL = ("budget", "time_limit_s", "device", "optimizer", "keep", "recompute", "split")
+USUAL = (
+    "budget",
+    "host",
+    "nvme",
+    "time_limit_s",
+    "device",
+    "optimizer",
+    "keep",
+    "recompute",
+    "split",
+)
 """Fields that most people want; the help shows the others below them."""
 FIELDS = {field.name: field for field in dataclasses.fields(Request)}
 KINDS = get_type_hints(Request, localns={"Profile": Path})
@@ -32,7 +43,10 @@ KINDS = get_type_hints(Request, localns={"Profile": Path})
 REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
 COUNTED = ("optimizer", "accumulate")
 """Fields that a step is traced with."""
-CAPTURED = (*COUNTED, "device", "shard", "world_size", "shard_blocks", "profile", "measure_again")
+CAPTURED = (
+    *COUNTED, "device", "host", "nvme", "shard", "world_size", "shard_blocks", "profile",
+    "measure_again",
+)  # fmt: skip
 """Fields that a step is captured and priced with."""
 
 Verb = Callable[..., None]
@@ -77,7 +91,8 @@ def _command(function: Verb, requested: Collection[str]) -> Verb:
                 asked: dict[str, Any] = {name: given.pop(name) for name in requested}
                 # What repeats comes as a list; a request is frozen, down to its pins.
                 asked |= {name: tuple(asked[name]) for name in REPEATED if name in asked}
-                given["request"] = Request(**asked).checked()
+                is_kept = given.get("source", "").endswith(PLAN_FILES)
+                given["request"] = Request(**asked).checked(is_kept=is_kept)
             function(session, **given)
 
     return command

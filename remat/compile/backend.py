@@ -9,27 +9,30 @@ no gradients are asked for, Inductor runs as it is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import CompileContext
 from torch._inductor.compile_fx import compile_fx
 
 from remat.compile.on_device import device_of
-from remat.compile.one_shape import of_one_shape
+from remat.compile.one_shape import has_symbols, of_one_shape, refuse_data_dependent
 from remat.compile.options import read_options
 from remat.compile.pieces import handing_out
 from remat.compile.piecewise import PlannedPieces, planned_pieces
 from remat.compile.place import Place
 from remat.compile.shared_budget import forget_graphs, shared_budget, watched
+from remat.compile.size_table import SizeTable
 from remat.compile.start import Start
 from remat.compile.whole_model import whole_model
+from remat.graph_capture.errors import CaptureError
 from remat.ranks.compiling import CompiledLater, compiled_alike
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
-from remat.rewriter.inductor.partition import Partitioner, planned
+from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.rewriter.inductor.subgraphs import refuse_regions
 
 
@@ -48,56 +51,107 @@ def backend(
         that no plan fits.
     SolverError : an unknown option or solver.
     DeviceError : the model is on several devices, or neither on a CPU nor on a CUDA device.
-    CaptureError : symbolic shapes were asked for, a shape depends on data, compiled autograd is on,
-        or forward has a part of which torch's own gradients are wrong.
+    CaptureError : a shape depends on data, compiled autograd is on, forward has a part of which
+        torch's own gradients are wrong, or DDP cuts a graph whose sizes the user has marked.
     AgreementError : another rank has failed to compile the same graph.
     """
+    if has_symbols(gm) and handing_out() is None and _has_gradients(gm, example_inputs):
+        place = _place_of_graph(gm, example_inputs, options, mode)
+        return _of_many_sizes(gm, place)
     with compiled_alike(gm, example_inputs) as later:
-        return _compiled(gm, example_inputs, options, mode, later)
+        place = _place_of_graph(gm, example_inputs, options, mode)
+        cut = handing_out()
+        if cut is not None:
+            pieces = planned_pieces(cut, place.asked, place.shared, place.frame)
+            return _piece(gm, of_one_shape(gm, example_inputs), place, pieces, later)
+        if has_symbols(gm):
+            return _without_gradients(gm, example_inputs, later)
+        return _planned(gm, example_inputs, place, later)
 
 
-def _compiled(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any] | None,
-    mode: str | None,
-    later: CompiledLater,
-) -> Any:
+def _place_of_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
+) -> Place:
+    """Where the graph stands; raises what can be said against it before it is traced."""
     asked = read_options(options, mode=mode)
-    device = device_of(example_inputs)
+    device = device_of(inputs)
     if torch.is_grad_enabled():
         refuse_compiled_autograd()
         refuse_regions(gm.graph)
+    if _has_gradients(gm, inputs):
+        refuse_data_dependent(gm)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
     place.shared.runs_on(device)
-    cut = handing_out()
-    pieces = None if cut is None else planned_pieces(cut, asked, place.shared, place.frame)
-    inputs = of_one_shape(gm, example_inputs)
-    outputs = gm.graph.find_nodes(op="output")[0].args
-    n_visible = len(pytree.tree_leaves(outputs))
-    if pieces is None:
-        start = Start(place, gm, inputs)
-        partitioner = Partitioner(start.plan, n_visible, lambda: start.name)
-    else:
-        start, partitioner = None, Partitioner(pieces.plan, n_visible)
-    with planned(partitioner) as patches:
-        compiler = later.alike(partitioner.compile_inner)
-        call: Any = compile_fx(gm, inputs, compiler, config_patches=patches)
-    if start and not partitioner.was_called:
+    return place
+
+
+def _has_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether backward may come."""
+    tensors = [value for value in [*inputs, *gm.parameters()] if isinstance(value, Tensor)]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _of_many_sizes(gm: fx.GraphModule, place: Place) -> SizeTable:
+    """What plans for each size when it first comes."""
+
+    def compile_one(one: fx.GraphModule, inputs: Sequence[Any], number: int, sizes: str) -> Any:
+        at = dataclasses.replace(place, frame=(*place.frame, number), sizes=sizes)
+        with compiled_alike(one, inputs) as later:
+            return _planned(one, inputs, at, later)
+
+    return SizeTable(gm, compile_one)
+
+
+def _planned(gm: fx.GraphModule, inputs: Sequence[Any], place: Place, later: CompiledLater) -> Any:
+    """The code for one shape."""
+    start = Start(place, gm, inputs)
+    partitioner = Partitioner(start.plan, _n_visible(gm), lambda: start.name)
+    call = _code(gm, inputs, partitioner, later)
+    if not partitioner.was_called:
         start.go_without_a_graph()
-    return _watched(call, place, pieces)
+    if place.frame not in place.shared.noted:
+        return call
+    return watched(call, place.shared, place.frame)
 
 
-def _watched(call: Any, place: Place, pieces: PlannedPieces | None) -> Any:
-    """`call`, told of to the graphs that share its budget; as it is without gradients."""
+def _piece(
+    gm: fx.GraphModule, inputs: Sequence[Any], place: Place, pieces: PlannedPieces,
+    later: CompiledLater,
+) -> Any:  # fmt: skip
+    """The code for one of the pieces into which DDP cuts a model."""
+    call = _code(gm, inputs, Partitioner(pieces.plan, _n_visible(gm)), later)
     shared, frame = place.shared, place.frame
     if frame not in shared.noted:
         return call
-    if pieces is None:
-        return watched(call, shared, frame)
     run = watched(call, shared, frame, is_first=pieces.is_first, is_last=pieces.is_last)
     pieces.at += 1
     return run
+
+
+def _without_gradients(gm: fx.GraphModule, inputs: Sequence[Any], later: CompiledLater) -> Any:
+    """Inductor's own code, for all sizes at once."""
+    partitioner = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
+    return _code(gm, inputs, partitioner, later)
+
+
+def _refuse_gradients(_: FusedStep) -> Pair:
+    raise CaptureError(
+        "a graph of symbolic sizes turns gradients on, and is called without: call it with "
+        "gradients on, or compile with dynamic=False"
+    )
+
+
+def _code(
+    gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner, later: CompiledLater
+) -> Any:
+    with planned(partitioner) as patches:
+        compiler = later.alike(partitioner.compile_inner)
+        return compile_fx(gm, list(inputs), compiler, config_patches=patches)
+
+
+def _n_visible(gm: fx.GraphModule) -> int:
+    """How many results the user sees."""
+    return len(pytree.tree_leaves(gm.graph.find_nodes(op="output")[0].args))
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]

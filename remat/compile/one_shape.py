@@ -1,25 +1,138 @@
 """Turns a graph of symbolic shapes into one for the shape at hand.
 
-Where a size has changed from one call to the next, dynamo makes it a symbol, so that one graph
-serves all sizes. But a plan is for one shape. Asking a symbol for its value notes a guard: dynamo
-then compiles again for each other shape, and each has a plan of its own.
+Where a size has changed from one call to the next, or the user marks it, dynamo makes it a symbol,
+so that one graph serves all sizes. But a plan is for one shape. So each size that comes is given a
+copy of the graph with numbers in it (`numbered`).
+
+Pieces that DDP cuts are planned together before any of them runs. They are fixed to the shape at
+hand while dynamo compiles (`of_one_shape`). Asking a symbol for its value notes a guard: dynamo
+then compiles again for each other shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._dynamo import config as dynamo_config
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.nodes import storage_key
+from remat.graph_capture.joint.nodes import copy_of, storage_key
+from remat.rewriter.inductor.nodes import data_dependent_message
 
 EXAMPLE = "example_value"
 """Key of a node's `meta` under which dynamo keeps what it traced the node with."""
+_SIZED = (Tensor, torch.SymInt)
+
+
+def has_symbols(gm: fx.GraphModule) -> bool:
+    """Whether a size of an input, or an input itself, is a symbol."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return any(_is_symbolic(node.meta.get(EXAMPLE)) for node in placeholders)
+
+
+def symbols_of(gm: fx.GraphModule) -> dict[int, str]:
+    """What is a symbol, by the number of the input that has its value.
+
+    It is a size of another input, such as ``dimension 1 of tokens``, or a number of Python's.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    named: dict[str, str] = {}
+    for node in placeholders:
+        value = node.meta.get(EXAMPLE)
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            named.setdefault(str(size), f"dimension {dim} of {_name_of_input(node)}")
+    values = [node.meta.get(EXAMPLE) for node in placeholders]
+    return {
+        i: named.get(str(value), f"the number {_name_of_input(placeholders[i])}")
+        for i, value in enumerate(values)
+        if isinstance(value, torch.SymInt) or _items_of(placeholders[i])
+    }
+
+
+def _items_of(node: fx.Node) -> list[fx.Node]:
+    """Where a float of Python's is read, which dynamo passes as a tensor of no dimension.
+
+    Dynamo knows its value. The sizes and floats that forward takes out of tensors have none.
+    """
+    return [
+        user
+        for user in node.users
+        if (user.op, user.target) == ("call_method", "item")
+        and isinstance(value := user.meta.get(EXAMPLE), torch.SymFloat)
+        and value.node.has_hint()
+    ]
+
+
+def refuse_data_dependent(gm: fx.GraphModule) -> None:
+    """Raise `CaptureError` if a size in the graph depends on data."""
+    given: set[Any] = set()
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get(EXAMPLE)):
+            found = free_unbacked_symbols(value) if isinstance(value, _SIZED) else set[Any]()
+            if node.op == "placeholder":
+                given |= found
+            elif found - given:
+                sizes = list(value.shape) if isinstance(value, Tensor) else [value]
+                raise CaptureError(data_dependent_message(node.name, sizes))
+
+
+def _name_of_input(node: fx.Node) -> str:
+    """As the user's function names it; dynamo calls ``x`` of its caller ``L_x_``."""
+    return str(node.target).removeprefix("L_").strip("_")
+
+
+def numbered(
+    gm: fx.GraphModule, numbers: Mapping[int, float], given: Sequence[Any]
+) -> tuple[fx.GraphModule, list[Any]]:
+    """A copy of a graph of dynamo's for one shape, and fake inputs of that shape.
+
+    Parameters
+    ----------
+    numbers : values of the inputs that are symbols or floats, by number. The copy takes the others.
+    given : all inputs, as they come.
+    """
+    made = with_notes(gm)
+    placeholders = made.graph.find_nodes(op="placeholder")
+    for i, number in numbers.items():
+        node = placeholders[i]
+        for read in _items_of(node):
+            _read_number(read, number)
+            made.graph.erase_node(read)
+        _read_number(node, number)
+        made.graph.erase_node(node)
+    for node in made.graph.nodes:
+        # Symbols in there belong to dynamo's trace, whose guards are closed.
+        node.meta.pop(EXAMPLE, None)
+    made.recompile()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    others = [value for i, value in enumerate(given) if i not in numbers]
+    return made, [_fake(mode, value) for value in others]
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+
+def with_notes(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph of dynamo's.
+
+    Dynamo's notes on graph and inputs go with it: by them, Inductor knows parameters.
+    """
+    made = copy_of(gm)
+    made.meta = dict(gm.meta)
+    sources: Any = getattr(gm, "_param_name_to_source", None)
+    made._param_name_to_source = sources
+    olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, made))
+    for old, new in zip(olds, news, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return made
 
 
 def of_one_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
@@ -33,8 +146,7 @@ def of_one_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]
     traced = [node.meta.get(EXAMPLE) for node in placeholders]
     if not any(map(_is_symbolic, traced)):
         return list(example_inputs)
-    _refuse_marked(placeholders)
-    _refuse_asked_for(traced)
+    _refuse_asked_for(placeholders, traced)
     for node, value in zip(placeholders, traced, strict=True):
         if isinstance(value, torch.SymInt):
             _read_number(node, int(value))
@@ -58,37 +170,25 @@ def _geometry(tensor: Tensor) -> list[Any]:
     return [*tensor.shape, *tensor.stride(), tensor.storage_offset()]
 
 
-def _refuse_marked(placeholders: Sequence[fx.Node]) -> None:
-    """Raise where `mark_dynamic` forbids to fix a size, of which a plan is made."""
-    for node in placeholders:
-        given = getattr(node.meta.get("grapharg"), "example", None)
-        marked = sorted(getattr(given, "_dynamo_dynamic_indices", ()))
-        if marked and isinstance(given, Tensor):
-            raise CaptureError(
-                f"dimension {marked[0]} of an input of shape {list(given.shape)} is marked by "
-                "torch._dynamo.mark_dynamic, and a plan is for one shape: leave the mark out, or "
-                "use torch._dynamo.maybe_mark_dynamic. Each shape that comes is planned for"
-            )
-
-
-def _refuse_asked_for(traced: Sequence[Any]) -> None:
-    """Raise where the user asked for symbols, or one has no value yet.
-
-    Who writes `dynamic=True` wants one graph for all shapes, and would get one for each.
-    """
-    shapes = [list(t.shape) for t in traced if _is_fake(t)]
+def _refuse_asked_for(placeholders: Sequence[fx.Node], traced: Sequence[Any]) -> None:
+    """Raise where the user asked for symbols, which may then not be fixed, or one has no value."""
     numbers = [n for t in traced if isinstance(t, Tensor) for n in _geometry(t)]
     symbols = [n for n in [*numbers, *traced] if isinstance(n, torch.SymInt)]
-    if dynamo_config.assume_static_by_default and all(n.node.has_hint() for n in symbols):
+    given = [getattr(node.meta.get("grapharg"), "example", None) for node in placeholders]
+    is_marked = any(getattr(value, "_dynamo_dynamic_indices", ()) for value in given)
+    is_known = all(n.node.has_hint() for n in symbols)
+    if dynamo_config.assume_static_by_default and is_known and not is_marked:
         return
+    shapes = [list(t.shape) for t in traced if _is_fake(t)]
     raise CaptureError(
-        f"a size of the inputs is symbolic, {(shapes or [symbols])[0]}, and a plan is for one "
-        "shape: leave out dynamic=True, or give dynamic=False, in torch.compile(model, "
-        'backend="remat"), which then plans for each shape that comes'
+        f"a size of the inputs is asked to be symbolic, {(shapes or [symbols])[0]}, and DDP cuts "
+        "the model into pieces, which are planned together for one shape: set "
+        "torch._dynamo.config.optimize_ddp = False, which leaves the model whole, or leave out "
+        "dynamic=True and torch._dynamo.mark_dynamic: then each shape that comes is planned for"
     )
 
 
-def _read_number(node: fx.Node, value: int) -> None:
+def _read_number(node: fx.Node, value: float) -> None:
     """Put `value` where `node` is read."""
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda n: value if n is node else n)

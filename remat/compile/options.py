@@ -66,6 +66,12 @@ def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptio
     asked = dict(given or {})
     names = [field.name for field in dataclasses.fields(CompileOptions)]
     for name in asked:
+        if name in ("host", "nvme"):
+            raise SolverError(
+                f"backend 'remat' takes no {name}: Inductor's code copies nothing to the host and "
+                f"back. Leave {name} out, or take remat.rematerialize(model, ..., host=...), which "
+                "runs eager's kernels"
+            )
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""

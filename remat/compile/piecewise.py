@@ -15,7 +15,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from remat.budgets import auto_bytes
 from remat.compile.agreed import Choice, plan_key, require_within
-from remat.compile.one_shape import of_one_shape
+from remat.compile.one_shape import of_one_shape, with_notes
 from remat.compile.options import CompileOptions
 from remat.compile.piece_choice import Option, PieceSearch, option_of, peak_of
 from remat.compile.pieces import Whole, whole_of
@@ -24,7 +24,6 @@ from remat.compile.search import Candidate
 from remat.compile.shared_budget import Frame, SharedBudget
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.joint.nodes import copy_of
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.rewriter.inductor.replay import Replay
@@ -257,18 +256,8 @@ def _stop(step: FusedStep | None) -> Any:
 
 
 def _copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    """A copy of a piece that returns a tuple, as dynamo's graphs do, and how many results that has.
-
-    Dynamo's notes on graph and inputs go with it: by them, Inductor knows parameters.
-    """
-    graph = copy_of(gm)
-    graph.meta = gm.meta
-    sources: Any = getattr(gm, "_param_name_to_source", None)
-    graph._param_name_to_source = sources
-    olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, graph))
-    for old, new in zip(olds, news, strict=True):
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
+    """A copy of a piece that returns a tuple, as dynamo's graphs do, and the number of results."""
+    graph = with_notes(gm)
     end = graph.graph.output_node()
     if not isinstance(end.args[0], (tuple, list)):
         end.args = ((end.args[0],),)

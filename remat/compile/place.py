@@ -41,12 +41,16 @@ def n_run_again(schedule: Schedule | None) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """One graph of dynamo's: what is asked of it, and the graphs that share its budget."""
+    """One graph of dynamo's: what is asked of it, and the graphs that share its budget.
+
+    `sizes` : at which it is planned, as text, where one graph of dynamo's serves several.
+    """
 
     asked: CompileOptions
     shared: SharedBudget
     whole: WholeModel
     frame: Frame
+    sizes: str = ""
 
     def text(self) -> str:
         """What is known here before the graph is traced; the same in each process."""
@@ -108,7 +112,8 @@ class Place:
         )
         remember(
             CompiledPlan(
-                frame=f"{self.frame[0]}/{self.frame[1]}",
+                frame="/".join(map(str, self.frame)),
+                sizes=self.sizes,
                 budget_bytes=budget_bytes,
                 peak_bytes=held_bytes + taken.chosen.peak_bytes,
                 baseline_peak_bytes=held_bytes + taken.stock.peak_bytes,

@@ -21,7 +21,8 @@ class CompiledPlan(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    frame : dynamo's number of the graph, and of its compilation.
+    frame : dynamo's number of the graph, of its compilation, and, where that serves several sizes,
+        that of the size. sizes : these, by dimension; empty where it serves one.
     budget_bytes : what it was planned for. peak_bytes : of its code, replayed, with `held_bytes`.
     baseline_peak_bytes : the same for the code that torch makes without a budget.
     held_bytes : of parameters, buffers, inputs, and what earlier graphs hold.
@@ -45,10 +46,12 @@ class CompiledPlan(msgspec.Struct, frozen=True):
     replays: int
     seconds: float
     schedule: Schedule | None = None
+    sizes: str = ""
 
     def __repr__(self) -> str:
+        at = f" at {self.sizes}" if self.sizes else ""
         return (
-            f"CompiledPlan(graph {self.frame}: peak {bytes_text(self.peak_bytes)} of "
+            f"CompiledPlan(graph {self.frame}{at}: peak {bytes_text(self.peak_bytes)} of "
             f"{bytes_text(self.budget_bytes)}, as torch compiles it "
             f"{bytes_text(self.baseline_peak_bytes)}; {self.recomputed} computed again, overhead "
             f"{100 * self.overhead:.1f} %, {self.replays} replays, {self.seconds:.1f} s)"

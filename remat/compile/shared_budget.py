@@ -31,7 +31,8 @@ from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.guards.open_forwards import OpenForwards
 from remat.rewriter.inductor.replay import Replay
 
-Frame = tuple[int, int]
+Frame = tuple[int, ...]
+"""Dynamo's number of a graph, of its compilation, and ours of a size, where it serves several."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class SharedBudget:
     def held_bytes(self, frame: Frame, static_bytes: int, dynamic_bytes: int) -> int:
         """Bytes that are held before the graph of `frame` allocates anything."""
         before = self.forwards.graphs()
-        own = 0 if frame[0] in {number for number, _ in before} else static_bytes
+        own = 0 if frame[0] in {one[0] for one in before} else static_bytes
         awaited = max(0, self.whole.static_bytes - own - self._static_bytes(before))
         left = self._left(before, is_stock=False)
         return self.libraries_bytes + own + awaited + dynamic_bytes + left
@@ -207,8 +208,8 @@ class SharedBudget:
         if peak_bytes > budget_bytes:
             again = before.count(frame)
             raise BudgetError(
-                f"graph {frame[0]}/{frame[1]} is called with {len(before)} forwards open, whose "
-                f"backward is still to come, {again} of them its own, and would need "
+                f"graph {'/'.join(map(str, frame))} is called with {len(before)} forwards open, "
+                f"whose backward is still to come, {again} of them its own, and would need "
                 f"{bytes_text(peak_bytes)} with what these have saved, above the budget of "
                 f"{bytes_text(budget_bytes)}: it was planned for fewer. Call backward before the "
                 "next forward, put no_grad around forwards that need no backward, or give "

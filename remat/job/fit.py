@@ -285,7 +285,7 @@ class FitSearch:
 
         def run() -> Check:
             traced = trace_loaded(loaded, request)
-            return check_schedule(loaded, traced, schedule, request)
+            return check_schedule(loaded, traced, schedule, request, captured.graph)
 
         with self.stopwatch.stage("check", "running a step of the answer"):
             found = unless_short(run, say_unchecked)

@@ -12,6 +12,7 @@ from remat.infeasible import infeasible_text
 from remat.job.advice import advice_on_run
 from remat.job.pipeline import Report, RunsAgain
 from remat.job.rows import Row
+from remat.levers.offloaded import offloaded
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside
 from remat.schedules.simulate import overhead_of
@@ -39,6 +40,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "bound": bound_json(report.graph, result),
         "message": result.message,
         "pieces": msgspec.to_builtins(pieces_of(report.graph, result.schedule)),
+        "offload": msgspec.to_builtins(offloaded(report.graph, result.schedule)),
         **again_json(result, report.again),
         "check": check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
@@ -56,6 +58,7 @@ def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[
     """The object that ``remat solve --json`` prints."""
     said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
     said |= {"bound": bound_json(graph, result)} | again_json(result, again)
+    said |= {"offload": msgspec.to_builtins(offloaded(graph, result.schedule))}
     said |= {"predicted_reserved": msgspec.to_builtins(reserved_beside(graph, result))}
     return said if result.schedule else said | infeasible_json(result)
 

@@ -66,6 +66,11 @@ def schedule_in(kept: Plan | Schedule) -> Schedule:
     return kept.schedule if isinstance(kept, Plan) else kept
 
 
+def priced_in(kept: Plan | Schedule) -> TrainingGraph | None:
+    """The graph of a plan, whose links say where it may copy values to; None of a schedule."""
+    return kept.graph if isinstance(kept, Plan) else None
+
+
 def fitting_schedule(kept: Plan | Schedule, loaded: Loaded, name: str) -> Schedule:
     """The schedule, of a plan that fits the model, its batch and this torch.
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from remat.formats import percent_text
 from remat.graph_capture.derived.sharding import NO_SHARDING
-from remat.graph_capture.devices.device_table import check_device
+from remat.graph_capture.devices.device_table import check_device, is_in_table
 from remat.graph_capture.errors import (
     BudgetError,
     DeviceError,
@@ -28,8 +30,8 @@ from remat.job.factory import Loaded, load
 from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
 from remat.job.stopwatch import Stopwatch
-from remat.schedules.judged_plan import AGREEMENT, judge_plan, require_within_budget
-from remat.schedules.plan import Plan
+from remat.schedules.judged_plan import AGREEMENT, judge_family, judge_plan, require_within_budget
+from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.solver.result import Result, judged
@@ -56,11 +58,13 @@ class Opened:
     result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
         a budget was given. Its schedule is None where nothing fits.
     is_kept : whether it is of a kept plan.
+    over : of a kept plan for a range of sizes; graph and result are those of the largest.
     """
 
     graph: TrainingGraph
     result: Result | None
     is_kept: bool = False
+    over: RangeFacts | None = None
 
     @property
     def schedule(self) -> Schedule | None:
@@ -107,6 +111,7 @@ def open_plan(
         if plan is not None:
             raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
         _refuse_budget(request)
+        _refuse_host(request)
         return _opened_plan(read_kept(Path(source)), source, None)
     if plan is not None:
         _refuse_budget(request)
@@ -135,15 +140,28 @@ def _refuse_budget(request: Request) -> None:
         )
 
 
+def _refuse_host(request: Request) -> None:
+    if request.host or request.nvme:
+        raise BudgetError(
+            f"a plan has its links: leave out --host {request.host}, or name its model or graph "
+            "to solve anew"
+        )
+
+
 def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> Opened:
     """A plan on its own graph, or on the one that is given."""
     schedule, told_us = schedule_in(kept), 0.0
+    over: RangeFacts | None = None
     if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
         # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = judge_plan(kept, name)
         if graph is None or own == graph:
-            graph = own
+            graph, over = own, kept.over
             told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
+        elif graph.links is None and own.links is not None:
+            graph = msgspec.structs.replace(graph, links=own.links)
+    if over is not None:
+        judge_family(over, name)
     if graph is None:
         raise PlanError(
             f"{name} is a schedule alone, without sizes and prices: name its graph or model too "
@@ -158,7 +176,7 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
         lower_bound_us=graph.time_us, message=_unproved(graph, told_us, name),
     )  # fmt: skip
-    return Opened(graph, result, is_kept=True)
+    return Opened(graph, result, is_kept=True, over=over)
 
 
 def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
@@ -190,14 +208,26 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     if request.sharding != NO_SHARDING:
         raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
     if holds_plan(Path(source)):
-        return Captured(_graph_in(read_kept(Path(source)), source))
+        return Captured(_relinked(_graph_in(read_kept(Path(source)), source), request))
     try:
-        return Captured(TrainingGraph.from_json(read_contents(source)))
+        return Captured(_relinked(TrainingGraph.from_json(read_contents(source)), request))
     except GraphError as error:
         raise GraphError(
             f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
             "remat capture MODEL -o FILE, or remat run MODEL --budget BUDGET -o FILE"
         ) from error
+
+
+def _relinked(graph: TrainingGraph, request: Request) -> TrainingGraph:
+    """A kept graph, with links where the request has a host."""
+    if not (request.host or request.nvme):
+        return graph
+    # To ask what this machine is takes torch, which kept graphs do without.
+    from remat.graph_capture.prices.link_prices import is_of_here, relinked
+
+    is_here = is_of_here(graph) and not is_in_table(graph.device)
+    tiers = request.tiers(graph.device, is_here=is_here)
+    return graph if tiers is None else relinked(graph, tiers)
 
 
 def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:

@@ -28,7 +28,10 @@ from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.shapes.ranges import Dynamic
     from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.rewriter.checking.check import Check
@@ -80,8 +83,8 @@ def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
     return RunsAgain(kinds, every_n_layers(graph, result))
 
 
-def trace_loaded(loaded: Loaded, request: Request) -> Trace:
-    """The unpriced trace of what a factory made."""
+def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
+    """The unpriced trace of what a factory made; over ranges of sizes where these are given."""
     from remat.graph_capture.tracing.trace import trace
 
     hand_over = None
@@ -94,6 +97,7 @@ def trace_loaded(loaded: Loaded, request: Request) -> Trace:
         loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
         optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
         sharding=request.sharding, split=request.split, hand_over=hand_over,
+        dynamic=dynamic,
     )  # fmt: skip
 
 
@@ -106,19 +110,21 @@ def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> Traini
     with stopwatch.stage("profile", doing) as progress:
         graph = price_for(
             traced, progress=progress, profile=request.read_profile(),
-            measure_again=request.measure_again,
+            measure_again=request.measure_again, tiers=request.tiers(),
         )  # fmt: skip
     return on_one_rank(graph, request.sharding)
 
 
-def measure_loaded(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Profile:
-    """The measured ops of what a factory made."""
+def measure_loaded(
+    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
+) -> Profile:
+    """The measured ops of what a factory made, and the links of its device."""
     from remat.graph_capture.prices.profiling import measure
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     with stopwatch.stage("profile", "measuring ops") as progress:
-        return measure(traced, progress=progress)
+        return measure(traced, nvme_path=nvme_path, progress=progress)
 
 
 def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) -> Result:
@@ -147,12 +153,22 @@ def check_schedule(
     traced: Trace,
     schedule: Schedule,
     request: Request,
+    priced: TrainingGraph | None = None,
 ) -> Check:
-    """Rewrite the model to `schedule` and compare it with eager."""
-    from remat.rewriter.checking.check import check
+    """Rewrite the model to `schedule` and compare it with eager.
+
+    `priced` is the graph it was solved on, whose links say where a schedule may copy values to.
+    """
     from remat.rewriter.rewriting import rewrite
 
-    module = rewrite(loaded.model, schedule, trace=traced)
+    module = rewrite(loaded.model, schedule, trace=traced, priced=priced)
+    return compare_with_eager(loaded, module, request)
+
+
+def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> Check:
+    """One step of the factory's batch by a rewritten module, beside eager."""
+    from remat.rewriter.checking.check import check
+
     return check(
         loaded.model, module, loaded.args, loaded.kwargs,
         loss_fn=loaded.loss_fn, target=loaded.target,
@@ -186,7 +202,10 @@ def run(
     said = list[str]()
 
     def checked_to(schedule: Schedule) -> Check | None:
-        return unless_short(lambda: check_schedule(loaded, traced, schedule, request), said.append)
+        def run_it() -> Check:
+            return check_schedule(loaded, traced, schedule, request, graph)
+
+        return unless_short(run_it, said.append)
 
     with stopwatch.stage("check", "checking the plan against eager"):
         checked = checked_to(result.schedule)

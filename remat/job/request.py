@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from remat.budgets import parse_budget
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.devices.device_table import CPU, check_device, device_table, is_in_table
+from remat.graph_capture.devices.lower_tiers import LowerTiers, lower_tiers
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
 from remat.solver import TABLE, make_solver
@@ -37,6 +38,21 @@ class Request:
         metadata={
             "help": "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
             "or min; repeatable in sweep and compare"
+        },
+    )
+    host: str = field(
+        default="",
+        metadata={
+            "help": "memory of the host that values may move to: 120GiB, or auto for nine tenths "
+            "of what is free; on a CPU files stand for it; in sweep several, such as 0,8GiB,16GiB"
+        },
+    )
+    nvme: str = field(
+        default="",
+        metadata={
+            "help": "a folder on NVMe, and how much of its drive lies below --host: "
+            "/mnt/nvme:200GiB",
+            "metavar": "FOLDER:SIZE",
         },
     )
     solver: str = field(
@@ -127,17 +143,35 @@ class Request:
         is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING
         return is_here and not self.update_at_once
 
-    def checked(self) -> Request:
+    def tiers(self, device: str | None = None, *, is_here: bool | None = None) -> LowerTiers | None:
+        """What may be used below the device; `device` is of a kept graph, else the one asked for.
+
+        Raises
+        ------
+        BudgetError, FileError : as of `lower_tiers`.
+        """
+        return lower_tiers(
+            self.host or None, self.nvme or None, device or self.device, is_here=is_here
+        )
+
+    def checked(self, *, is_kept: bool = False) -> Request:
         """The same with its profile read, refused before anything runs if a part is unknown.
+
+        Parameters
+        ----------
+        is_kept : whether it is for a graph of a file, which names its own device.
 
         Raises
         ------
         BudgetError, DeviceError, SolverError, ProfileError : a field cannot be read, or names
-            what is not there. FileError : the profile's file cannot be read.
+            what is not there. FileError : the profile's file cannot be read, or a folder not
+            written.
         """
         if self.budget != NO_BUDGET:
             parse_budget(self.budget)
         check_device(self.device)
+        if not is_kept:
+            self.tiers()
         known = self.read_profile()
         make_solver(self.solver, order=self.order)
         sharding = self.sharding

@@ -17,6 +17,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.job.advice import advice_on_run
 from remat.job.pipeline import Report, RunsAgain
 from remat.job.rows import Row
+from remat.levers.offloaded import Offloaded, offloaded
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside, reserved_text
 from remat.questions.tables import plain_table, prices_text
@@ -82,6 +83,7 @@ def _verdict(report: Report) -> Table:
     if report.unchecked:
         table.add_row("not run", Text(report.unchecked))
     _add_pieces(table, graph, result)
+    _add_offloaded(table, offloaded(graph, result.schedule, report.simulation))
     _add_again(table, result, report.again)
     _add_prices(table, graph)
     table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
@@ -108,6 +110,12 @@ def _add_pieces(table: Table, graph: TrainingGraph, result: Result) -> None:
     """What runs in pieces, and what that takes."""
     for one in pieces_of(graph, result.schedule):
         table.add_row("in pieces", Text(str(one)))
+
+
+def _add_offloaded(table: Table, moved: Offloaded | None) -> None:
+    """What moves to the host and back, where something does."""
+    for name, said in moved.rows() if moved is not None else ():
+        table.add_row(name, Text(said))
 
 
 def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
@@ -191,6 +199,7 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", percent_text(result.gap))
     _add_pieces(table, graph, result)
+    _add_offloaded(table, offloaded(graph, result.schedule))
     reserved = reserved_beside(graph, result)
     if reserved is not None:
         table.add_row("reserved", reserved_text(reserved))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.infeasible import infeasible_text
+from remat.levers.refused_updates import (
+    refuse_clipping,
+    refuse_scaling,
+    require_no_other_reader,
+    require_own_storages,
+)
+from remat.levers.step_request import step_request
+from remat.levers.whole_step import StepPlan, plan_step
 from remat.one_call import solve
 from remat.solved import Solved, facts_of
 from remat.solver.pins.globs import Globs
@@ -24,6 +31,47 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.recipe import Split
 
 
+@overload
+def training_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    optimizer: Optimizer,
+    budget: str | SupportsIndex,
+    microbatches: int,
+    device: str,
+    host: str | SupportsIndex,
+    nvme: str | None = ...,
+    loss_fn: Callable[..., Any] | None = ...,
+    target: Any = ...,
+    profile: Profile | str | Path | None = ...,
+) -> StepPlan: ...
+@overload
+def training_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    optimizer: Optimizer,
+    budget: str | SupportsIndex,
+    loss_fn: Callable[..., Any] | None = ...,
+    target: Any = ...,
+    accumulate: bool = ...,
+    max_grad_norm: float | None = ...,
+    profile: Profile | str | Path | None = ...,
+    solver: str = ...,
+    time_limit_s: float = ...,
+    keep: Globs = ...,
+    recompute: Globs = ...,
+    check: bool | None = ...,
+    split: Split | None = ...,
+    microbatches: None = ...,
+    device: None = ...,
+    host: None = ...,
+    nvme: None = ...,
+    **options: Any,
+) -> fx.GraphModule: ...
 def training_step(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -42,8 +90,12 @@ def training_step(
     recompute: Globs = (),
     check: bool | None = None,
     split: Split | None = None,
+    microbatches: int | None = None,
+    device: str | None = None,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
     **options: Any,
-) -> fx.GraphModule:
+) -> fx.GraphModule | StepPlan:
     """A module that trains as `model` does, and updates parameters during backward.
 
     ``backward()`` takes the optimizer's step for each parameter as soon as its gradient is there
@@ -68,6 +120,10 @@ def training_step(
     max_grad_norm : refused: it says why.
     check : as of `remat.rematerialize`, of outputs and gradients. Parameters stay as they are, so
         that the peak is not compared.
+    microbatches, device, host, nvme : with these, plan a whole optimizer step of so many batches
+        like this one on a device of the table. Parameters, gradients and the optimizer's state are
+        on the device, the host or NVMe, as is best; sizes are as of `remat.capture`. Nothing is
+        run, and the result is a `StepPlan`; `repr` says what it takes.
 
     The other arguments are those of `remat.rematerialize`.
 
@@ -83,15 +139,25 @@ def training_step(
     from remat.rewriter.gradients.updating import Updates
     from remat.rewriter.rewriting import refuse_rewritten, rewrite
 
-    _refuse_clipping(max_grad_norm)
-    _refuse_scaling()
+    refuse_clipping(max_grad_norm)
+    refuse_scaling()
     refuse_rewritten(model)
-    known, hand_over = as_profile(profile), _hand_over(model, optimizer, loss_fn, accumulate)
+    known = as_profile(profile)
+    if microbatches is not None or host is not None or nvme is not None or device is not None:
+        asked = step_request(
+            model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
+            nvme=nvme,
+        )  # fmt: skip
+        plan = plan_step(model, args, kwargs, asked, loss_fn=loss_fn, target=target, profile=known)
+        if plan.shortage:
+            raise BudgetError(plan.shortage)
+        return plan
+    hand_over = _hand_over(model, optimizer, loss_fn, accumulate)
     traced: Trace = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
         hand_over=hand_over, split=split,
     )  # fmt: skip
-    _require_no_other_reader(traced, optimizer)
+    require_no_other_reader(traced, optimizer)
     graph = price(traced, profile=known)
     result = solve(
         graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options
@@ -106,29 +172,6 @@ def training_step(
         batch = Batch(args, kwargs, loss_fn, target, "none", accumulate)
         require_equal(model, module, batch, None)
     return module
-
-
-def _refuse_clipping(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None:
-        raise CaptureError(
-            "gradients cannot be clipped by their global norm where parameters are updated during "
-            "backward: the norm is known when the last gradient is there, and by then the others "
-            "have been used. Update after backward (remat.rematerialize), or leave out clipping"
-        )
-
-
-def _refuse_scaling() -> None:
-    """Raise `CaptureError` under autocast to float16, which is trained with a `GradScaler`."""
-    import torch
-
-    from remat.graph_capture.tracing.recipe import autocast_state
-
-    if any(on and dtype is torch.float16 for _, on, dtype in autocast_state()):
-        raise CaptureError(
-            "float16 autocast needs a GradScaler, which unscales all gradients when backward has "
-            "ended, and parameters that are updated during backward would take scaled ones: use "
-            "bfloat16, or update after backward (remat.rematerialize)"
-        )
 
 
 def _hand_over(
@@ -149,7 +192,7 @@ def _hand_over(
     device = resolved_device(None, model)
     parameters = _parameters(model, loss_fn)
     buffers = dict(with_loss(model, loss_fn).named_buffers())
-    _require_own_storages({**parameters, **buffers})
+    require_own_storages({**parameters, **buffers})
     costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))
     if not costs:
         raise CaptureError(
@@ -210,36 +253,3 @@ def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[st
     step = with_loss(model, loss_fn)
     named = step.named_parameters()
     return {n if step is model else path_in_model(n): p for n, p in named}
-
-
-def _require_own_storages(state: Mapping[str, Tensor]) -> None:
-    """Raise `CaptureError` if an update of one parameter would change another, or a buffer."""
-    names = {name: t.untyped_storage().data_ptr() for name, t in state.items() if t.numel()}
-    shared = {address for address, number in Counter(names.values()).items() if number > 1}
-    both = [name for name, address in names.items() if address in shared]
-    if both:
-        raise CaptureError(
-            f"{both[0]} and {both[1]} are views of one tensor, so that an update of one "
-            "changes the other: give each its own, or update after backward"
-        )
-
-
-def _require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
-    """Raise `CaptureError` if forward reads an updated parameter by a tensor that is none.
-
-    The graph then does not know that a later read would find the new values.
-    """
-    from remat.rewriter.guards.forward import constants_of
-
-    updated = {
-        parameter.untyped_storage().data_ptr()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for constant in constants_of(traced.joint.module):
-        if constant.numel() and constant.untyped_storage().data_ptr() in updated:
-            raise CaptureError(
-                f"forward reads a parameter by another tensor of shape {list(constant.shape)}, "
-                "such as an attribute that is its .data: read the parameter itself, or update "
-                "after backward"
-            )

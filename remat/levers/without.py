@@ -1,7 +1,8 @@
 """A plan with one of its levers off: the same ops in the same order, for the judge to compare.
 
-No solver is asked. What runs again, runs once; a region in pieces runs as it was captured; updates
-at once leave their gradients for after backward. Values are freed as early as can be.
+No solver is asked. What runs again, runs once; what is copied to the host stays on the device; a
+region in pieces runs as it was captured; updates at once leave their gradients for after backward.
+Values are freed as early as can be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
 from remat.schedules.as_planned import as_planned, whole
 from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.verdicts.staying import staying
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 
@@ -21,9 +23,20 @@ Off = tuple[TrainingGraph, Schedule]
 
 
 def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> Off:
-    """Each op at its first run alone."""
+    """Each op at its first run alone; what is copied still is."""
     planned = as_planned(graph, schedule)
+    if schedule.moves:
+        again = [name for name, runs in schedule.computations().items() if runs > 1]
+        for name in again:
+            schedule = staying(planned, schedule, name)
+        return planned, schedule
     return _in_order(planned, dict.fromkeys(_runs(schedule)))
+
+
+def without_copies(graph: TrainingGraph, schedule: Schedule) -> Off:
+    """Nothing leaves the device, which has no links."""
+    planned = msgspec.structs.replace(as_planned(graph, schedule), links=None)
+    return _in_order(planned, _runs(schedule))
 
 
 def without_pieces(graph: TrainingGraph, schedule: Schedule) -> Off:

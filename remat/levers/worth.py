@@ -8,14 +8,21 @@ import msgspec
 
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.graph import TrainingGraph
-from remat.levers.without import Off, without_pieces, without_recomputation, without_updates
+from remat.levers.without import (
+    Off,
+    without_copies,
+    without_pieces,
+    without_recomputation,
+    without_updates,
+)
 from remat.questions.pieces import pieces_of
 from remat.schedules.as_planned import as_planned
-from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.result import Result
 
 RECOMPUTATION, UPDATES = "recomputation", "updates during backward"
+OFFLOAD = "copies to the host and back"
 SolveWithout = Callable[[TrainingGraph], Result]
 
 
@@ -73,19 +80,24 @@ def levers_of(
     Parameters
     ----------
     graph : as captured, with the regions that may run in pieces.
-    solve_without : solves a graph for the budget of the plan; asked of each graph without pieces or
-        without updates. None asks for none.
+    solve_without : solves a graph for the budget of the plan; asked of each graph without links,
+        pieces or updates. None asks for none.
 
     Returns
     -------
-    tuple of Lever : none for a schedule that moves values between tiers.
+    tuple of Lever : of a schedule that copies, only recomputation and the copies: pieces and
+        updates could not be taken out without them. None where parameters live below the device.
     """
-    if not all(isinstance(step, Compute | Free) for step in schedule.steps):
-        return ()
     planned, found = as_planned(graph, schedule), list[Lever]()
+    if any(value.home for value in planned.values):
+        return ()
     if max(schedule.computations().values(), default=0) > 1:
         off = without_recomputation(graph, schedule)
         found.append(_beside(RECOMPUTATION, planned, schedule, off, None))
+    if schedule.moves:
+        off = without_copies(graph, schedule)
+        found.append(_beside(OFFLOAD, planned, schedule, off, solve_without))
+        return tuple(found)
     for one in [pieces_of(graph, schedule)] if schedule.pieces else []:
         name = ", ".join(piece.name for piece in one)
         off = without_pieces(graph, schedule)

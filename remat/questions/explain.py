@@ -19,7 +19,7 @@ from remat.questions.explanation import Explanation
 from remat.questions.least_budget import least_budget
 from remat.questions.pieces import pieces_of
 from remat.questions.simple_rules import simple_rules
-from remat.questions.solved_options import asked_again, planned
+from remat.questions.solved_options import PINS, asked_again, planned
 from remat.questions.why import why
 from remat.schedules.verdicts.forced import forced
 from remat.schedules.verdicts.peak_holders import peak_holders
@@ -96,7 +96,7 @@ def _explained(
     asked = asked_again(schedule)
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
-    least = parts.timed("least", lambda: least_budget(graph, asked, each_s))
+    least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
     rules = parts.timed("rules", lambda: simple_rules(graph, result))
     levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
     greedy = parts.timed(
@@ -126,15 +126,19 @@ def _explained(
         seconds=parts.seconds,
         pieces=pieces_of(graph, schedule),
         levers=levers,
+        moves=schedule.moves,
     )
 
 
 def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[Lever, ...]:
-    """What each lever brings, and what its solver finds without pieces or updates at once."""
+    """What each lever brings, and what its solver finds without links, pieces or updates."""
     schedule = planned(result)
     asked = asked_again(schedule)
 
     def solve_without(off: TrainingGraph) -> Result:
+        if off.links is None and graph.links is not None:  # its own solver may need them
+            pins = {name: asked[name] for name in PINS if name in asked}
+            return solve(off, result.budget_bytes, time_limit_s=each_s, **pins)
         return solve(off, result.budget_bytes, time_limit_s=each_s, **asked)
 
     return levers_of(graph, schedule, solve_without)

@@ -46,7 +46,8 @@ class Explanation(msgspec.Struct, frozen=True):
         or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
     rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
     why : answers to what was asked about single values. seconds : of each part.
-    pieces : what runs in pieces. levers : what each lever brings.
+    pieces : what runs in pieces. levers : what each lever brings. moves : whether it copies values
+        to the host and back.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Explanation(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
     pieces: tuple[InPieces, ...] = ()
     levers: tuple[Lever, ...] = ()
+    moves: bool = False
 
     @property
     def is_whole_gib(self) -> bool:
@@ -80,7 +82,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether the plan computes anything a second time."""
+        """Whether the plan takes longer than every op once: it computes again, or waits."""
         return self.time_us > self.base_us
 
     @property
@@ -152,6 +154,8 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
         yield "forced", "nothing: no pin, and no op that must not run twice"
     if found.is_recomputing:
         yield "rule", rule_text(found.simple, found.nearest)
+    elif found.moves:
+        yield "rule", "nothing is recomputed: what does not fit goes to the host and back"
     else:
         yield "rule", "nothing is recomputed: the step fits as it is, and needs no rule"
     yield "cut", greedy_text(found.greedy)

@@ -20,25 +20,26 @@ class LeastBudget(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    least_bytes : peak of the schedule behind it; 0 where none is known.
-    at_peak : who holds it: the op that runs then sets it. None where no schedule is at hand.
+    least_bytes : peak of the schedule behind it.
+    at_peak : who holds it: the op that runs then sets it.
     floor : op and bytes below which an output of the step would have to be computed twice. None
         where it was not looked for.
     proved_bytes : a proved bound on the peak of any schedule; 0 where none was proved.
     """
 
     least_bytes: int
-    at_peak: PeakHolders | None
+    at_peak: PeakHolders
     floor: Holding | None
     proved_bytes: int
 
 
 def least_budget(
-    graph: TrainingGraph, asked: Mapping[str, Any], time_limit_s: float
+    graph: TrainingGraph, plan: Schedule, asked: Mapping[str, Any], time_limit_s: float
 ) -> LeastBudget:
-    """The least peak that the solver knows for a graph. `asked` : solver, options and pins.
+    """The least peak that the solver knows for a graph, or that of `plan` if it is lower.
 
-    Nothing fits into 0 bytes, so the result of that solve names the least budget.
+    Nothing fits into 0 bytes, so the result of that solve names the least budget. A plan with
+    copies can be below: the search for the least knows none. `asked` : solver, options and pins.
     """
     named = solve(graph, 0, time_limit_s=time_limit_s, **asked)
     schedule: Schedule | None = named.least_schedule
@@ -46,8 +47,11 @@ def least_budget(
     if schedule is None or schedule.graph_hash != graph.hash:
         schedule = least_peak(graph, time_limit_s, **asked).schedule
     held = peak_holders(graph, schedule) if schedule is not None else None
+    of_plan = peak_holders(graph, plan)
+    if held is None or of_plan.peak_bytes < held.peak_bytes:
+        held = of_plan
     return LeastBudget(
-        least_bytes=held.peak_bytes if held else named.least_feasible_bytes,
+        least_bytes=held.peak_bytes,
         at_peak=held,
         floor=named.floor,
         proved_bytes=named.least_bound_bytes,

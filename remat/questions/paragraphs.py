@@ -41,19 +41,18 @@ def _place_of_peak(held: PeakHolders) -> str:
 
 def least_text(least: LeastBudget, solver: str) -> str:
     """The least budget known, the op that sets it, and what is proved."""
-    if not least.least_bytes:
-        return "no least budget is known for this solver and these pins"
-    text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
-    if least.at_peak is not None:
-        held = least.at_peak
-        text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
-        biggest = ", ".join(
-            f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
-            f"{bytes_text(row.size_bytes)}"
-            for row in held.values[:SHOWN]
-        )
-        if biggest:
-            text += f", with {biggest} live"
+    text, held = (
+        f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows",
+        least.at_peak,
+    )
+    text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
+    biggest = ", ".join(
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
+        f"{bytes_text(row.size_bytes)}"
+        for row in held.values[:SHOWN]
+    )
+    if biggest:
+        text += f", with {biggest} live"
     if least.floor is not None:
         place = least.floor.module or least.floor.name
         text += (
@@ -137,6 +136,8 @@ def why_text(one: Why, budget_bytes: int) -> str:
         bytes_text(row.size_bytes),
     )  # fmt: skip
     head = ", ".join(fact for fact in facts if fact) + ": "
+    if row.verdict == "offload":
+        return head + _offloaded_text(one, budget_bytes)
     if one.forced:
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
     if row.verdict == "free":
@@ -147,15 +148,27 @@ def why_text(one: Why, budget_bytes: int) -> str:
 
 
 def _recomputed_text(one: Why, budget_bytes: int) -> str:
-    over_bytes = one.staying_bytes - budget_bytes
-    stays = (
-        f"if it stayed and nothing else changed, the peak would be {bytes_text(one.staying_bytes)}"
-    )
-    stays += f", {bytes_text(over_bytes)} over the budget" if over_bytes > 0 else ", which fits"
     return (
-        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; {stays}. "
-        f"{_turned_text(one.turned)}"
+        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; "
+        f"{_staying_text(one, budget_bytes)}. {_turned_text(one.turned)}"
     )
+
+
+def _offloaded_text(one: Why, budget_bytes: int) -> str:
+    """What its copies cost as they stand, and what computing it again would."""
+    again = f", and is made again, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
+    other = f"It must not run again: {one.forced}" if one.forced else _turned_text(one.turned)
+    copying, running = fine_time_text(one.copying_us), fine_time_text(one.row.cost_us)
+    return (
+        f"goes to the host{again}, since copying costs {copying} a step here and recomputing "
+        f"{running}; {_staying_text(one, budget_bytes)}. {other}"
+    )
+
+
+def _staying_text(one: Why, budget_bytes: int) -> str:
+    peak, over_bytes = bytes_text(one.staying_bytes), one.staying_bytes - budget_bytes
+    over = f", {bytes_text(over_bytes)} over the budget" if over_bytes > 0 else ", which fits"
+    return f"if it stayed and nothing else changed, the peak would be {peak}{over}"
 
 
 def _kept_text(one: Why) -> str:

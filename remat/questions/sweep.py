@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex, overload
+
+import msgspec
 
 from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
+from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
@@ -102,6 +105,47 @@ def sweep(
         }  # fmt: skip
         fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
     return fronts[solver] if solvers is None else fronts
+
+
+def sweep_hosts(
+    graph: TrainingGraph,
+    hosts: Mapping[str, int],
+    budgets: Budgets = None,
+    solvers: Iterable[str] = ("auto",),
+    **options: Any,
+) -> dict[str, Front]:
+    """Sweeps with several sizes of the host's memory, all over the same budgets.
+
+    Parameters
+    ----------
+    graph : with links, unless `hosts` are all 0.
+    hosts : bytes by what each is called; with 0 nothing leaves the device.
+    budgets, solvers, **options : as of `sweep`. A number of budgets is spread as without a host.
+
+    Returns
+    -------
+    dict of Front : by solver and host, such as ``auto, host 8GiB``.
+
+    Raises
+    ------
+    BudgetError : a host is given, and the graph has no links.
+    """
+    alone = msgspec.structs.replace(graph, links=None)
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
+    names, fronts = tuple(solvers), dict[str, Front]()
+    for text, host_bytes in hosts.items():
+        with_host = _with_host(graph, host_bytes) if host_bytes else alone
+        found = sweep(with_host, asked, solvers=names, **options)
+        fronts |= {f"{name}, host {text}": front for name, front in found.items()}
+    return fronts
+
+
+def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
+    if graph.links is None:
+        raise BudgetError("this graph has no links to a host: capture it with host='64GiB'")
+    links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
+    return msgspec.structs.replace(graph, links=links)
 
 
 def in_bytes(

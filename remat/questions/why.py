@@ -54,6 +54,7 @@ class Why(msgspec.Struct, frozen=True):
     row : its largest value.
     runs_us : time of its further runs. forced : why there is no choice; empty where there is one.
     staying_bytes : the peak if its values stayed and nothing else changed; 0 where they do.
+    copying_us : what the step then takes less, where they are copied to the host and back.
     turned : the solve with the pin; None where the op is forced or nothing reads its values.
     """
 
@@ -62,6 +63,7 @@ class Why(msgspec.Struct, frozen=True):
     forced: str
     staying_bytes: int
     turned: Turned | None
+    copying_us: float = 0.0
 
 
 def why(
@@ -99,14 +101,17 @@ def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s
     op = graph.ops[graph.op_index[row.op]]
     runs = schedule.computations()[op.name]
     forced = _forced(graph, op, runs, pins)
-    stayed = simulate(graph, staying(graph, schedule, op.name)) if runs > 1 else None
-    has_choice = not forced and (runs > 1 or row.verdict == "keep")
+    is_moved = row.verdict == "offload"
+    leaves = runs > 1 or is_moved
+    stayed = simulate(graph, staying(graph, schedule, op.name)) if leaves else None
+    has_choice = not forced and (leaves or row.verdict == "keep")
     return Why(
         row=row,
         runs_us=(runs - 1) * op.cost_us,
         forced=forced,
         staying_bytes=stayed.peak_bytes if stayed else 0,
         turned=_turned(graph, result, op, pins, each_s) if has_choice else None,
+        copying_us=result.time_us - stayed.time_us if stayed and is_moved else 0.0,
     )
 
 

@@ -72,7 +72,7 @@ def rematerialize_over(
         traced, lambda one: price_for(one, profile=known), workspaces_by(traced, known)
     )
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute), **options}
-    sizes = _sizes_of(traced, batch)
+    sizes = sizes_within(traced, batch)
     try:
         family = solve_over(graph, budget, solver, time_limit_s, **asked)
     except TooLargeError as error:
@@ -102,8 +102,8 @@ def _narrowed(traced: Trace, graph: RangedGraph, largest: Sizes) -> tuple[Trace,
     return dataclasses.replace(traced, recipe=recipe), narrowed
 
 
-def _sizes_of(traced: Trace, batch: Batch) -> dict[str, int] | None:
-    """The sizes of a batch, if they are within the range that was traced."""
+def sizes_within(traced: Trace, batch: Batch) -> dict[str, int] | None:
+    """The sizes of a batch; None if they are out of the range that was traced."""
     signature = traced.recipe.signature
     assert isinstance(signature, RangedSignature)
     leaves = pytree.tree_leaves((batch.args, dict(batch.kwargs or {}), batch.target))

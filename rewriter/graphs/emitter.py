@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.utils._pytree as pytree
@@ -16,11 +17,25 @@ from torch import fx
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.links import Tier
 from remat.schedules.kept_in_forward import end_of_forward, live_after_forward
-from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
-Demanded = fx.Node | str
-"""A node of the joint graph, or the name of a value that has no node there (a random state)."""
+
+@dataclass(frozen=True)
+class Below:
+    """The copy of a value in a tier below the device, for which a graph has a handle."""
+
+    value: str
+    tier: Tier
+
+    def __str__(self) -> str:
+        return f"{self.value}_{self.tier}"
+
+
+Demanded = fx.Node | str | Below
+"""A node of the joint graph, the name of a value that has no node there (a random state), or a copy
+below the device."""
 Demand = Callable[[Demanded], fx.Node]
 """Called for what a graph has not made itself; returns the node of the graph before it."""
 
@@ -48,7 +63,7 @@ class Emitter(ABC, Generic[AnyJoint]):
     """
 
     cannot_move: ClassVar[str]
-    """Why a step that moves a value to the host is refused."""
+    """Why a step that copies a value to the host is refused."""
 
     def __init__(self, joint: AnyJoint, demand: Demand) -> None:
         self.joint = joint
@@ -81,14 +96,32 @@ class Emitter(ABC, Generic[AnyJoint]):
         """Emit `steps`; `first` is the index in the schedule of the first one."""
         for self.at, step in enumerate(steps, start=first):
             if isinstance(step, Compute):
+                if step.at != "device":
+                    raise RewriteError(
+                        f"the schedule runs {step.op} on the {step.at}, and a rewritten module "
+                        "runs all ops on its device: solve without computing there"
+                    )
                 self.compute(self.joint.graph.ops[self.joint.graph.op_index[step.op]])
             elif isinstance(step, Free):
-                self.free(step.value)
+                self.drop(step)
             else:
-                raise RewriteError(
-                    f"the schedule moves {step.value} to the host, {self.cannot_move}: "
-                    "solve without offloading"
-                )
+                self.move(step)
+
+    def drop(self, step: Free) -> None:
+        """Emit what drops a copy of a value."""
+        self.free(step.value)
+
+    def move(self, step: Offload | Fetch) -> None:
+        """Emit what copies a value; refused where nothing can.
+
+        Raises
+        ------
+        RewriteError : this emitter emits no copies.
+        """
+        raise RewriteError(
+            f"the schedule copies {step.value} to the host, {self.cannot_move}: "
+            "solve without offloading"
+        )
 
     def free(self, value: str) -> None:
         """Forget all copies that a value is behind."""

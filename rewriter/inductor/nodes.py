@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,15 +91,20 @@ def place_of(node: fx.Node) -> tuple[str, str]:
 
 
 def refuse_symbols(node: fx.Node) -> None:
-    """Raise `CaptureError` if a size of what the node returns is symbolic."""
+    """Raise `CaptureError` if a size of what the node returns depends on data."""
     for item in (node.meta.get("val"), *tensors_of(node)):
         sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
         if any(map(_is_symbol, sizes)):
-            raise CaptureError(
-                f"{node.name} has a symbolic size, {sizes}, and a plan is for one shape: call "
-                'torch.compile(model, backend="remat", dynamic=False), which plans for each shape '
-                "that comes, or torch._dynamo.mark_static(tensor) for the inputs that vary"
-            )
+            raise CaptureError(data_dependent_message(node.name, sizes))
+
+
+def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
+    """Why a graph with such a node has no plan, and the way out."""
+    return (
+        f"{name} has a size that depends on data, {list(sizes)}, and a plan is for sizes that are "
+        "known: set torch._dynamo.config.capture_dynamic_output_shape_ops and "
+        "capture_scalar_outputs to False, by which the graph ends there, or use a mask instead"
+    )
 
 
 def _is_symbol(size: Any) -> bool:

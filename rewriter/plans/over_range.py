@@ -12,14 +12,16 @@ from torch._subclasses import FakeTensorMode
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.shapes.at_sizes import ranged_graph_of
-from remat.graph_capture.shapes.ranges import as_symbol
+from remat.graph_capture.shapes.ranged_graph import RangedGraph
+from remat.graph_capture.shapes.ranges import Place, as_symbol
 from remat.graph_capture.shapes.signature import RangedSignature
-from remat.graph_capture.tracing.recipe import keep_recipe
+from remat.graph_capture.tracing.recipe import Recipe, keep_recipe
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.plans.facts import recipe_from, signature_from, under_autocast
 from remat.rewriter.plans.making import make_plan
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.family import Family
 from remat.schedules.judged_plan import judge_family
 from remat.schedules.over_range import carried
 from remat.schedules.plan import Plan, RangeFacts
@@ -38,12 +40,19 @@ def plan_over_range(kind: type[RangedModule]) -> Plan:
             f"the graph behind this plan of {family.model} is not at hand: rewrite with it, "
             "remat.rewrite(model, family, over=graph)"
         )
+    recipe = members.first._remat_guards.recipe
+    places = members.signature.places
+    return plan_of_family(kind._remat_original_module, recipe, places, family, graph)
+
+
+def plan_of_family(
+    model: nn.Module, recipe: Recipe, places: tuple[Place, ...], family: Family, graph: RangedGraph
+) -> Plan:
+    """The plan of a family for a model as it was traced, with the graph that it was made for."""
     top = graph.bounding(graph.symbols)
     schedule = carried(family.top.schedule, top)
-    recipe = members.first._remat_guards.recipe
-    plan = make_plan(kind._remat_original_module, recipe, schedule, None, top)
-    over = RangeFacts(members.signature.places, family, graph)
-    return msgspec.structs.replace(plan, over=over)
+    plan = make_plan(model, recipe, schedule, None, top)
+    return msgspec.structs.replace(plan, over=RangeFacts(places, family, graph))
 
 
 def load_over_range(

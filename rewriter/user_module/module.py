@@ -15,7 +15,7 @@ from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.side_effects.carried import Carried, state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
-from remat.rewriter.compiled import CompiledStep, compile_step
+from remat.rewriter.compiled import CompiledStep, compile_step, links_of
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
@@ -86,6 +86,8 @@ class RematModule(SharedState, fx.GraphModule):
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
         refuse_checkpoint(guards.model, step.gradients)
+        if step.tier:
+            step.tier.require_room()
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         running: Running | None = None
         if step.handing:
@@ -237,7 +239,8 @@ def restored(
     """
     with in_modes(model, modes):
         traced = trace_recipe(model, recipe)
-        step = compile_step(traced, schedule, by_inductor=by_inductor)
+        links = links_of(traced, priced)
+        step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
         known = (prediction, priced)
         return make_module(model, schedule, recipe, step, traced.python_state, *known)
 

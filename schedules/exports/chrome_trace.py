@@ -1,4 +1,4 @@
-"""A schedule as a trace for Perfetto and ``chrome://tracing``: lanes of ops, and live bytes.
+"""A schedule as a trace for Perfetto and ``chrome://tracing``: lanes of ops and links, live bytes.
 
 The format is the "Trace Event Format" of Chromium: complete events (``X``) for runs of ops, a
 counter (``C``) for bytes. Times are in µs.
@@ -11,16 +11,19 @@ from typing import Any
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.links import LINK_NAMES, LINK_TITLES
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import Simulation
 from remat.schedules.views.palette import ROLES
 from remat.schedules.views.timeline import Timeline, timeline
 
 LANES = {"forward": 1, "backward": 2, "recompute": 3}
+LINK_LANES = {name: len(LANES) + 1 + i for i, name in enumerate(LINK_NAMES)}
 PROCESS = 1
 
 
 def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The trace of a step, with a lane each for forward, backward and what runs again.
+    """The trace of a step, with a lane each for forward, backward, what runs again, and each link.
 
     ``otherData`` holds the figures of `simulate`. If the graph has no prices, each run takes 1 µs.
 
@@ -40,7 +43,13 @@ def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
             "budget_bytes": schedule.budget_bytes,
             "colours": ROLES,
         },
-        "traceEvents": [*_name_events(graph), *_run_events(line), *_counter_events(line)],
+        "traceEvents": [
+            *_name_events(graph, found),
+            *_run_events(line),
+            *_copy_events(graph, found),
+            *_counter_events(line),
+            *_below_events(found),
+        ],
     }
 
 
@@ -49,9 +58,13 @@ def trace_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
     return msgspec.json.encode(chrome_trace(graph, schedule))
 
 
-def _name_events(graph: TrainingGraph) -> list[dict[str, Any]]:
+def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]]:
     names = [("process_name", 0, f"{graph.name}, predicted")]
     names += [("thread_name", lane, name) for name, lane in LANES.items()]
+    used = {copy.link for copy in found.copies}
+    names += [
+        ("thread_name", LINK_LANES[one], LINK_TITLES[one]) for one in LINK_NAMES if one in used
+    ]
     return [
         {"ph": "M", "pid": PROCESS, "tid": lane, "name": kind, "args": {"name": name}}
         for kind, lane, name in names
@@ -77,6 +90,37 @@ def _run_events(line: Timeline) -> list[dict[str, Any]]:
                 },
             }
         )  # fmt: skip
+    return events
+
+
+def _copy_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]]:
+    return [
+        {
+            "ph": "X", "pid": PROCESS, "tid": LINK_LANES[copy.link], "cat": "copy",
+            "name": copy.value, "ts": copy.start_us, "dur": copy.end_us - copy.start_us,
+            "args": {
+                "link": copy.link, "bytes": copy.size_bytes,
+                "op": graph.value_by_name[copy.value].producer,
+            },
+        }
+        for copy in found.copies
+    ]  # fmt: skip
+
+
+def _below_events(found: Simulation) -> list[dict[str, Any]]:
+    """What lies in lower tiers, by the device's clock at the steps that begin or drop copies."""
+    events: list[dict[str, Any]] = []
+    for tier, there in found.below_bytes.items():
+        before = 0
+        for at_us, size_bytes in zip(found.clock_us, there, strict=True):
+            if size_bytes != before:
+                events.append(
+                    {
+                        "ph": "C", "pid": PROCESS, "name": f"{tier} bytes", "ts": at_us,
+                        "args": {"bytes": size_bytes},
+                    }
+                )  # fmt: skip
+            before = size_bytes
     return events
 
 

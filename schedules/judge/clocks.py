@@ -21,12 +21,24 @@ class Stall(msgspec.Struct, frozen=True):
     us: float
 
 
+class Copy(msgspec.Struct, frozen=True):
+    """One copy over a link: the step that begins it, and when it starts and ends."""
+
+    step: int
+    link: LinkName
+    value: str
+    size_bytes: int
+    start_us: float
+    end_us: float
+
+
 class Clocks:
     """Times of one schedule so far, in microseconds from its start.
 
     Attributes
     ----------
     now : of each engine. busy : time in which it worked. moved_bytes : over each link.
+    copies : those begun so far, in the order of their steps.
     """
 
     def __init__(self, links: Links | None) -> None:
@@ -35,6 +47,7 @@ class Clocks:
         self.busy = dict.fromkeys(self.now, 0.0)
         self.moved_bytes = dict.fromkeys(LINK_NAMES, 0)
         self.stalls: list[Stall] = []
+        self.copies: list[Copy] = []
         # When the copy of a value in a tier is whole, and when the last that reads it ends.
         self.arrives: dict[tuple[Tier, str], float] = {}
         self.is_read_until: dict[tuple[Tier, str], float] = {}
@@ -50,8 +63,11 @@ class Clocks:
         inputs: tuple[str, ...],
         made: tuple[str, ...],
         updates: tuple[str, ...],
+        room_us: float = 0.0,
     ) -> None:
-        """Run an op that reads `inputs`, makes `made` and rewrites `updates`."""
+        """Run an op that reads `inputs`, makes `made` from `room_us` on and rewrites `updates`."""
+        for name in made if room_us else ():
+            self._wait(step, at, name, room_us)
         if self.arrives or self.is_read_until:
             for name in inputs:
                 self._wait(step, at, name, self.arrives.get((at, name), 0.0))
@@ -65,7 +81,7 @@ class Clocks:
             for name in inputs:
                 self._read(at, name, self.now[at])
 
-    def copy(self, link: LinkName, name: str, size_bytes: int, source: Tier, to: Tier,
+    def copy(self, step: int, link: LinkName, name: str, size_bytes: int, source: Tier, to: Tier,
              room_us: float) -> None:  # fmt: skip
         """Begin a copy whose room is free at `room_us`."""
         way = self.links.link(link) if self.links else None
@@ -77,6 +93,7 @@ class Clocks:
         self.now[link] = self.arrives[to, name] = start + took_us
         self.busy[link] += took_us
         self.moved_bytes[link] += size_bytes
+        self.copies.append(Copy(step, link, name, size_bytes, start, start + took_us))
         self._read(source, name, start + took_us)
 
     def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:

@@ -42,14 +42,17 @@ class Replay:
         self.size = {v.name: v.size_bytes for v in graph.values if v.name not in self.resident}
         self.live: dict[Tier, dict[str, None]] = {"device": {}, "host": {}, "nvme": {}}
         self.bytes: dict[Tier, int] = {"device": graph.resident.total_bytes, "host": 0, "nvme": 0}
+        self.peak_bytes = dict(self.bytes)
         for name, tier in self.home.items():
             self._add(tier, name)
-        self.peak_bytes = dict(self.bytes)
+            self._room_us(0, tier, name)
         self.computed: set[str] = set()
         self.forward_left = graph.n_forward
         # The caller holds outputs of forward until the step ends. New values of buffers are outputs
         # of forward alone: AOTAutograd copies them into the buffers as forward ends.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
+        # Autograd's engine holds what it hands over, so no copy of it elsewhere frees anything.
+        self.held |= {v.name for v in graph.values if v.kind == "tangent"}
         self.rank = {name: i for i, name in enumerate(graph.ordered_ops)}
         self.ordered_done = 0
         self.updated: dict[str, str] = {}
@@ -97,12 +100,13 @@ class Replay:
             _refuse(i, f"op {op.name} makes nothing that is not live")
         cost_us = op.cost_us if step.at == "device" else op.host_cost_us
         assert cost_us is not None
-        self.clocks.compute(i, step.at, cost_us, op.inputs, fresh, op.updates)
         running = self.bytes["device"]
         if step.at == "device":
             running += self.workspace_bytes(op) + sum(self.size[v] for v in op.outputs)
         for value in fresh:
             self._add(step.at, value)
+        room_us = 0.0 if step.at == "device" else self._room_us(i, step.at, ", ".join(fresh))
+        self.clocks.compute(i, step.at, cost_us, op.inputs, fresh, op.updates, room_us)
         for value in op.updates:
             self._drop_stale(i, step.at, value)
         if not again:
@@ -164,13 +168,18 @@ class Replay:
         if name not in self.live[source] or name in self.live[to]:
             _refuse(i, f"{name} is not on the {source}, or is on the {to} already: no copy")
         self._add(to, name)
-        self.peak_bytes[to] = max(self.peak_bytes[to], self.bytes[to])
-        spare = self.links.room_bytes(to) - self.bytes[to]
-        if spare < 0:
-            _refuse(i, f"the {to} is full: {name} is {-spare} bytes too many")
-        room_us = self.clocks.room_us(to, spare) if to != "device" else 0.0
-        self.clocks.copy(link, name, self.size[name], source, to, room_us)
+        room_us = self._room_us(i, to, name)
+        self.clocks.copy(i, link, name, self.size[name], source, to, room_us)
         return self.bytes["device"]
+
+    def _room_us(self, i: int, tier: Tier, what: str) -> float:
+        """When a tier really has room for all that its books hold, `what` being the last of it."""
+        if tier == "device" or self.links is None:
+            return 0.0
+        spare = self.links.room_bytes(tier) - self.bytes[tier]
+        if spare < 0:
+            _refuse(i, f"the {tier} is full: {what} is {-spare} bytes too many")
+        return self.clocks.room_us(tier, spare)
 
     def _drop(self, i: int, at: Tier, name: str) -> None:
         if name not in self.live[at]:
@@ -191,6 +200,7 @@ class Replay:
     def _add(self, tier: Tier, name: str) -> None:
         self.live[tier][name] = None
         self.bytes[tier] += self.size[name]
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], self.bytes[tier])
 
     def _remove(self, tier: Tier, name: str) -> None:
         del self.live[tier][name]

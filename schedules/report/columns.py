@@ -28,6 +28,7 @@ class Summary(msgspec.Struct, frozen=True):
     again_us: float
     measured_peak_bytes: int | None = None
     measured_time_us: float | None = None
+    stall_us: float = 0.0
 
 
 class Texts(msgspec.Struct, frozen=True):

@@ -75,7 +75,8 @@ def summary_of(facts: Facts, line: Timeline, eager: Timeline) -> Summary:
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line),
         runs_again=int(line.again.sum()),
-        again_us=found.time_us - facts.graph.time_us,
+        again_us=found.time_us - found.stall_us - facts.graph.time_us,
+        stall_us=found.stall_us,
         measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
         measured_time_us=facts.measured.time_us if facts.measured else None,
     )

@@ -16,6 +16,7 @@ import msgspec
 from remat.formats import bytes_text, percent_text, time_text
 from remat.schedules.report.arena import arena_picture
 from remat.schedules.report.columns import Page, Summary
+from remat.schedules.report.copies import copies_picture
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
 from remat.schedules.simulate import overhead_of
@@ -48,6 +49,7 @@ def render(facts: Facts, page: Page) -> str:
         facts=facts,
         page=page,
         arena=arena_picture(facts),
+        copies=copies_picture(facts),
         figures=figures(facts, page.summary),
         steps=steps(page.summary),
         tables=tables(facts, page.summary),
@@ -85,7 +87,10 @@ def figures(facts: Facts, summary: Summary) -> list[Figure]:
 
 
 def _more(summary: Summary) -> str:
-    return f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops"
+    text = f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops"
+    if not summary.stall_us:
+        return text
+    return f"{text}, {time_text(summary.stall_us)} of waits for copies"
 
 
 def _gap(summary: Summary) -> str:

@@ -32,7 +32,8 @@ def tables(facts: Facts, summary: Summary) -> list[Table]:
     """The tables, in the order of the page, without those that have no rows."""
     rows = value_rows(facts.graph, facts.schedule)
     made = (
-        at_peak(facts, rows), kept(rows), computed_again(facts), alternatives(facts, summary)
+        at_peak(facts, rows), kept(rows), to_the_host(rows), computed_again(facts),
+        alternatives(facts, summary),
     )  # fmt: skip
     return [table for table in made if table.rows]
 
@@ -70,6 +71,14 @@ def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
         f"{bytes_text(found.workspace_at_peak_bytes)} of workspace"
     )
     return _of_values("peak", caption, [row for row in rows if row.at_peak])
+
+
+def to_the_host(rows: Sequence[ValueRow]) -> Table:
+    """What is copied to the host, equal layers folded."""
+    chosen = [row for row in rows if row.verdict == "offload"]
+    size_bytes = sum(row.size_bytes for row in chosen)
+    caption = f"Copied to the host: {len(chosen)} values, {bytes_text(size_bytes)}"
+    return _of_values("host", caption, chosen)
 
 
 def kept(rows: Sequence[ValueRow]) -> Table:

@@ -216,10 +216,9 @@ class CutSolution:
     finished: bool = True
     iterations: int = 0
 
-    def carried_past(self, k: int) -> set[int]:
-        """Values live while op t_k runs and after."""
+    def carried_past(self, k: int, problem: Problem) -> set[int]:
+        """Values live while op t_k runs and after; `problem` says which must be made once."""
         assert self.values is not None
-        problem = self.source.problem
         chosen: set[int] = set()
         for v, i in self.source.carried[k].items():
             must_stay = problem.pinned[problem.producer[v]]
@@ -228,21 +227,26 @@ class CutSolution:
         return chosen | self.source.free_at(k)
 
 
-def expand(solution: CutSolution) -> list[list[int]]:
-    """Ops to run again in each stage: at first need in an interval, kept to its end."""
-    problem, cuts = solution.source.problem, solution.source.cuts
+def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[int]]:
+    """Ops to run again in each stage: at first need in an interval, kept to its end.
+
+    Parameters
+    ----------
+    problem : that of the program, or one in which some ops run again for other inputs.
+    """
+    problem, cuts = problem or solution.source.problem, solution.source.cuts
     position = {t: k for k, t in enumerate(cuts)}
     available = bytearray(problem.n_values)
     recomputed: list[list[int]] = []
     for t in range(problem.n_ops + 1):
         if t - 1 in position:
             available = bytearray(problem.n_values)
-            for v in solution.carried_past(position[t - 1]):
+            for v in solution.carried_past(position[t - 1], problem):
                 available[v] = 1
         carried_on: Sequence[int] = ()
         if t in position:
             free = solution.source.free_at(position[t])
-            carried_on = sorted(solution.carried_past(position[t]) - free)
+            carried_on = sorted(solution.carried_past(position[t], problem) - free)
         recomputed.append(recomputed_in(problem, available, carried_on, t))
         for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
             for v in problem.outputs[op]:

@@ -6,14 +6,13 @@ DNN Training via Optimized Operator Ordering and Memory Layout", 2023, arXiv 231
 2025, arXiv 2507.16274.
 
 In order: small buffers, half of a step's and a thousandth of its bytes, wait. The others are placed
-greedily, then by dives of the canonical search, then by the squeaky wheel, until they are near
-their most live bytes; where Numba is installed, what is still high is annealed. The small ones fill
-the holes. All limits are of work, so the same buffers get the same layout.
+greedily, then by ejections, then by dives of the canonical search, until they are near their most
+live bytes; where Numba is installed, what is still high is annealed. The small ones fill the holes,
+and if some end too high, ejections of all are tried. All limits are of work, so the same buffers
+get the same layout.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,41 +21,23 @@ from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.schedules.buffers import Buffers
 from remat.schedules.layout import Layout, check_alignment, check_layout
 from remat.solver.layout.box_orders import box_orders
-from remat.solver.layout.boxes import Boxes, Ints, Mask
-from remat.solver.layout.canonical import CanonicalSearch
-from remat.solver.layout.capacity import dive
-from remat.solver.layout.greedy import NO_CEILING, greedy, place_in_order
+from remat.solver.layout.boxes import Boxes, Mask
+from remat.solver.layout.greedy import NO_CEILING, greedy, place_in_order, placements_of
+from remat.solver.layout.guided_ejection import guided_ejection
 from remat.solver.layout.insertion_annealing import insertion_annealing
 from remat.solver.layout.jit import IS_COMPILED
-from remat.solver.layout.sections import MOST_OVERLAPS, overlaps_in
-from remat.solver.layout.squeaky_wheel import squeaky_wheel
+from remat.solver.layout.searching import STEPS, Found, Searches
 
 SMALL_PART = 4096
 """A buffer below this part of the most live bytes is small."""
 SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
-TRIES = 3500
-"""Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
-ALL_TRIES = 30_000
-"""Of all dives at one capacity: about two seconds of NumPy."""
-RELAXED = 0.0, 0.0004, 0.004, 0.016
-"""Of the load: by how much dives may be above the goal, if none is found at it."""
-JUMPS = 0.1, 0.5, 0.25, 0.1
-"""Of the squeaky wheel, one run each; which does well differs from step to step."""
-WHEEL_WORK = 200_000
-"""Boxes placed by the squeaky wheel in all, some seconds of NumPy."""
-
+RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
+"""Of the load: by how much searches may be above the goal, if nothing is found at it."""
 ANNEALING_STEPS, ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
 HOTTEST_PARTS = 300, 300, 500, 200
 """Of the load, the first temperature of each annealing."""
-
-
-class Found(NamedTuple):
-    """Offsets, and what found them."""
-
-    offsets: Ints
-    by: str
 
 
 def place(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
@@ -106,40 +87,29 @@ def _place(boxes: Boxes) -> Found:
     # On top of large ones at this goal, the small ones are low enough without any hole.
     large = boxes.those(is_large)
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
-    first = Found(*greedy(large, goal))
-    whole = _with_small(boxes, is_large, first, low_enough)
-    if boxes.top(whole.offsets) <= low_enough:
-        return whole
-    other = _with_small(boxes, is_large, _searched(large, first, goal), low_enough)
-    return min(whole, other, key=lambda found: boxes.top(found.offsets))
+    found = Found(*greedy(large, goal))
+    whole = _with_small(boxes, is_large, found, low_enough)
+    if large.top(found.offsets) > goal and boxes.top(whole.offsets) > low_enough:
+        other = _with_small(boxes, is_large, _searched(large, found, goal), low_enough)
+        whole = min(whole, other, key=lambda found: boxes.top(found.offsets))
+    if boxes.top(whole.offsets) > low_enough:
+        repaired = guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
+        whole = whole if repaired is None else Found(repaired, f"{whole.by}, ejection")
+    return whole
 
 
 def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
-    """The lowest of dives at `goal`, then the squeaky wheel from the lowest, then annealing."""
-    is_moderate = overlaps_in(boxes) <= MOST_OVERLAPS
-    if is_moderate:
-        best = _dived(boxes, best, goal)
-    rounds = WHEEL_WORK // len(JUMPS) // len(boxes)
-    for seed, jump in enumerate(JUMPS):
-        if boxes.top(best.offsets) <= goal:
-            break
-        turned = squeaky_wheel(boxes, best.offsets, goal, rounds=rounds, jump=jump, seed=seed)
-        if boxes.top(turned) < boxes.top(best.offsets):
-            best = Found(turned, "squeaky wheel")
-    return _annealed(boxes, best, goal) if IS_COMPILED and is_moderate else best
-
-
-def _dived(boxes: Boxes, best: Found, goal: int) -> Found:
-    """`best`, or what dives find at `goal`, or somewhat above it."""
-    search, share = CanonicalSearch(boxes), max(TRIES, len(boxes) + len(boxes) // 4)
+    """The lowest of searches at `goal` or somewhat above it, then of annealing."""
+    searches = Searches(boxes)
     for part in RELAXED:
         capacity = goal + int(part * boxes.load)
         if capacity >= boxes.top(best.offsets):
             break
-        found = dive(search, capacity, share, ALL_TRIES)
-        if found.offsets is not None:
-            return Found(found.offsets, f"canonical search, {found.preorder.keys}")
-    return best
+        found = searches.within(capacity, is_relaxed=part > 0)
+        if found is not None:
+            best = found
+            break
+    return _annealed(boxes, best, goal) if IS_COMPILED and searches.has_few_overlaps else best
 
 
 def _annealed(boxes: Boxes, best: Found, goal: int) -> Found:
@@ -163,7 +133,7 @@ def _with_small(boxes: Boxes, is_large: Mask, large: Found, goal: int) -> Found:
     given = np.zeros(len(boxes), np.int64)
     given[is_large] = large.offsets
     best, best_top = given, NO_CEILING
-    for order in box_orders(boxes).values():
+    for order in list(box_orders(boxes).values())[: placements_of(boxes)]:
         small = order[~is_large[order]]
         filled = place_in_order(boxes, small, given=given, ceiling=best_top)
         if filled is not None:

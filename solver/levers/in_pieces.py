@@ -37,9 +37,10 @@ __all__ = ["named", "solve_in_pieces"]
 
 SAME_TIME = 1 + 1e-9
 FIRST_PART = 2 / 3
-"""Of the time limit, for what is solved before MLPs in pieces, where these may be needed."""
-REACH = 2
-"""They may be where the budget leaves so many times what they hold, beside what is there anyway."""
+"""Of the time limit, for what is solved before MLPs in pieces, where whole ones hardly fit."""
+NEAR, TIGHT = 2, 1
+"""MLPs in pieces are tried where the budget leaves so many times what they hold, beside what is
+there anyway; whole ones hardly fit where it leaves so many."""
 
 
 def solve_in_pieces(
@@ -49,9 +50,10 @@ def solve_in_pieces(
     clock = Clock(time_limit_s)
     regions = [region for region in graph.regions if region.choices]
     later = [region for region in regions if "mlp" in region.kinds]
-    may_be_needed = any(_is_near(graph, region, budget_bytes) for region in later)
+    room = min((_room(graph, region, budget_bytes) for region in later), default=inf)
+    may_be_needed = room <= NEAR
     heads = _with_regions(graph, [region for region in regions if region not in later])
-    with clock.limited_to((FIRST_PART if may_be_needed else 1) * time_limit_s):
+    with clock.limited_to((FIRST_PART if room <= TIGHT else 1) * time_limit_s):
         known = _solve_heads(heads, budget_bytes, solve_one, clock)
     has_heads = _has_pieces(known.best)
     # Those that have the heads as these turned out, and then the others, for their bound.
@@ -94,13 +96,14 @@ def _has_pieces(result: Result) -> bool:
     return schedule is not None and bool(schedule.pieces)
 
 
-def _is_near(graph: TrainingGraph, region: Region, budget_bytes: int) -> bool:
-    """Whether the budget leaves little beside what is resident, or is there as the step ends."""
+def _room(graph: TrainingGraph, region: Region, budget_bytes: int) -> float:
+    """How many times what a region holds the budget leaves, beside what is resident, or is there as
+    the step ends."""
     own, size = set(region.ops), graph.value_by_name
     held_bytes = most_of(graph, [op for op in graph.ops if op.name in own])
     made = (size[name] for name in graph.outputs)
     outputs_bytes = sum(value.size_bytes for value in made if value.producer)
-    return budget_bytes <= graph.resident.total_bytes + outputs_bytes + REACH * held_bytes
+    return (budget_bytes - graph.resident.total_bytes - outputs_bytes) / max(held_bytes, 1)
 
 
 def _concluded(graph: TrainingGraph, known: Known, clock: Clock) -> Result:

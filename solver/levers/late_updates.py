@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Compute, Schedule, Step, brought, dropped
 from remat.schedules.simulate import simulate
 from remat.schedules.update_workspaces import update_workspaces
 from remat.solver.clock import Clock
@@ -135,7 +136,10 @@ def _late(graph: TrainingGraph, found: Result, budget_bytes: int) -> Schedule | 
     if schedule is None:
         return None
     problem = Problem.of(graph)
-    made = schedule_of(problem, late_sequence(problem, ops_of(problem, schedule)))
+    if schedule.moves:
+        made = Schedule.for_graph(graph, late_steps(problem, schedule.steps))
+    else:
+        made = schedule_of(problem, late_sequence(problem, ops_of(problem, schedule)))
     return msgspec.structs.replace(
         made, budget_bytes=budget_bytes, solver=schedule.solver, options=schedule.options
     )
@@ -160,3 +164,56 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
         found.append(i)
         found += waiting.pop(at, ())
     return found
+
+
+def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
+    """As `late_sequence`, of steps that copy: an update takes the frees of its gradient along.
+
+    Raises
+    ------
+    SolverError : a gradient leaves the device, or is made again, before its update may come.
+    """
+    until, made = _last_reads(problem, steps), set(problem.names)
+    waiting: dict[int, list[Step]] = {}
+    held: dict[str, int] = {}
+    found: list[Step] = []
+    for at, step in enumerate(steps):
+        name = step.op if isinstance(step, Compute) else step.value
+        if isinstance(step, Compute) and until.get(name, 0) > at:
+            gradients = made.intersection(problem.graph.ops[problem.graph.op_index[name]].inputs)
+            held |= dict.fromkeys(gradients, until[name])
+            waiting.setdefault(until[name], []).append(step)
+        elif held.get(dropped(step), 0) > at:
+            waiting[held[dropped(step)]].append(step)
+        elif _brings(problem, step, held, at):
+            raise SolverError(
+                f"a gradient returns at {name} while its update waits for a later read of the "
+                "parameter: leave out host=, or the updates during backward"
+            )
+        else:
+            found.append(step)
+        found += waiting.pop(at, ())
+    return found
+
+
+def _last_reads(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
+    """For each update the step that reads a parameter of it last."""
+    graph, made = problem.graph, set(problem.names)
+    updates = {op.name: op for op in graph.ops if op.target == UPDATE}
+    last_read: dict[str, int] = {}
+    for at, step in enumerate(steps):
+        if isinstance(step, Compute) and step.op not in updates:
+            last_read |= dict.fromkeys(graph.ops[graph.op_index[step.op]].inputs, at)
+    return {
+        name: max((last_read.get(v, 0) for v in op.inputs if v not in made), default=0)
+        for name, op in updates.items()
+    }
+
+
+def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool:
+    """Whether a step brings back a value that still waits to be dropped."""
+    waiting = {name for name, end in held.items() if end > at}
+    if isinstance(step, Compute):
+        outputs = problem.graph.ops[problem.graph.op_index[step.op]].outputs
+        return bool(outputs) and waiting.issuperset(outputs)
+    return brought(step) in waiting

@@ -18,6 +18,9 @@ from remat.compile.on_device import libraries_bytes
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import storage_bytes
+from tests.links import with_links
+from tests.rewriter.tiers.copied import out_at_once
+from tests.rewriter.tiers.plans import large
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,6 +163,22 @@ def test_reserved_bytes_are_as_predicted(kind: str) -> None:
     module(*args).backward()
     predicted_bytes = remat.predict_reserved(graph, result).default.reserved_bytes
     assert abs(predicted_bytes / torch.cuda.max_memory_reserved() - 1) <= RESERVED_ERROR
+
+
+@pytest.mark.parametrize("kind", ["store_all", "chen_sqrt"])
+def test_a_plan_with_copies_trains_as_eager_with_the_predicted_peak(kind: str) -> None:
+    model, args = gpt()
+    graph = with_links(remat.capture(model, args, split="none"))
+    result = remat.solve(graph, "150%", solver=kind)
+    assert result.schedule is not None
+    schedule = out_at_once(graph, result.schedule, large(graph))
+    module = remat.rewrite(model, schedule, priced=graph)
+    found = remat.check(model, module, args)
+    assert found.differences == ()
+    assert abs(remat.simulate(graph, schedule).peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR
+    losses = [module(*args) for _ in range(2)]
+    for loss in losses:
+        loss.backward()
 
 
 def test_an_arena_is_refused() -> None:

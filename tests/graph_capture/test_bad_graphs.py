@@ -139,7 +139,7 @@ FILES = {
     "too large": (b'"cost_us":1.0', b'"cost_us":1e999', "Number out of range"),
     "missing field": (b'"target":"t",', b"", "missing required field `target`"),
     "unknown phase": (b'"backward"', b'"sideways"', "Invalid enum value 'sideways'"),
-    "schema": (b'"schema_version":1', b'"schema_version":99', "capture the model again"),
+    "schema": (b'"schema_version":2', b'"schema_version":99', "capture the model again"),
     "cut off": (b"}", b"", "not a JSON graph file"),
 }
 

@@ -16,6 +16,7 @@ from remat.blocks.rematerialized import block_plan
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
 from remat.rewriter.user_module.module import RematModule
 from tests.block_models import (
+    WIDTH,
     Beside,
     InPart,
     LooksAtTracing,
@@ -162,3 +163,13 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
         remat.rematerialize_blocks(fast, "layers.*", (x,), budget="80%")
     with pytest.raises(RewriteError, match="follows no plan for blocks"):
         block_plan(Mlp())
+
+
+def test_a_range_of_sizes_is_refused_and_the_whole_model_takes_it() -> None:
+    model, args = Stack((0.0,)), (torch.randn(8, WIDTH),)
+    dynamic = {"x": {0: ("rows", 4, 16)}}
+    with pytest.raises(CaptureError, match=r"asks for a range.*remat\.rematerialize\(model"):
+        remat.rematerialize_blocks(model, "layers.*", args, budget="100%", dynamic=dynamic)
+    fast = remat.rematerialize(model, args, budget="100%", dynamic=dynamic, check=False)
+    fast(torch.randn(12, WIDTH)).backward()
+    assert model.first.weight.grad is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from remat.infeasible import infeasible_text
-from remat.solver import TABLE, make_solver, solve
+from remat.solver import make_solver, solve
 from tests.rows import rows
+from tests.solver.checks import ON_THE_DEVICE
 from tests.solver.random_graphs import gpt_like
 
 NO_CLOCK = (
@@ -21,7 +22,7 @@ LIMIT = "the time limit of 0 s ended the search: allow a longer one (time_limit_
     ("solver", "pins"),
     rows(
         [
-            *((name, {}) for name in TABLE if name not in NO_CLOCK),
+            *((name, {}) for name in ON_THE_DEVICE if name not in NO_CLOCK),
             *((name, {"recompute": "*"}) for name in ("auto", "cut", "retention", "dtr", "rotor")),
         ],
         lambda row: row[0] != "checkmate",

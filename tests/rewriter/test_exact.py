@@ -17,12 +17,7 @@ from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
 from tests.models import MODELS, Case, make
 from tests.rows import rows
-from tests.steps import schedule_of
-
-# Gradients of outputs that are views are formed outside the captured step.
-FORMED_OUTSIDE = {"nested_outputs_returned"}
-# A saved random state is counted for every op that may draw again.
-RNG_SLACK_BYTES = 3 * torch.get_rng_state().nbytes
+from tests.steps import FORMED_OUTSIDE, RNG_SLACK_BYTES, schedule_of
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from remat.graph_capture.errors import (
     SignatureError,
 )
 from remat.rewriter import RematModule, check, rewrite
-from remat.schedules.schedule import Schedule
 from tests.models import BATCH, WIDTH, Checkpointed, Scalar, batch, make, mlp
 from tests.steps import rewritten, schedule_of
 
@@ -335,19 +334,6 @@ def test_edits_of_a_rewritten_module_are_refused() -> None:
             attempt()
     assert isinstance(copy.deepcopy(model), Scalar)
     assert isinstance(module, RematModule)
-
-
-def test_a_schedule_that_offloads_without_a_host_is_refused() -> None:
-    from remat.schedules.schedule import Fetch, Offload
-
-    model, args, *_ = make("plain")
-    graph = capture(model, args)
-    plan = schedule_of(graph, "store_all")
-    steps = list(plan.steps)
-    value = graph.ops[0].outputs[0]
-    steps[2:2] = [Offload(value), Fetch(value)]
-    with pytest.raises(ScheduleError, match=r"the graph has no such link"):
-        rewrite(model, Schedule.for_graph(graph, steps))
 
 
 def test_a_number_that_forward_changes_is_refused_with_its_line() -> None:

@@ -6,9 +6,12 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result
 from remat.solver.budgets.front import Front
+from remat.solver.table import NEEDS_LINKS, TABLE
 
 IGNORES_BUDGET = ("chen_sqrt",)
 """Solvers that make one schedule, whatever the budget."""
+ON_THE_DEVICE = [name for name in TABLE if name not in NEEDS_LINKS]
+"""Solvers that plan for graphs without links; `tests/solver/offload` has the others."""
 
 
 def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
-from remat.solver import TABLE, Result, option_names, solve
+from remat.solver import Result, option_names, solve
 from remat.solver.budgets.spread import spread
 from remat.solver.budgets.sweep import sweep
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.solver.captured_order import keeps_order
-from tests.solver.checks import IGNORES_BUDGET, check, check_front
+from tests.solver.checks import IGNORES_BUDGET, ON_THE_DEVICE, check, check_front
 from tests.solver.exhaustive import least_time_us
 from tests.solver.random_graphs import chain, training_graphs
 from tests.solver.tight_cases import TightCase, tight_cases
@@ -35,8 +35,8 @@ class Variant(NamedTuple):
     order: str = "fixed"
 
 
-FREE = [Variant(name, "free") for name in TABLE if "order" in option_names(name)]
-VARIANTS = [*(Variant(name) for name in TABLE), *FREE]
+FREE = [Variant(name, "free") for name in ON_THE_DEVICE if "order" in option_names(name)]
+VARIANTS = [*(Variant(name) for name in ON_THE_DEVICE), *FREE]
 
 
 def solved(variant: Variant, graph: TrainingGraph, budget_bytes: int) -> Result:
@@ -136,7 +136,7 @@ def test_auto_finds_the_optimum_of_small_graphs_and_proves_it(seed: int) -> None
         assert (None if result.schedule is None else result.time_us) == optimum_us
 
 
-@pytest.mark.parametrize("solver", [name for name in TABLE if name != "auto"])
+@pytest.mark.parametrize("solver", [name for name in ON_THE_DEVICE if name != "auto"])
 def test_nothing_beats_auto_on_small_graphs(solver: str) -> None:
     for best, other in zip(results_of(Variant("auto")), results_of(Variant(solver)), strict=True):
         if other.schedule is not None:
@@ -149,7 +149,7 @@ def budgets_of_chain() -> list[int]:
     return spread(chain(5), 4)[0]
 
 
-@pytest.mark.parametrize("solver", TABLE)
+@pytest.mark.parametrize("solver", ON_THE_DEVICE)
 def test_every_front_is_monotone(solver: str) -> None:
     graph = chain(5)
     front = sweep(graph, budgets_of_chain(), solver, time_limit_s=AMPLE_S)

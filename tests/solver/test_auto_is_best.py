@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import TABLE, Result, solve
+from remat.solver import Result, solve
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, solved_in_rounds
-from tests.solver.checks import check
+from tests.solver.checks import ON_THE_DEVICE, check
 from tests.solver.random_graphs import gpt_like, resnet_like, unet_like
 
 GAP = 0.01
@@ -20,10 +20,10 @@ ROUNDS = 3
 SLACK = 1 + 1e-9
 SEARCHES = (
     "auto", "cut", "hierarchical", "checkmate", "retention", "lower_set", "lp_rounding",
-    "exhaustive",
+    "exhaustive", "joint",
 )  # fmt: skip
 """Solvers that search; all others are templates, policies and algorithms for chains."""
-BASELINES = [name for name in TABLE if name not in SEARCHES]
+BASELINES = [name for name in ON_THE_DEVICE if name not in SEARCHES]
 NETWORKS = {
     "gpt": functools.partial(gpt_like, 1),
     "resnet": functools.partial(resnet_like, 2),

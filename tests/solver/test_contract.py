@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import TABLE, Result, make_solver, option_names, solve
+from remat.solver import Result, make_solver, option_names, solve
 from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
 from tests.rows import rows
-from tests.solver.checks import IGNORES_BUDGET, check
+from tests.solver.checks import IGNORES_BUDGET, ON_THE_DEVICE, check
 from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 
 GRAPHS = {
@@ -36,7 +36,7 @@ SLOW = ("lp_rounding", "checkmate")
 """Solvers of large programs, which take seconds on all of the grid but the chain."""
 OFTEN = ("auto", "cut", "chen_sqrt", "dtr")
 """Solvers whose results on the larger graphs of the grid are looked at in a quick run too."""
-GRID = [name for name in TABLE if name not in TINY_ONLY]
+GRID = [name for name in ON_THE_DEVICE if name not in TINY_ONLY]
 QUICK = [name for name in GRID if name not in SLOW]
 CELLS = rows(
     ((solver, name) for solver in GRID for name in GRAPHS),

@@ -14,6 +14,8 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.solver import TABLE, make_solver, solve, solver_class
+from remat.solver.table import NEEDS_LINKS
+from tests.links import with_links
 from tests.solver.random_graphs import chain
 
 
@@ -96,7 +98,7 @@ def other_values(name: str) -> dict[str, Any]:
 def test_a_plan_records_every_option(name: str) -> None:
     asked = other_values(name)
     assert len(asked) == len(dataclasses.fields(solver_class(name))) - 2
-    graph = chain(4)
+    graph = with_links(chain(4)) if name in (*NEEDS_LINKS, "revolve") else chain(4)
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
     schedule = solve(graph, budget_bytes, name, **asked).schedule
     assert schedule is not None

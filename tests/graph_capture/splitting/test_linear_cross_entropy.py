@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from remat.graph_capture.splitting.head_loss import blocks
 from remat.graph_capture.splitting.linear_cross_entropy import (
+    CLASSES_MULTIPLE,
     FORWARD,
     INPUT,
     INPUT_AND_WEIGHT,
@@ -71,6 +72,32 @@ def eager(
     return loss.detach(), gradient, sums.detach(), of_sums, list(found)
 
 
+DRAWS = 8
+"""Of random data for products: another order of sums seldom shows in 16 bits."""
+
+
+def products_keep_their_bits(one: dict[str, Any], pieces: int) -> bool:
+    """Whether the products of a head have the same bits in blocks, on this device and shape."""
+    given = {name: one[name] for name in ("x", "weight", "bias")}
+    return all(one_draw_keeps_its_bits(given, pieces) for _ in range(DRAWS))
+
+
+def one_draw_keeps_its_bits(like: dict[str, Any], pieces: int) -> bool:
+    x, weight, bias = (
+        None if one is None else torch.randn(one.shape).to(one.dtype) for one in like.values()
+    )
+    rows, classes = blocks(len(x), pieces), blocks(len(weight), pieces, CLASSES_MULTIPLE)
+    logits = functional.linear(x, weight, bias)
+    given = torch.randn(logits.shape).to(logits.dtype)
+    whole = logits, given @ weight, given.t() @ x
+    in_blocks = (
+        torch.cat([functional.linear(x[a:b], weight, bias) for a, b in rows]),
+        torch.cat([given[a:b] @ weight for a, b in rows]),
+        torch.cat([given[:, a:b].contiguous().t() @ x for a, b in classes]),
+    )
+    return all(map(torch.equal, whole, in_blocks))
+
+
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_some_losses_are_eagers_to_the_bit(shape: tuple[int, int, int], dtypes: str) -> None:
@@ -107,10 +134,15 @@ def require_eagers_bits(
                 of_weight, of_bias = WEIGHT(*given)
                 nearly = INPUT_AND_WEIGHT(*given)
             gradients = [of_x, of_weight, *([of_bias.view(-1)] if has_bias else [])]
-            assert torch.equal(found, loss), (*label, pieces)
-            assert sums is None or torch.equal(saved[3], sums), (*label, pieces)
-            for mine, eagers in zip(gradients, expected, strict=True):
-                assert torch.equal(mine, eagers), (*label, pieces)
+            pairs = [(found, loss), *zip(gradients, expected, strict=True)]
+            pairs += [] if sums is None else [(saved[3], sums)]
+            are_equal = all(torch.equal(*pair) for pair in pairs)
+            # Where the library's own products differ in blocks, a head stays whole.
+            assert are_equal or not products_keep_their_bits(one, pieces), (*label, pieces)
+            for mine, eagers in pairs:
+                torch.testing.assert_close(
+                    mine, eagers, rtol=2e-2, atol=2e-2 * float(eagers.abs().max())
+                )
             assert torch.equal(nearly[0], of_x)
             error = (nearly[1].double() - expected[1].double()).norm() / expected[1].double().norm()
             assert error < (1e-6 if dtype == torch.float32 else 2e-2)

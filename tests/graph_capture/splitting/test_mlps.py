@@ -12,7 +12,8 @@ from remat.graph_capture.capturing import capture
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.splitting import activations
 from remat.graph_capture.splitting.activations import ACTIVATIONS, has_equal_blocks
-from remat.graph_capture.splitting.mlps import Mlp, find_mlps
+from remat.graph_capture.splitting.finding_mlps import find_mlps
+from remat.graph_capture.splitting.mlps import Mlp
 from remat.graph_capture.splitting.regions import AND, find_regions
 from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.trace import trace

@@ -18,7 +18,7 @@ import remat
 from remat.compile import shared_budget
 from remat.compile.report import CompiledPlan
 from remat.compile.search import PlanSearch
-from remat.graph_capture.errors import BudgetError, CaptureError, SolverError
+from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep
@@ -285,10 +285,6 @@ def test_a_mode_is_refused() -> None:
 def test_a_budget_that_nothing_fits_names_the_lowest_peak() -> None:
     text = r"budget 640.0 KiB is below .* the lowest peak of \d compiled plans"
     refused({"budget": "640KiB", "replays": 1}, BudgetError, text)
-
-
-def test_symbolic_shapes_are_refused() -> None:
-    refused({"budget": "60%"}, CaptureError, "dynamic=False", dynamic=True)
 
 
 @pytest.mark.slow

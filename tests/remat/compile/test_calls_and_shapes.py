@@ -61,6 +61,11 @@ def test_each_shape_has_a_plan_of_its_own() -> None:
     larger, smaller = remat.compiled_plans()[-2:]
     assert smaller.budget_bytes < 0.6 * larger.budget_bytes
     compiled(torch.randn(4096, 32)).backward()
+    # Dynamo has made sizes symbols by now, and asks its newest graph first.
+    assert len(remat.compiled_plans()) <= before + 1
+    before = len(remat.compiled_plans())
+    for size in (2048, 4096):
+        compiled(torch.randn(size, 32)).backward()
     assert len(remat.compiled_plans()) == before, "both plans are at hand"
 
 
@@ -76,12 +81,6 @@ def test_the_last_batch_of_an_epoch_may_take_what_others_take() -> None:
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
     with pytest.raises(BackendCompilerFailed, match=r"is below .* the lowest peak"):
         compiled(torch.randn(8, 128))
-
-
-def test_symbols_that_were_asked_for_are_refused() -> None:
-    compiled = torch.compile(Net(), backend="remat", dynamic=True, options={**FEW, "budget": "70%"})
-    with pytest.raises(BackendCompilerFailed, match=r"symbolic, \[s\d+, .*leave out dynamic=True"):
-        compiled(torch.randn(64, 32))
 
 
 @pytest.mark.slow

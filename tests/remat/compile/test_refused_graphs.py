@@ -105,11 +105,18 @@ def stopped(self: Any, pair: Any) -> None:
     raise ValueError("it came as far as the replay")
 
 
-def test_marked_dimensions_are_refused() -> None:
-    x = torch.randn(64, 32)
-    torch._dynamo.mark_dynamic(x, 0)
-    text = r"dimension 0 of an input of shape \[64, 32\] is marked.*maybe_mark_dynamic"
-    refused(Layers(torch.matmul), text, x)
+def test_sizes_that_depend_on_data_are_refused() -> None:
+    def picked(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight)[(x > 0).any(1).nonzero().flatten()]
+
+    captured = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    for is_marked in (False, True):
+        torch._dynamo.reset()
+        x = torch.randn(64, 32)
+        if is_marked:
+            torch._dynamo.mark_dynamic(x, 0)
+        with torch._dynamo.config.patch(captured):
+            refused(Layers(picked), r"size that depends on data, \[u0, 1\].*to False", x)
 
 
 @pytest.mark.slow

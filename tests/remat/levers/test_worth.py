@@ -14,7 +14,7 @@ from remat.levers.update_at_once import planned_hand_over
 from remat.levers.without import without_pieces, without_recomputation, without_updates
 from remat.levers.worth import RECOMPUTATION, UPDATES, Lever, levers_of
 from remat.schedules.as_planned import as_planned, whole
-from remat.schedules.schedule import Compute, Free, Offload, Schedule
+from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from tests.graph_capture.splitting.language_models import LanguageModel, batch, plain
@@ -94,13 +94,11 @@ def test_a_lever_is_said_in_one_line() -> None:
     assert str(solved).endswith("Solved without, the overhead is 21.6 %")
 
 
-def test_a_plan_that_offloads_or_uses_no_lever_has_none() -> None:
+def test_a_plan_that_uses_no_lever_has_none() -> None:
     graph = remat.capture(LanguageModel(plain), batch(), split="none")
     result = remat.solve(graph, "100%", solver="store_all")
     assert result.schedule is not None
     assert levers_of(graph, result.schedule) == ()
-    steps = (Compute("a"), Offload("a"))
-    assert levers_of(chain(), Schedule.for_graph(chain(), steps)) == ()
 
 
 @pytest.mark.parametrize("split", ["exact", "tolerance"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import msgspec
 import pytest
 
 import remat
@@ -20,6 +21,7 @@ from remat.schedules.verdicts.forced import DRAWS, HANDED_OVER, forced
 from remat.schedules.verdicts.staying import staying
 from remat.solver import solve
 from remat.solver.result import Result, judged
+from tests.copying import copying_chain, copying_result
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.models import make
@@ -272,3 +274,44 @@ def test_a_whole_gib_is_said_as_such() -> None:
     found = remat.explain(large, result, each_s=AMPLE_S)
     assert found.is_whole_gib
     assert said_of(found, "memory")[0].startswith("1 GiB more saves")
+
+
+def test_by_hand_why_a_value_goes_to_the_host() -> None:
+    """a comes back 9 us late; made again it would take 5. With all kept the peak is 1,250."""
+    graph = copying_chain()
+    (one,) = why(graph, copying_result(graph), ["a"], each_s=AMPLE_S)
+    assert one.row.verdict == "offload"
+    assert (one.copying_us, one.staying_bytes) == (9.0, 1250)
+    assert one.turned
+    assert one.turned.extra_us == -4.0
+    said = why_text(one, 1160)
+    assert "goes to the host, since copying costs 9.0 us a step here and recomputing 5.0 us" in said
+    assert "if it stayed and nothing else changed, the peak would be 1.2 KiB, 0.1 KiB over" in said
+    assert said.endswith("so this plan is not the best")
+
+
+def test_a_value_of_an_op_that_must_not_run_again_still_goes_to_the_host() -> None:
+    graph = copying_chain()
+    ops = tuple(msgspec.structs.replace(op, pinned="it draws") for op in graph.ops[:1])
+    graph = msgspec.structs.replace(graph, ops=(*ops, *graph.ops[1:]))
+    (one,) = why(graph, copying_result(graph), ["a"], each_s=AMPLE_S)
+    assert one.turned is None
+    assert "It must not run again: " in why_text(one, 1160)
+
+
+def test_an_explanation_of_copies_has_their_lever_and_all_its_parts() -> None:
+    graph = copying_chain()
+    found = remat.explain(graph, copying_result(graph), each_s=AMPLE_S)
+    (lever,) = said_of(found, "levers")
+    assert lever.startswith("copies to the host and back: -0.1 KiB for 25.7 % of a step")
+    assert lever.endswith("Solved without, the overhead is 14.3 %")
+    assert found.moves
+    assert found.least.least_bytes <= found.peak_bytes
+
+
+def test_a_step_that_is_copied_for_nothing_needs_no_rule_and_does_not_fit_as_it_is() -> None:
+    graph = copying_chain(gb_s=1.0)
+    found = remat.explain(graph, copying_result(graph), each_s=AMPLE_S)
+    assert said_of(found, "rule") == [
+        "nothing is recomputed: what does not fit goes to the host and back"
+    ]

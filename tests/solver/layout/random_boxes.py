@@ -42,6 +42,50 @@ def cut_rectangle(seed: int, n: int) -> Buffers:
     return Buffers.of_arrays(high - low, start, end)
 
 
+def recomputing_net(seed: int, layers: int, slots: int, unit_bytes: int) -> Buffers:
+    """A chain of equal layers, computed again from checkpoints in at most so many nested splits.
+
+    Each op's output is live until the next has run, or until its backward where it is kept; half
+    of backward's ops leave a gradient until the end of the step.
+    """
+    source = random.Random(seed)
+    sizes = [source.choice([1, 4, 4, 16, 32]) * unit_bytes for _ in range(source.randint(5, 10))]
+    rows: list[list[int]] = []
+    now = 0
+
+    def forward(first: int, last: int) -> None:
+        nonlocal now
+        for _ in range(first, last):
+            rows.extend([size, now + k, now + k + 2] for k, size in enumerate(sizes))
+            now += len(sizes)
+
+    def layer() -> None:
+        nonlocal now
+        end = now + 2 * len(sizes)
+        rows.extend([size, now + k, end - k] for k, size in enumerate(sizes))
+        now += len(sizes)
+        for k, size in enumerate(reversed(sizes)):
+            rows.append([size, now, now + 2])
+            if k % 2:
+                rows.append([unit_bytes // 4, now, -1])
+            now += 1
+
+    def backward(first: int, last: int, left: int) -> None:
+        if last - first == 1:
+            layer()
+            return
+        middle = last - 1 if left == 0 else first + max(1, 2 * (last - first) // 5)
+        forward(first, middle)
+        begun = now
+        backward(middle, last, max(left - 1, 0))
+        rows.append([sizes[-1], begun - 1, now])
+        backward(first, middle, left)
+
+    backward(0, layers, slots)
+    size_bytes, start, end = np.array(rows, np.int64).T
+    return Buffers.of_arrays(size_bytes, start, np.where(end < 0, now, np.minimum(end, now)))
+
+
 def least_arena_bytes(buffers: Buffers) -> int:
     """Any layout, read from the bottom up, is an order in which each falls onto those before."""
     rows = list(zip(buffers.size_bytes, buffers.start, buffers.end, strict=True))

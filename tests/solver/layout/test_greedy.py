@@ -1,18 +1,22 @@
-"""Greedy placements, the squeaky wheel and annealing on boxes small enough to follow by hand."""
+"""Greedy placements and annealing on boxes small enough to follow by hand."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from remat.schedules.buffers import Buffers
+from remat.solver.layout import greedy as greedy_placements
 from remat.solver.layout.box_orders import box_orders
-from remat.solver.layout.boxes import Boxes
+from remat.solver.layout.boxes import Boxes, Ints
 from remat.solver.layout.greedy import greedy, place_in_order
 from remat.solver.layout.insertion_annealing import insertion_annealing, stacked
-from remat.solver.layout.squeaky_wheel import squeaky_wheel
-from tests.solver.layout.random_boxes import cut_rectangle, overlaps, some_buffers
+from tests.solver.layout.random_boxes import cut_rectangle, overlaps, random_buffers, some_buffers
 
 HOLES = Boxes.of(Buffers.of_arrays([4, 1, 2, 1, 2], [0, 0, 0, 0, 1], [1, 2, 1, 2, 2]), 1)
 """In this order: at 0, 4, 5 and 7. At time 1 the first leaves 4 below, the third 2 between."""
@@ -53,23 +57,36 @@ def test_orders_hold_each_box_once(buffers: Buffers) -> None:
     found = box_orders(boxes)
     for name, order in found.items():
         assert sorted(order.tolist()) == list(range(len(boxes))), name
-    assert len(found) == (18 if len(boxes) else 6)
+    assert len(found) == (20 if len(boxes) else 8)
 
 
-@pytest.mark.parametrize(("seed", "n"), [(0, 20), (0, 30), (6, 30)])
-def test_the_squeaky_wheel_lowers_what_greedy_placements_leave_high(seed: int, n: int) -> None:
-    boxes = Boxes.of(cut_rectangle(seed, n), 1)
-    offsets, _ = greedy(boxes, boxes.load)
-    turned = squeaky_wheel(boxes, offsets, boxes.load, rounds=200, jump=0.25, seed=0)
-    assert boxes.load <= boxes.top(turned) < boxes.top(offsets)
-    assert not overlaps(boxes, turned)
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_boxes_of_one_size_lie_without_a_hole_by_start_and_by_end(seed: int) -> None:
+    buffers = random_buffers(random.Random(seed), 60, 1, 30)
+    boxes = Boxes.of(buffers, 1)
+    for name in ("size, start", "size, end"):
+        placed = place_in_order(boxes, box_orders(boxes)[name])
+        assert placed is not None
+        assert boxes.top(placed) == boxes.load
 
 
-def test_the_squeaky_wheel_returns_the_lowest_that_it_saw() -> None:
-    boxes = Boxes.of(cut_rectangle(0, 20), 1)
-    offsets, _ = greedy(boxes, boxes.load)
-    turned = squeaky_wheel(boxes, offsets, boxes.load, rounds=1, jump=1.0, seed=0)
-    assert boxes.top(turned) <= boxes.top(offsets)
+def test_of_many_boxes_there_are_fewer_placements(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = Boxes.of(cut_rectangle(0, 30), 1)
+    placed: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Ints | None:
+        placed.append(1)
+        return place_in_order(*args, **options)
+
+    monkeypatch.setattr(greedy_placements, "place_in_order", counted)
+    counts: list[int] = []
+    for work in (100_000, 30 * 10, 0):
+        monkeypatch.setattr(greedy_placements, "GREEDY_WORK", work)
+        placed.clear()
+        greedy(boxes, boxes.load)
+        counts.append(len(placed))
+    assert counts == [40, 10, 6]
 
 
 @pytest.mark.parametrize(("seed", "n"), [(0, 20), (0, 30), (6, 30)])

@@ -11,11 +11,11 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.buffers import Buffers, buffers_of
 from remat.schedules.layout import check_layout
 from remat.solver import solve
-from remat.solver.layout import placing
+from remat.solver.layout import placing, searching
 from remat.solver.layout.placing import place
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.layout.random_boxes import cut_rectangle, some_buffers
+from tests.solver.layout.random_boxes import cut_rectangle, recomputing_net, some_buffers
 from tests.solver.random_graphs import branches, chain, gpt_like, resnet_like, unet_like
 
 
@@ -49,17 +49,47 @@ def test_the_same_buffers_get_the_same_layout() -> None:
     assert place(buffers, alignment_bytes=1) == place(buffers, alignment_bytes=1)
 
 
-def test_where_greedy_placements_miss_a_search_finds_the_load() -> None:
+def test_where_greedy_placements_miss_ejections_find_the_load() -> None:
+    layout = place(cut_rectangle(0, 30), alignment_bytes=1)
+    assert (layout.placed_by, layout.gap) == ("guided ejection, length", 0)
+
+
+def test_where_ejections_miss_a_dive_finds_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "STEPS", 0)
     layout = place(cut_rectangle(0, 30), alignment_bytes=1)
     assert (layout.placed_by, layout.gap) == ("canonical search, WAT", 0)
 
 
-def test_without_lists_of_overlaps_the_squeaky_wheel_finds_it(
+@pytest.mark.parametrize("limit", ["MOST_OVERLAPS", "DIVE_WORK"])
+def test_of_too_many_boxes_there_are_no_dives(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(searching, "STEPS", 0)
+    monkeypatch.setattr(searching, limit, 29)
+    assert place(cut_rectangle(0, 30), alignment_bytes=1).gap > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("unit", [1 << 20, 300_000])
+def test_deep_nets_that_compute_again_lie_near_their_load(seed: int, unit: int) -> None:
+    buffers = recomputing_net(seed, layers=24, slots=3, unit_bytes=unit)
+    layout = place(buffers)
+    assert layout.gap <= 0.001
+    assert layout == place(buffers)
+
+
+def test_many_buffers_of_a_deep_net_lie_near_their_load() -> None:
+    buffers = recomputing_net(5, layers=90, slots=4, unit_bytes=1 << 20)
+    assert len(buffers) > 3000
+    assert place(buffers).gap <= 0.001
+
+
+def test_small_buffers_that_end_too_high_are_ejected_into_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placing, "MOST_OVERLAPS", 29)
-    layout = place(cut_rectangle(0, 30), alignment_bytes=1)
-    assert (layout.placed_by, layout.gap) == ("squeaky wheel", 0)
+    """All are small, and no greedy placement of them is low enough."""
+    monkeypatch.setattr(placing, "SMALL_PART", 1)
+    layout = place(cut_rectangle(6, 25), alignment_bytes=1)
+    assert layout.placed_by == "first fit, size, ejection"
+    assert layout.gap <= 1 / placing.SLACK_PART
 
 
 def test_small_buffers_fill_holes() -> None:

@@ -1,0 +1,172 @@
+"""How fast files of a folder are written and read: the links of a CPU, and those to NVMe.
+
+A copy goes as that of a step does: through an aligned buffer, in chunks, past the system's cache,
+into a file without a name.
+
+To measure a folder moves less than a GiB each way, and each series of copies ends early once it
+took `MOST_S`. So the cache of a drive is not exhausted: what is written for minutes may be slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from remat.graph_capture.devices.link_speeds import (
+    GB_PER_US,
+    LinkPair,
+    LinkSpeed,
+    speed_of,
+)
+from remat.graph_capture.devices.unnamed_files import unnamed_file
+from remat.graph_capture.errors import FileError
+
+MIB = 1 << 20
+CHUNK_BYTES = 4 * MIB
+SIZES = (MIB, 4 * MIB, 16 * MIB)
+MORE_THREADS = (2, 4)
+REPEATS, MOST_S = 3, 1.0
+"""Of one series, which is copies of one size one way."""
+MOST_BESIDE = 24
+"""Copies of the largest size the other way, after which a very uneven link is alone."""
+
+
+class FileMeter:
+    """Copies between memory and two files of a folder, one for each way.
+
+    Parameters
+    ----------
+    threads : that share each copy.
+
+    Raises
+    ------
+    FileError : the folder is not there, cannot be written, or has no room.
+    """
+
+    def __init__(self, folder: str, threads: int = 1) -> None:
+        self.folder, self.threads = folder, threads
+        self.files = {is_down: unnamed_file(folder) for is_down in (True, False)}
+        self.pools = {is_down: ThreadPoolExecutor(threads) for is_down in (True, False)}
+        # Ones, so that all pages are there.
+        self.memory = {is_down: bytearray(b"1" * max(SIZES)) for is_down in (True, False)}
+        self.own = threading.local()
+        self.moved_bytes = 0
+
+    def fill(self) -> None:
+        """Write to both files: what is read then holds no holes."""
+        for is_down in (True, False):
+            self._share(True, is_down, max(SIZES))
+
+    def close(self) -> None:
+        """Give the files and the threads back."""
+        for is_down in (True, False):
+            self.pools[is_down].shutdown()
+            self.files[is_down].close()
+
+    def speed(self, is_down: bool) -> LinkSpeed:
+        """One way."""
+        return speed_of(self.times_us(is_down), self._times_beside_us(is_down))
+
+    def times_us(self, is_down: bool, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
+        """The fastest of a few copies of each size, by size."""
+        return {size: self._best_us(is_down, size) for size in sizes}
+
+    def _times_beside_us(self, is_down: bool) -> dict[int, float]:
+        """As `times_us`, while the other way copies all the time."""
+        ended = threading.Event()
+
+        def other() -> None:
+            copies = 0
+            while copies < MOST_BESIDE and not ended.is_set():
+                self._share(not is_down, not is_down, max(SIZES))
+                copies += 1
+
+        with ThreadPoolExecutor(1) as busy:
+            beside = busy.submit(other)
+            try:
+                found = self.times_us(is_down)
+            finally:
+                ended.set()
+            beside.result()
+        return found
+
+    def _best_us(self, is_down: bool, size_bytes: int) -> float:
+        times, end = list[float](), time.perf_counter() + MOST_S
+        while len(times) < REPEATS and not (times and time.perf_counter() > end):
+            start = time.perf_counter()
+            self._share(is_down, is_down, size_bytes)
+            times.append(1e6 * (time.perf_counter() - start))
+        return min(times)
+
+    def _share(self, is_down: bool, which: bool, size_bytes: int) -> None:
+        """One copy of memory into the file `which`, or of that file into memory."""
+        self.moved_bytes += size_bytes
+        part = size_bytes // self.threads
+        doing = [
+            self.pools[which].submit(self._part, is_down, which, start, start + part)
+            for start in range(0, size_bytes, part)
+        ]
+        for one in doing:
+            one.result()
+
+    def _part(self, is_down: bool, which: bool, start: int, end: int) -> None:
+        buffer, fd = self._buffer(), self.files[which].fileno()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        memory = ctypes.addressof(ctypes.c_char.from_buffer(self.memory[which]))
+        for at in range(start, end, CHUNK_BYTES):
+            part = memoryview(buffer)[: min(CHUNK_BYTES, end - at)]
+            if is_down:
+                ctypes.memmove(address, memory + at, len(part))
+                done = os.pwrite(fd, part, at)
+            else:
+                done = os.preadv(fd, [part], at)
+                ctypes.memmove(memory + at, address, len(part))
+            if done != len(part):
+                raise FileError(f"{self.folder} took {done} of {len(part)} bytes: is it full?")
+
+    def _buffer(self) -> mmap.mmap:
+        """This thread's buffer: a map of memory begins with a page, as direct copies need."""
+        if not hasattr(self.own, "buffer"):
+            self.own.buffer = mmap.mmap(-1, CHUNK_BYTES)
+        return self.own.buffer
+
+
+def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
+    """Both ways between memory and files in `folder`, by one thread each, as a step copies.
+
+    Parameters
+    ----------
+    threads : further numbers of threads a copy, tried for a look at what they would reach.
+
+    Raises
+    ------
+    FileError : the folder is not there, cannot be written, or has no room.
+    """
+    try:
+        with contextlib.closing(FileMeter(folder)) as meter:
+            meter.fill()
+            down, up = meter.speed(is_down=True), meter.speed(is_down=False)
+        return LinkPair(
+            down, up, folder, threads_gb_s={n: _threads_gb_s(folder, n) for n in threads}
+        )
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(
+            f"files in {folder} cannot be written and read ({error.strerror}): name another folder"
+        ) from error
+
+
+def _threads_gb_s(folder: str, threads: int) -> float:
+    """The rate of the largest copy by that many threads, there and back."""
+    size_bytes = SIZES[-1]
+    with contextlib.closing(FileMeter(folder, threads)) as meter:
+        meter.fill()
+        both_us = sum(meter.times_us(way, (size_bytes,))[size_bytes] for way in (True, False))
+    return 2 * size_bytes / both_us / GB_PER_US

@@ -1,0 +1,203 @@
+"""Emits copies between tiers as nodes of the two graphs.
+
+``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` stands where x is freed and is the last to
+read it, so that generated code drops x there; ``p = fetch(h)`` takes memory and begins a copy back;
+``x = arrive(p)`` stands before the first op that reads x. What is copied is the whole storage, of
+any view and any strides. A handle is a tensor, which forward saves for backward like any other.
+What is fetched in forward and first read in backward has arrived when forward ends.
+
+Below the device, ``h = write(h)`` and ``h = read(h)`` copy between the host and NVMe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.graph_capture.graph import Op
+from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import draws_randomness
+from remat.graph_capture.links import Tier as TierName
+from remat.rewriter.graphs.copied_writes import CopyTimes
+from remat.rewriter.graphs.eager import RNG_STATE, EagerEmitter
+from remat.rewriter.graphs.emitter import Below, Demand, Demanded
+from remat.rewriter.tiers.handles import HANDLE_BYTES
+from remat.rewriter.tiers.tier import Tier
+from remat.schedules.schedule import Fetch, Free, Offload
+
+
+@dataclass
+class Moving:
+    """What the emitters of the two graphs of one plan share.
+
+    Attributes
+    ----------
+    tier : whose functions the nodes call. times : which copies out begin later than planned.
+    leaving : values whose copy out may still read them.
+    """
+
+    tier: Tier
+    times: CopyTimes
+    leaving: dict[str, None] = field(default_factory=dict[str, None])
+
+
+class MovingEmitter(EagerEmitter):
+    """Emits one of the two graphs of a schedule with copies.
+
+    Attributes
+    ----------
+    handles : nodes of what is below the device. pending : of values that are on their way back.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        demand: Demand,
+        again: set[str],
+        repeated: set[str],
+        left_live: frozenset[str],
+        writes: bool,
+        moving: Moving,
+    ) -> None:
+        super().__init__(joint, demand, again, repeated, left_live, writes)
+        self.moving = moving
+        self.handles: dict[Below, fx.Node] = {}
+        self.pending: dict[str, fx.Node] = {}
+
+    def move(self, step: Offload | Fetch) -> None:
+        """Emit a copy, but for one that waits for a write."""
+        if not self._has_tensor(step.value):
+            return
+        if isinstance(step, Offload):
+            if step.to == "nvme":
+                self._below(step.value, "host", "nvme", "write")
+            elif self.at not in self.moving.times.delayed:
+                self._offload(step.value, self.at)
+        elif step.to == "host":
+            self._below(step.value, "nvme", "host", "read", self._place(self.at))
+        else:
+            handle = self._handle(Below(step.value, "host"))
+            self.pending[step.value] = self._call("fetch", (handle,), f"{step.value}_fetch")
+
+    def drop(self, step: Free) -> None:
+        """Drop one copy of a value; that on the device once no copy reads or writes it."""
+        if step.at != "device":
+            self.handles.pop(Below(step.value, step.at), None)
+            return
+        self._arrive(step.value)
+        self._leave(step.value)
+        self.free(step.value)
+
+    def compute(self, op: Op) -> None:
+        """Emit one run: what it reads has arrived, and copies that wait for it follow."""
+        for value in (*op.inputs, *op.outputs):
+            self._arrive(value)
+        super().compute(op)
+        for value, begun_at in self.moving.times.after_write.get(self.at, ()):
+            self._offload(value, begun_at)
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The emitted node that stands for `node`, once its value has arrived."""
+        if self.pending and node not in self.copies:
+            self._arrive(self.joint.value_of_node.get(node, ""))
+        return super().resolve(node)
+
+    def kept(self, what: Demanded) -> fx.Node:
+        """The emitted node to save: a handle, a random state or a tensor."""
+        if isinstance(what, Below):
+            return self.handles[what]
+        if isinstance(what, str):
+            self._arrive(what)
+        return super().kept(what)
+
+    def results(self, results: Iterable[Any]) -> list[Any]:
+        """Emitted nodes of some results.
+
+        No copy reads on what the caller gets, who may write to it.
+        """
+        found = super().results(results)
+        for value in self.joint.graph.outputs:
+            self._leave(value)
+        return found
+
+    def _offload(self, value: str, begun_at: int) -> None:
+        args = self._tensor(value), self._place(begun_at)
+        self._keep(Below(value, "host"), self._call("offload", args, f"{value}_host"))
+        self.moving.leaving[value] = None
+
+    def _below(
+        self, value: str, source: TierName, to: TierName, function: str, *place: int
+    ) -> None:
+        handle = self._handle(Below(value, source))
+        made = self._call(function, (handle, *place), f"{value}_{to}")
+        self._keep(Below(value, to), made)
+
+    def _leave(self, value: str) -> None:
+        """Wait for what copies the value out, if anything may still do so."""
+        if value not in self.moving.leaving:
+            return
+        del self.moving.leaving[value]
+        key = Below(value, "host")
+        handle = self._handle(key)
+        left = self._call("leave", (handle, self._tensor(value)), f"{value}_left")
+        left.meta = dict(handle.meta)
+        self.handles[key] = left
+
+    def _arrive(self, value: str) -> None:
+        """Wait for the value, if it is on its way back."""
+        if value not in self.pending:
+            return
+        back = self._call("arrive", (self.pending.pop(value),), f"{value}_back")
+        base = self.joint.base_of_value.get(value)
+        if base is None:
+            back.meta["val"] = self.fake_state(value)
+            self.states[value] = back
+        else:
+            back.meta = dict(base.meta)
+            self.put(base, back)
+
+    def _tensor(self, value: str) -> fx.Node:
+        """The emitted node that stands for a value, with all that was written to it."""
+        base = self.joint.base_of_value.get(value)
+        if base is not None:
+            return self.resolve(self.joint.in_place.last(base))
+        if value not in self.states:
+            self.states[value] = self.bring(value)
+        return self.states[value]
+
+    def _has_tensor(self, value: str) -> bool:
+        """Not where nothing reads a value, nor for what stands for a write in place."""
+        return value in self.joint.base_of_value or self.is_saved_state(value)
+
+    def _handle(self, key: Below) -> fx.Node:
+        """That of this graph, or of the one before it."""
+        if key not in self.handles:
+            self.handles[key] = self.bring(key)
+        return self.handles[key]
+
+    def _keep(self, key: Below, handle: fx.Node) -> None:
+        base = self.joint.base_of_value.get(key.value)
+        like: Any = self.fake_state(key.value) if base is None else base.meta["val"]
+        with like.fake_mode:
+            handle.meta["val"] = torch.empty(HANDLE_BYTES, dtype=torch.uint8)
+        self.handles[key] = handle
+
+    def _place(self, begun_at: int) -> int:
+        return self.moving.tier.places.of_step(begun_at)
+
+    def _call(self, function: str, args: tuple[Any, ...], name: str) -> fx.Node:
+        target = getattr(self.moving.tier, function)
+        return self.graph.create_node("call_function", target, args, {}, name)
+
+
+def written_by(joint: Joint, op: str) -> tuple[str, ...]:
+    """What a first run writes to: a sum that it adds to, the state that it draws from."""
+    node = joint.node_of_op.get(op)
+    if node is None:
+        return ()
+    written = (joint.value_of_node[node],) if node in joint.in_place.targets else ()
+    return (*written, f"{RNG_STATE}{op}") if draws_randomness(node) else written

@@ -1,0 +1,244 @@
+"""Emits the steps of a schedule as eager's ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.joint.batch_norm import AGAIN
+from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
+from remat.graph_capture.joint.collectives import is_wait, waits_for
+from remat.graph_capture.joint.nodes import (
+    drawn_on,
+    draws_randomness,
+    is_alias_of_input,
+    is_getitem,
+    tensors_of,
+)
+from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter
+from remat.rewriter.graphs.handed_over import hand_over
+from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state
+from remat.rewriter.graphs.rng_states import save_rng_state
+
+RNG_STATE = "rng_state_"
+
+
+class EagerEmitter(Emitter[Joint]):
+    """Emits one of the two graphs in eager's ops.
+
+    Parameters
+    ----------
+    joint : what names stand for. demand : as in `Emitter`; a saved random state goes by its name.
+    again : names of ops that have run before; updated as ops are emitted.
+    repeated : names of ops that run more than once in the schedule.
+    left_live : values that the graph before this one left live. An op that runs again makes
+        copies of them, which are not used.
+    writes : whether what eager writes in place is written in place here. Inductor takes graphs
+        that write nothing.
+    """
+
+    cannot_move = "which code by Inductor does not do"
+
+    def __init__(
+        self,
+        joint: Joint,
+        demand: Demand,
+        again: set[str],
+        repeated: set[str],
+        left_live: frozenset[str],
+        writes: bool,
+    ) -> None:
+        super().__init__(joint, demand)
+        self.writes = writes
+        self.again = again
+        self.repeated = repeated
+        self.left_live = set(left_live)
+        self.tuples: dict[fx.Node, fx.Node] = {}
+        self.states: dict[str, fx.Node] = {}
+        self.updates: dict[str, tuple[fx.Node, fx.Node]] = {}
+        self.handed: dict[int, fx.Node] = {}
+
+    def values_behind(self, node: fx.Node) -> tuple[str, ...]:
+        """The one value that a tensor node belongs to."""
+        value = self.joint.value_of_node.get(node)
+        return () if value is None else (value,)
+
+    def free(self, value: str) -> None:
+        """Forget all that stands for the value."""
+        self.left_live.discard(value)
+        self.states.pop(value, None)
+        super().free(value)
+
+    def kept(self, what: Demanded) -> fx.Node:
+        """The emitted node to save; a random state goes by its name.
+
+        What was written to is saved as it is after that.
+        """
+        if isinstance(what, str):
+            return self.states[what]
+        assert isinstance(what, fx.Node)
+        return super().kept(self.joint.in_place.last(what))
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The emitted node that stands for `node`; views are replayed where needed."""
+        if node in self.copies:
+            return self.copies[node]
+        if is_alias_of_input(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            copy = self.resolve(source)
+        elif node in self.joint.in_place.before:  # in backward, which has it as it is in the end
+            copy = self.resolve(self.joint.in_place.before[node])
+        else:
+            copy = self.entering(node) or self._copy(node, node.name)
+        self.put(node, copy)
+        return copy
+
+    def _copy(self, node: fx.Node, name: str) -> fx.Node:
+        return self.copy_of(node, name, self.resolve)
+
+    def compute(self, op: Op) -> None:
+        """Emit one run; what we add to the graph ourselves has no op of torch's."""
+        again = op.name in self.again
+        self.again.add(op.name)
+        if op.target == TANGENTS:
+            return
+        if op.target in (DELIVER, UPDATE):
+            self._hand_over(op)
+        elif op.target == SAVE_RNG:
+            self._save_rng_state(op)
+        elif op.target == STATISTICS:
+            for name in op.outputs:
+                if name in self.updates:
+                    self.put(*self.updates.pop(name))
+        else:
+            self._run(op, self.joint.node_of_op[op.name], again)
+
+    def gradients(self, results: Sequence[Any]) -> list[Any]:
+        """The results of backward; those that were handed over may not be live any more."""
+        rest = {i: r for i, r in enumerate(results) if i not in self.handed}
+        found = dict(zip(rest, self.results(rest.values()), strict=True)) | self.handed
+        return [found[i] for i in range(len(results))]
+
+    def _hand_over(self, op: Op) -> None:
+        """Note the gradients, and mark in the graph that they are final here."""
+        places = self.joint.deliveries[op.name]
+        results: Any = self.joint.module.graph.output_node().args[0]
+        own = results[self.joint.num_forward_outputs :]
+        self.handed |= {place: self.resolve(own[place]) for place in places}
+        if self.writes:
+            given = tuple(self.handed[place] for place in places)
+            self.graph.call_function(hand_over, (places, given))
+
+    def _save_rng_state(self, op: Op) -> None:
+        """Save the state only if the op that draws from it runs again."""
+        if self.is_saved_state(op.name):
+            device = str(drawn_on(self.joint.node_of_op[op.name.removeprefix(RNG_STATE)]))
+            state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
+            state.meta["val"] = self.fake_state(op.name)
+            self.states[op.outputs[0]] = state
+
+    def is_saved_state(self, value: str) -> bool:
+        """Whether the value is the random state of an op that runs again."""
+        return value.startswith(RNG_STATE) and value.removeprefix(RNG_STATE) in self.repeated
+
+    def fake_state(self, value: str) -> Tensor:
+        """A random state as AOTAutograd wants what a step saves to be described."""
+        node = self.joint.node_of_op[value.removeprefix(RNG_STATE)]
+        drawn: Any = next(tensor for tensor in tensors_of(node) if tensor is not None)
+        with drawn.fake_mode:
+            return torch.empty(save_rng_state(str(drawn_on(node))).shape, dtype=torch.uint8)
+
+    def _run(self, op: Op, node: fx.Node, again: bool) -> None:
+        if again and draws_randomness(node):
+            copy = self._draw(op, node, run_with_rng_state, f"{node.name}_again")
+        elif self.writes and f"{RNG_STATE}{op.name}" in self.states:
+            copy = self._draw(op, node, draw_noting, node.name)
+        elif again and node.target in AGAIN:
+            copy = self._normalise_again(node)
+        else:
+            copy = self._copy(node, f"{node.name}_again" if again else node.name)
+        if node in self.joint.in_place.targets:
+            self._write(node, copy)
+        elif isinstance(node.meta.get("val"), (tuple, list)):
+            self.tuples[node] = copy
+            for picked, result in self._picked_results(node, op):
+                self.put(picked, result)
+                self._wait(picked)
+            if not again:
+                self._pick_updates(node, op)
+        else:
+            self.put(node, copy)
+            self._wait(node)
+            first = self.joint.in_place.begins.get(node, node)
+            if first is not node:  # a view, which stands for the value from now on
+                self.put(first, self._copy(first, first.name))
+
+    def _write(self, node: fx.Node, copy: fx.Node) -> None:
+        """Let `copy`, which writes to a tensor or a part of it, stand for what that is now."""
+        writes = self.joint.in_place
+        if self.writes:
+            copy.target = writes.targets[node]
+        self.put(node, copy)
+        for whole in writes.scattered[node]:
+            if not self.writes:
+                self.put(whole, self._copy(whole, whole.name))
+            elif whole in writes.before:
+                self.put(whole, self.resolve(writes.before[whole]))
+
+    def _wait(self, made: fx.Node) -> None:
+        """Wait for a collective at once: its result is what was waited for, wherever it is read."""
+        for wait in waits_for(made):
+            self.put(wait, self._copy(wait, wait.name))
+
+    def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
+        """Emit `drawing` of the op, with the saved state before its arguments."""
+        saved = f"{RNG_STATE}{op.name}"
+        state = self.states.get(saved)
+        if state is None:
+            state = self.states[saved] = self.bring(saved)
+        args, kwargs = self.arguments(node, self.resolve)
+        taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
+        copy = self.graph.create_node("call_function", drawing, taken, kwargs, name)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _normalise_again(self, node: fx.Node) -> fx.Node:
+        """Batch norm without its running statistics, which were updated the first time."""
+        read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
+        target, n_results = AGAIN[node.target]
+        taken: tuple[Any, ...] = (*read, *node.args[5:])
+        copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
+        copy.meta = dict(node.meta)
+        copy.meta["val"] = node.meta["val"][:n_results]
+        return copy
+
+    def _pick_updates(self, node: fx.Node, op: Op) -> None:
+        """Take a batch norm's new statistics at once: its next run makes none.
+
+        They wait for the op that updates the statistics, which may come much later; until
+        then the tuple would keep all other results alive.
+        """
+        index = self.joint.graph.op_index.get(f"{op.name}_statistics")
+        if index is not None:
+            for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
+                self.updates[self.joint.value_of_node[picked]] = picked, copy
+
+    def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Emit those of `op`'s outputs, results of `node`, that are not live already."""
+        for name in op.outputs:
+            base = self.joint.base_of_value.get(name)
+            picked = base.args[0] if base is not None and is_wait(base) else base
+            if not isinstance(picked, fx.Node) or not is_getitem(picked):
+                continue
+            if name in self.left_live or picked in self.copies:
+                continue
+            copy = self.graph.create_node(
+                "call_function", picked.target, (self.tuples[node], picked.args[1]), {}, picked.name
+            )
+            copy.meta = dict(picked.meta)
+            yield picked, copy

@@ -1,0 +1,1 @@
+"""Memory below the device: values are copied there and back while a step runs."""

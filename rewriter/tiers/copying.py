@@ -1,0 +1,106 @@
+"""Copies by plain threads, one a link, each in the order in which copies are begun.
+
+Three things go wrong easily here. A thread that is the last to let go of a tensor frees it late,
+where no profiler looks, so a copy gets its tensors in a list that is emptied before anybody hears
+of its end. An error that is raised as the thread has caught it holds frames, frames hold handles,
+and these hold files, in a circle that Python's collector does not see through a tensor, so each
+wait raises an error of its own. And a thread that is no daemon keeps a process alive.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from remat.graph_capture.errors import TierError
+
+Work = Callable[..., None]
+
+
+class Copy:
+    """A copy that has begun."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises
+        ------
+        TierError : it has failed; the cause is what it raised.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise TierError(
+                f"a value could not be copied between tiers of memory: {self._error}. Nothing of "
+                "this step is kept; the module can train on"
+            ) from self._error
+
+    def settle(self) -> None:
+        """Wait for its end, whatever came of it."""
+        self._ended.wait()
+
+    def carry_out(self, work: Work, given: list[Any], after: Copy | None) -> None:
+        """Do the work, unless what it reads has failed; called by the thread of a link."""
+        try:
+            if after is not None:
+                after.wait()
+            work(*given)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it where the step runs
+            cause = error.__cause__ or error
+            self._error = cause.with_traceback(None)
+            cause.__context__ = None
+        finally:
+            given.clear()
+            self._ended.set()
+
+
+class LinkThread:
+    """The thread of one link. It starts with the first copy, and ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Copy, Work, list[Any], Copy | None]]
+        self._queue = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"remat-{name}", daemon=True).start()
+
+    def begin(self, work: Work, given: list[Any], after: Copy | None = None) -> Copy:
+        """Begin ``work(*given)`` once all earlier copies of the link have ended, and `after`.
+
+        `given` is emptied before the copy ends.
+        """
+        copy = Copy()
+        self._queue.put((copy, work, given, after))
+        return copy
+
+    def _run(self) -> None:
+        while True:
+            copy, work, given, after = self._queue.get()
+            copy.carry_out(work, given, after)
+            del copy, work, given, after  # an idle thread holds nothing
+
+
+_threads: dict[str, LinkThread] = {}
+_starting = threading.Lock()
+
+
+def link_thread(name: str) -> LinkThread:
+    """The thread of the link of that name; all plans of a process share it, as they do the link."""
+    with _starting:
+        if name not in _threads:
+            _threads[name] = LinkThread(name)
+        return _threads[name]
+
+
+def _forget_threads() -> None:
+    """A forked process has the threads of its parent in name only."""
+    global _starting
+    _starting = threading.Lock()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,78 @@
+"""Handles: tensors of 8 bytes that stand in a graph for values below the device.
+
+A graph hands a handle on, and autograd saves it, like any other tensor. The memory of a handle is a
+`Store`, and nothing else keeps that alive. So when the last graph, autograd node or copy has let go
+of a handle, what is below goes too, whether a backward came or not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from remat.rewriter.tiers.endings import Ending
+
+HANDLE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a tensor shows its storage, of which all bytes are copied."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    size_bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        """Of `x`."""
+        return cls(
+            tuple(x.size()),
+            tuple(x.stride()),
+            int(x.storage_offset()),
+            x.dtype,
+            x.untyped_storage().nbytes(),
+        )
+
+    def over(self, whole: Tensor) -> Tensor:
+        """The tensor that shows the storage of `whole` so."""
+        x = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return x.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Store(bytearray):
+    """The memory of one handle, with what its tier keeps of the value."""
+
+    def __init__(self, shown: Shown, kept: Any) -> None:
+        super().__init__(HANDLE_BYTES)
+        self.shown, self.kept = shown, kept
+
+
+_stores: dict[int, Ending[int]] = {}
+"""By the address of a handle's memory, which is its own for as long as it lives."""
+_ended: deque[Ending[int]] = deque()
+
+
+def handle_of(store: Store) -> Tensor:
+    """A tensor that keeps `store` alive: uint8, of shape (8,)."""
+    while _ended:
+        gone = _ended.popleft()
+        if _stores.get(gone.fact) is gone:  # else another has the address by now
+            del _stores[gone.fact]
+    handle = torch.frombuffer(store, dtype=torch.uint8)
+    address = handle.untyped_storage().data_ptr()
+    _stores[address] = Ending(store, _ended.append, address)
+    return handle
+
+
+def store_of(handle: Tensor) -> Store:
+    """The store that `handle` keeps alive."""
+    store = _stores[handle.untyped_storage().data_ptr()]()
+    assert isinstance(store, Store)
+    return store

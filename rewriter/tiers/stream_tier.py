@@ -1,0 +1,208 @@
+"""Below a CUDA device: pinned memory of the host over two streams, and files for NVMe.
+
+A copy out waits for what the computing stream has been given so far. Where the value is freed, the
+computing stream waits for the copy, and only then torch's allocator may give the block to another
+tensor of that stream: so the order of the stream alone makes its reuse safe. `record_stream` would
+defer it to what the host happens to see, and peaks would vary. A copy back takes its memory from
+the computing stream, and waits for it as it is then; the first reader waits for the copy.
+
+Files are written and read by threads. What comes back from NVMe has to be on the host before a copy
+to the device is queued, so that queueing waits for it there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat.graph_capture.devices.unnamed_files import host_folder
+from remat.graph_capture.errors import TierError
+from remat.graph_capture.links import Links
+from remat.rewriter.tiers.copying import Copy, link_thread
+from remat.rewriter.tiers.file_tier import FileOf
+from remat.rewriter.tiers.files import File, Folder
+from remat.rewriter.tiers.handles import Shown, Store, handle_of, store_of
+from remat.rewriter.tiers.pinned import Part, PinnedRanges, Uses
+from remat.rewriter.tiers.places import HostPlaces
+
+
+@dataclass(eq=False)
+class OnHost:
+    """A value in pinned memory: there once `copied` is passed, or `read` has ended."""
+
+    part: Part
+    copied: Any = None
+    read: Copy | None = None
+
+
+@dataclass(eq=False)
+class Kept:
+    """A tensor that is on the host in any case, as random states are."""
+
+    x: Tensor
+
+
+class Arriving:
+    """A tensor that a stream still fills.
+
+    If it is dropped before it has arrived, as where backward fails, the computing stream waits for
+    the copy all the same: the block may be another tensor's next.
+    """
+
+    def __init__(self, x: Tensor, copied: Any, computing: Any) -> None:
+        self.x, self.copied, self.computing = x, copied, computing
+
+    def __del__(self) -> None:
+        if self.copied is not None:
+            self.computing.wait_event(self.copied)
+
+
+class StreamTier:
+    """The tiers of one plan for a CUDA device.
+
+    Parameters
+    ----------
+    device : such as ``cuda:0``. places : of values on the host. nvme_bytes : the most kept there.
+
+    Raises
+    ------
+    TierError : the places need more than the host's room, though the values alone do not.
+    """
+
+    def __init__(self, device: str, places: HostPlaces, links: Links, nvme_bytes: int) -> None:
+        if places.size_bytes > links.host_bytes:
+            raise TierError(
+                f"the values that this plan copies to the host lie in {places.size_bytes} bytes of "
+                f"pinned memory, with gaps, and the host has room for {links.host_bytes}: plan "
+                "with a smaller host= and train with this one"
+            )
+        self.places, self.device = places, torch.device(device)
+        self._ranges, self._nvme_bytes = PinnedRanges(places.size_bytes), nvme_bytes
+        folder = links.nvme_path or host_folder()
+        self._nvme = Folder(folder, "nvme") if nvme_bytes else None
+
+    def require_room(self) -> None:
+        """As of `Tier`: pinned memory is taken before the first step."""
+        self._ranges.require()
+        if self._nvme is not None:
+            self._nvme.require_room(self._nvme_bytes)
+
+    def offload(self, x: Tensor, place_bytes: int) -> Tensor:
+        """As of `Tier`."""
+        shown = Shown.of(x)
+        if x.device != self.device:
+            return handle_of(Store(shown, Kept(x)))
+        part = self._ranges.take(place_bytes, shown.size_bytes)
+        part.uses.settle()
+        way = side_stream(str(self.device), "d2h")
+        way.wait_event(self._computing().record_event())
+        copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
+        part.uses.events[:] = [copied]
+        return handle_of(Store(shown, OnHost(part, copied)))
+
+    def leave(self, handle: Tensor, x: Tensor) -> Tensor:
+        """As of `Tier`: the computing stream waits, the host does not."""
+        kept = store_of(handle).kept
+        if isinstance(kept, OnHost) and kept.copied is not None:
+            self._computing().wait_event(kept.copied)
+        return handle
+
+    def fetch(self, handle: Tensor) -> Arriving:
+        """As of `Tier`."""
+        store = store_of(handle)
+        if isinstance(store.kept, Kept):
+            return Arriving(store.kept.x, None, None)
+        kept: OnHost = store.kept
+        if kept.read is not None:
+            kept.read.wait()
+        whole = taken(store.shown.size_bytes, self.device)
+        computing, way = self._computing(), side_stream(str(self.device), "h2d")
+        way.wait_event(computing.record_event())
+        source = Uses() if kept.copied is None else Uses([kept.copied])
+        copied = self._queued(way, source, whole, kept.part.memory)
+        kept.part.uses.events.append(copied)
+        return Arriving(store.shown.over(whole), copied, computing)
+
+    def arrive(self, pending: Arriving) -> Tensor:
+        """As of `Tier`: the computing stream waits, the host does not."""
+        if pending.copied is not None:
+            self._computing().wait_event(pending.copied)
+            pending.copied = None
+        return pending.x
+
+    def write(self, handle: Tensor) -> Tensor:
+        """As of `Tier`."""
+        store = store_of(handle)
+        if isinstance(store.kept, Kept):
+            return handle
+        source: OnHost = store.kept
+        kept = FileOf()
+        given = [self._nvme, kept, source.part.memory, source.copied]
+        kept.copied = link_thread("write").begin(_write_file, given, source.read)
+        source.part.uses.copies.append(kept.copied)
+        return handle_of(Store(store.shown, kept))
+
+    def read(self, handle: Tensor, place_bytes: int) -> Tensor:
+        """As of `Tier`."""
+        store = store_of(handle)
+        if isinstance(store.kept, Kept):
+            return handle
+        kept: FileOf = store.kept
+        part = self._ranges.take(place_bytes, store.shown.size_bytes)
+        before = Uses(list(part.uses.events), list(part.uses.copies))
+        read = link_thread("read").begin(_read_file, [kept, part.memory, before], kept.copied)
+        part.uses.copies.append(read)
+        return handle_of(Store(store.shown, OnHost(part, read=read)))
+
+    def _computing(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def _queued(self, way: Any, after: Uses, target: Tensor, source: Tensor) -> Any:
+        """Queue a copy on a side stream, after events; the event of its end."""
+        for event in after.events:
+            way.wait_event(event)
+        queue_copy(way, target, source)
+        return way.record_event()
+
+
+@functools.cache
+def side_stream(device: str, link: str) -> Any:
+    """The stream of one link of a device; all plans of a process share it, as they do the link."""
+    return torch.cuda.Stream(device)
+
+
+def taken(size_bytes: int, device: torch.device) -> Tensor:
+    """Memory of the computing stream."""
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def queue_copy(way: Any, target: Tensor, source: Tensor) -> None:
+    """Queue the copy of all bytes on a stream."""
+    with torch.cuda.stream(way):
+        target.copy_(source, non_blocking=True)
+
+
+def _whole(x: Tensor, size_bytes: int) -> Tensor:
+    """All bytes of the storage of `x`."""
+    whole = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return whole.set_(x.untyped_storage(), 0, (size_bytes,), (1,))
+
+
+def _write_file(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> None:
+    if copied is not None:
+        copied.synchronize()
+    file = File(folder, memory.nbytes)
+    file.write_from(memory.data_ptr())
+    kept.file = file
+
+
+def _read_file(kept: FileOf, memory: Tensor, before: Uses) -> None:
+    assert kept.file is not None
+    for event in before.events:
+        event.synchronize()
+    before.settle()
+    kept.file.read_to(memory.data_ptr())

@@ -1,0 +1,1 @@
+"""Offload: copies below the device beside recomputation, in one plan."""

@@ -1,0 +1,234 @@
+"""From the captured graph of one batch to its layers: what each takes, and how it may run.
+
+Layers are the repeated blocks that `solver/blocks` finds by structure, and what is before and
+after them. Each distinct one is solved once, as in `hierarchical`, at several limits on what it
+saves. What other layers read stays a value of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from remat.graph_capture.derived.kept_with import kept_with
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph, Value
+from remat.graph_capture.optimizer_step.microbatch import Group, Layer, Microbatch
+from remat.solver.blocks.options import Options, block_graph, block_options
+from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
+from remat.solver.problem import Problem
+from remat.solver.whole_step.layer_options import layer_option, worth_having
+
+LIMITS = 12
+"""At how many limits on what it saves a layer is solved."""
+UNLIMITED_S = 1e9
+"""The programs of a block are limited by their nodes alone, so that options do not depend on how
+busy the machine is."""
+
+
+def microbatch_of(graph: TrainingGraph) -> Microbatch:
+    """The layers of a captured graph of one batch, each with its options.
+
+    Raises
+    ------
+    SolverError : the graph has no repeated layers, or its layers do not run one after the other
+        and back, or the gradients of one layer's parameters come from several places.
+    """
+    return kept_with(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A graph cut into layers.
+
+    Attributes
+    ----------
+    ranges : of each layer, its ops. layer_of : of each op, its layer.
+    group_of : of each parameter, the group of those that the same layers read.
+    """
+
+    graph: TrainingGraph
+    problem: Problem
+    reads: Reads
+    ranges: list[Block]
+    layer_of: dict[str, int]
+    group_of: dict[str, int]
+    readers: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, graph: TrainingGraph) -> _Layers:
+        problem = Problem.of(graph)
+        reads = Reads.of(problem)
+        ranges = find_blocks(problem, reads)
+        if len(ranges) < 3:
+            raise SolverError(
+                f"{graph.name} has no layers that repeat one after the other, and a whole step is "
+                "planned layer by layer: plan one batch, without microbatches"
+            )
+        names = [op.name for op in graph.ops]
+        layer_of = {names[op]: at for at, one in enumerate(ranges) for op in one.ops}
+        read_by: dict[str, dict[int, None]] = {}
+        for op in graph.ops:
+            for name in op.inputs:
+                if graph.value_by_name[name].kind == "parameter":
+                    read_by.setdefault(name, {})[layer_of[op.name]] = None
+        keys = {name: tuple(sorted(found)) for name, found in read_by.items()}
+        readers = list(dict.fromkeys(keys.values()))
+        group_of = {name: readers.index(key) for name, key in keys.items()}
+        return cls(graph, problem, reads, ranges, layer_of, group_of, readers)
+
+    def microbatch(self) -> Microbatch:
+        """Layers, groups and values between layers."""
+        graph, gives = self.graph, self._gradients()
+        crossing = self._crossing()
+        tables = self._tables()
+        layers = tuple(
+            self._layer(at, one, tables[at], crossing, gives) for at, one in enumerate(self.ranges)
+        )
+        outputs = tuple(name for name in graph.forward_outputs if name in crossing)
+        resident = msgspec.structs.replace(
+            graph.resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0
+        )
+        forward = {op.name for op in graph.ops if op.phase == "forward"}
+        return Microbatch(
+            graph.name, layers, self._groups(gives), crossing, outputs, resident, graph.device,
+            graph.inputs, graph.prices, draws=not forward.isdisjoint(graph.ordered_ops),
+        )  # fmt: skip
+
+    def _crossing(self) -> dict[str, int]:
+        """Bytes of what one layer makes and another reads, and of what forward returns."""
+        values, found = self.graph.value_by_name, dict[str, int]()
+        for op in self.graph.ops:
+            for name in op.inputs:
+                producer = values[name].producer
+                if producer and self.layer_of[producer] != self.layer_of[op.name]:
+                    found[name] = values[name].size_bytes
+        for name in self.graph.forward_outputs:
+            if values[name].producer:
+                found[name] = values[name].size_bytes
+        return found
+
+    @cached_property
+    def _last_touch(self) -> dict[str, int]:
+        """The layer that makes or reads each value last."""
+        ops = self.graph.ops
+        return {v: self.layer_of[op.name] for op in ops for v in (*op.inputs, *op.outputs)}
+
+    def _gradients(self) -> dict[str, str]:
+        """The gradient of each parameter that has one.
+
+        Both stand in the order of the model's parameters. Those that are frozen have none.
+        """
+        values, found = self.graph.value_by_name, dict[str, str]()
+        waiting = [v for v in self.graph.values if v.name in self.group_of]
+        for name in self.graph.outputs:
+            gradient = values[name]
+            if gradient.kind != "gradient" or not gradient.producer:
+                continue
+            at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
+            if at is None:
+                raise SolverError(
+                    f"gradient {name} of {self.graph.name} is of no parameter, and a whole step "
+                    "keeps those of parameters alone: give inputs that require no grad"
+                )
+            found[waiting[at].name] = name
+            del waiting[: at + 1]
+        return found
+
+    def _groups(self, gives: dict[str, str]) -> tuple[Group, ...]:
+        values, groups = self.graph.value_by_name, list[Group]()
+        for at, readers in enumerate(self.readers):
+            mine = [values[name] for name, group in self.group_of.items() if group == at]
+            trained = [one for one in mine if one.name in gives]
+            groups.append(
+                Group(
+                    name=" and ".join(self._name(layer) for layer in readers),
+                    trained=sum(_numbers(one) for one in trained),
+                    parameter_bytes=sum(one.size_bytes for one in mine),
+                    gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
+                    item_bytes=max((_item_bytes(one) for one in trained), default=0),
+                )
+            )
+        return tuple(groups)
+
+    def _name(self, at: int) -> str:
+        """The module that all ops of a layer are in, or those at the top that they are in."""
+        paths = dict.fromkeys(
+            module for op in self.ranges[at].ops if (module := self.graph.ops[op].module)
+        )
+        parts = [path.split(".") for path in paths]
+        shared = list[str]()
+        for names in zip(*parts, strict=False):
+            if len(set(names)) > 1:
+                break
+            shared.append(names[0])
+        if shared:
+            return ".".join(shared)
+        return ", ".join(dict.fromkeys(path[0] for path in parts)) or f"layer {at}"
+
+    def _tables(self) -> list[Options]:
+        """The options of each layer; equal layers share them."""
+        known: dict[Shape, Options] = {}
+        tables: list[Options] = []
+        for one in self.ranges:
+            shape = shape_of(self.problem, self.reads, one)
+            if shape not in known:
+                small = block_graph(self.problem, self.reads, one)
+                known[shape] = block_options(small, LIMITS, lambda: UNLIMITED_S)
+            tables.append(known[shape])
+        return tables
+
+    def _layer(
+        self, at: int, block: Block, options: Options, crossing: dict[str, int],
+        gives: dict[str, str],
+    ) -> Layer:  # fmt: skip
+        ops = [self.graph.ops[op] for op in block.ops]
+        halves = [[op for op in ops if op.phase == phase] for phase in ("forward", "backward")]
+        reads, makes = list[list[str]](), list[list[str]]()
+        for half in halves:
+            inputs = dict.fromkeys(v for op in half for v in op.inputs if v in crossing)
+            made = [v for op in half for v in op.outputs if v in crossing]
+            own = set(made) if half is halves[0] else set[str]()
+            reads.append([name for name in inputs if name not in own])
+            makes.append(made)
+        turns = at == len(self.ranges) - 1
+        groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
+                               if v in self.group_of)  # fmt: skip
+        # Of tied parameters, a later layer adds in place to what an earlier one made.
+        given = dict.fromkeys(
+            self.group_of[p] for p, gradient in gives.items() if self._last_touch[gradient] == at
+        )
+        held_bytes = sum(crossing[name] for name in makes[0])
+        back_bytes = sum(crossing[name] for name in makes[1])
+        found = [
+            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in options
+        ]
+        return Layer(
+            self._name(at), tuple(groups), tuple(given),
+            sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
+            tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
+            tuple(worth_having(found)), turns,
+        )  # fmt: skip
+
+
+def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in others]
+
+
+def _is_of(gradient: Value, parameter: Value) -> bool:
+    return gradient.dtype == parameter.dtype and _numbers(gradient) == _numbers(parameter)
+
+
+def _item_bytes(value: Value) -> int:
+    """Bytes of one number, which its dtype's name tells in bits."""
+    bits = re.search(r"\d+", value.dtype)
+    return int(bits[0]) // 8 if bits else 0
+
+
+def _numbers(value: Value) -> int:
+    return math.prod(value.shape)

@@ -1,0 +1,106 @@
+"""Whole steps from Python: planned for a device of the table, refused in one line elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, RematError
+from remat.graph_capture.graph import TrainingGraph
+from remat.levers.step_request import StepRequest
+from remat.levers.whole_step import StepPlan, planned_from
+from tests.links import with_links
+
+
+def chain() -> nn.Sequential:
+    layers = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(8))
+    return nn.Sequential(*layers)
+
+
+GIVEN: dict[str, Any] = {
+    "budget": "1GiB", "loss_fn": nn.functional.mse_loss, "target": torch.zeros(8, 32),
+}  # fmt: skip
+
+
+def planned(model: nn.Module, **changed: Any) -> Any:
+    asked = {"optimizer": torch.optim.AdamW(model.parameters()), **GIVEN, **changed}
+    return remat.training_step(model, (torch.zeros(8, 32),), **asked)
+
+
+def test_a_whole_step_is_planned_and_judged() -> None:
+    model = chain()
+    plan = planned(model, device="rtx4090", host="1GiB", microbatches=3)
+    assert isinstance(plan, StepPlan)
+    assert plan.simulation.peak_bytes <= 1 << 30
+    assert plan.found.lower_bound_us <= plan.simulation.time_us
+    # torch keeps two moments in the parameters' own type, and no master copy.
+    state = sum(v.size_bytes for v in plan.graph.values if v.kind == "optimizer")
+    assert state == 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert remat.simulate(plan.graph, plan.schedule) == plan.simulation
+    assert "3 microbatches in" in repr(plan)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "says"),
+    [
+        ({"microbatches": 0, "host": "1GiB", "device": "rtx4090"}, BudgetError,
+         "microbatches 0 leave nothing to train on: give 1 or more"),
+        ({"microbatches": 2, "host": "1GiB"}, DeviceError,
+         "planned and not run, so it is for a device of the table .* and not cpu: name one, or "
+         "train here with remat.rematerialize"),
+        ({"microbatches": 2, "device": "rtx4090"}, BudgetError, "give host='120GiB' too"),
+        ({"host": "1GiB"}, BudgetError, "give microbatches=8 too. .* remat.rematerialize"),
+        ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "50%"}, BudgetError,
+         "budget '50%' is of a step without microbatches: give bytes"),
+        ({"microbatches": 2, "device": "rtx4090", "host": "ten"}, BudgetError, "host 'ten'"),
+        ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "16KiB"}, BudgetError,
+         r"no plan of this step fits: the device needs [\d.]+ KiB, and budget gives 16.0 KiB"),
+        ({"microbatches": 2, "device": "rtx4090", "host": "1KiB", "budget": "150KiB"}, BudgetError,
+         r"no plan of this step fits: the host needs [\d.]+ KiB, and host gives 1.0 KiB"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused(
+    changed: dict[str, Any], kind: type[RematError], says: str
+) -> None:
+    with pytest.raises(kind, match=says) as refused:
+        planned(chain(), **changed)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_optimizer_that_is_not_known_is_refused() -> None:
+    model = chain()
+    with pytest.raises(CaptureError, match="a Adagrad cannot update parameters one by one"):
+        planned(
+            model, optimizer=torch.optim.Adagrad(model.parameters()), microbatches=2,
+            device="rtx4090", host="1GiB",
+        )  # fmt: skip
+    with pytest.raises(CaptureError, match="optimizer 'none' has no update to plan: name one, sgd"):
+        StepRequest("rtx4090", 2, "none", host="1GiB")
+
+
+def test_nvme_without_a_rate_or_a_rate_without_nvme_is_refused() -> None:
+    with pytest.raises(BudgetError, match="a rate of 5 GB/s is that of NVMe: give nvme="):
+        StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme_gb_s=5.0)
+    with pytest.raises(BudgetError, match="and a rate above 0"):
+        StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme="/mnt/nvme:1GiB", nvme_gb_s=0.0)
+
+
+def test_a_graph_without_links_is_refused() -> None:
+    graph = TrainingGraph("Empty", (), ())
+    asked = StepRequest("rtx4090", 2, "adamw", host="1GiB")
+    with pytest.raises(BudgetError, match="the graph of Empty has no links to a host"):
+        planned_from(graph, asked)
+    assert with_links(graph).links is not None
+
+
+def test_the_rate_that_is_asked_for_is_that_of_the_plan() -> None:
+    asked = StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme="/mnt/nvme:1GiB", nvme_gb_s=5.0)
+    found = asked.links(with_links(TrainingGraph("Empty", (), ())).links)  # type: ignore[arg-type]
+    assert found.write is not None
+    assert found.read is not None
+    assert found.write.bytes_per_us == found.read.bytes_per_us == 5e3
+    assert found.source.endswith("NVMe 5 GB/s as asked for")

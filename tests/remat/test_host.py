@@ -1,0 +1,130 @@
+"""`host=` and `nvme=` where a capture is made: links in the graph, or one clear line before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.graph_capture import capturing
+from remat.graph_capture.devices.link_speeds import PLANNED_SHARE
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    FileError,
+    RewriteError,
+    SolverError,
+)
+from tests.fixed_prices import LINK
+
+GIB = 1 << 30
+
+
+def small() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    return model, (torch.randn(4, 8),)
+
+
+def test_a_capture_has_links_only_if_asked(tmp_path: Path) -> None:
+    model, args = small()
+    bare = remat.capture(model, args)
+    assert bare.links is None
+    linked = remat.capture(model, args, host="1MiB", nvme=f"{tmp_path}:2MiB")
+    links = linked.links
+    assert links is not None
+    assert (links.host_bytes, links.nvme_bytes, links.nvme_path) == (
+        1 << 20,
+        2 << 20,
+        str(tmp_path),
+    )
+    assert links.d2h.bytes_per_us == pytest.approx(PLANNED_SHARE * LINK.both_gb_s * 1e3)
+    assert linked.hash == bare.hash
+    again = remat.TrainingGraph.from_json(linked.to_json())
+    assert again.links == links
+
+
+def test_a_device_that_is_not_here_has_those_of_the_table() -> None:
+    model, args = small()
+    links = remat.capture(model, args, device="rtx4090", host="9000TiB").links
+    assert links is not None
+    assert links.d2h.bytes_per_us == pytest.approx(25_600)
+
+
+def test_one_rank_of_several_has_them_too() -> None:
+    model, args = small()
+    sharding = remat.Sharding("ddp", 2)
+    assert remat.capture(model, args, sharding=sharding, host=GIB, device="h100").links is not None
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"host": "much"}, BudgetError, "host 'much' cannot be read"),
+    ({"host": 0}, BudgetError, "host 0 leaves nothing to use"),
+    ({"nvme": "/tmp:1GiB"}, BudgetError, "lies below the host"),
+    ({"host": "1KiB", "nvme": "1GiB"}, BudgetError, "names no folder"),
+    ({"host": "1KiB", "nvme": "/no/where:1GiB"}, FileError, "/no/where is no folder"),
+    ({"host": "9000TiB"}, BudgetError, "is more than the"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "says"), BAD)
+@pytest.mark.parametrize("call", ["capture", "rematerialize", "plan_cache"])
+def test_bad_input_is_refused_before_anything_is_captured(
+    call: str, given: dict[str, Any], kind: type[Exception], says: str, monkeypatch: Any
+) -> None:
+    def captured(*_: Any, **__: Any) -> None:
+        raise AssertionError("a capture was begun")
+
+    monkeypatch.setattr(capturing, "trace", captured)
+    monkeypatch.setattr("remat.graph_capture.tracing.trace.trace", captured)
+    model, args = small()
+    calls: dict[str, Callable[[], Any]] = {
+        "capture": lambda: remat.capture(model, args, **given),
+        "rematerialize": lambda: remat.rematerialize(model, args, budget="60%", **given),
+        "plan_cache": lambda: remat.plan_cache(model, budget="60%", **given),
+    }
+    with pytest.raises(kind) as error:
+        calls[call]()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_takes_no_host() -> None:
+    model, args = small()
+    ranged: dict[str, Any] = {"dynamic": {0: {0: ("batch", 2, 8)}}}
+    with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
+        remat.capture(model, args, host=GIB, **ranged)
+    with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
+        remat.rematerialize(model, args, budget="60%", host=GIB, **ranged)
+    with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
+        remat.plan_cache(model, budget="60%", host=GIB, dynamic="auto")
+    with pytest.raises(RewriteError, match="compile=True takes no host: Inductor's code copies"):
+        remat.rematerialize(model, args, budget="60%", host=GIB, compile=True)
+
+
+def test_the_backend_of_torch_compile_takes_no_host() -> None:
+    from remat.compile.options import read_options
+
+    for name in ("host", "nvme"):
+        with pytest.raises(SolverError) as error:
+            read_options({"budget": "60%", name: "1GiB"})
+        assert f"takes no {name}: Inductor's code copies nothing" in str(error.value)
+        assert "take remat.rematerialize(model, ..., host=...)" in str(error.value)
+
+
+def test_a_module_is_planned_with_a_host() -> None:
+    model, args = small()
+    target = torch.randn(4, 4)
+    module = remat.rematerialize(
+        model, args, budget="100%", host="1MiB", loss_fn=nn.functional.mse_loss, target=target
+    )
+    loss: Any = module(*args, target=target)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    plan = remat.plan_of(module)
+    assert plan.graph is None or plan.graph.links is not None
