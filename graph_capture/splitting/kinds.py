@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable
 from torch import fx
 
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.splitting.heads import Head, find_heads
 from remat.graph_capture.splitting.finding_mlps import find_mlps
+from remat.graph_capture.splitting.heads import Head, find_heads
 from remat.graph_capture.splitting.mlps import Mlp
 from remat.graph_capture.splitting.replaced_head import replace_head
 from remat.graph_capture.splitting.replaced_mlp import replace_mlp
