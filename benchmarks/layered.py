@@ -21,7 +21,7 @@ tens: RL1 has 80..6,150 with median 1,600.
 The given orders of the published graphs are not layer by layer: they leave a layer before
 it is done and come back. In RL1 the next node stands, on average, at 0.72 of those that are
 ready: 0 is the longest ready, 1 the newest. A place drawn as √u gives that back. `by_layers` asks
-for the order layer by layer instead.
+for the order layer by layer instead. With ``--narrow``, graphs of another kind: `narrow.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from benchmarks.instance_format import Instance, Node, checked, graph_of
+from benchmarks.drawn_nodes import drawn_nodes
+from benchmarks.instance_format import Instance, checked, graph_of
+from benchmarks.narrow import narrow_instance
 from remat.graph_capture.graph import TrainingGraph
 
 LEAST_NODES = 3
@@ -43,8 +45,6 @@ WIDTHS = {100: 0.27, 250: 0.43, 500: 0.36, 1000: 0.31}
 """Widths of the published graphs, by their nodes."""
 HASTE = 0.5
 """Power of the uniform draw of a place among the ready nodes."""
-MOST_COST = 1000
-MEAN_BYTES, LEAST_BYTES, MOST_BYTES, STEP_BYTES = 3000, 80, 6200, 10
 
 Edge = tuple[int, int]
 
@@ -81,10 +81,7 @@ def layered_instance(shape: Shape, seed: int) -> Instance:
     layers = _layers(shape, source)
     edges = _edges(shape, layers, source)
     last = shape.nodes - 1
-    nodes = tuple(
-        Node(i, 0 if i in (0, last) else source.randint(1, MOST_COST), _bytes(source), str(i))
-        for i in range(shape.nodes)
-    )
+    nodes = drawn_nodes(shape.nodes, (0, last), source)
     in_layers = tuple(range(shape.nodes))
     name = f"random_layered_n{shape.nodes}_w{shape.width}_nlv{shape.variability}"
     return checked(
@@ -189,13 +186,6 @@ def _order(nodes: int, edges: set[Edge], source: random.Random) -> tuple[int, ..
     return tuple(order)
 
 
-def _bytes(source: random.Random) -> int:
-    drawn = math.inf
-    while drawn > MOST_BYTES:
-        drawn = source.expovariate(1 / MEAN_BYTES)
-    return max(LEAST_BYTES, STEP_BYTES * round(drawn / STEP_BYTES))
-
-
 def main() -> int:
     """Write one instance to standard output."""
     parser = argparse.ArgumentParser(prog="benchmarks.layered", description=__doc__)
@@ -205,12 +195,16 @@ def main() -> int:
     for name in ("variability", "density", "skips"):
         parser.add_argument(f"--{name}", type=float, default=getattr(Shape, name))
     parser.add_argument("--by-layers", action="store_true", help="the given order, layer by layer")
+    parser.add_argument("--narrow", action="store_true", help="of half the root of the nodes")
     asked = vars(parser.parse_args())
-    seed = asked.pop("seed")
+    seed, is_narrow = asked.pop("seed"), asked.pop("narrow")
     if asked["width"] is None:
         asked["width"] = published_width(asked["nodes"])
     try:
-        instance = layered_instance(Shape(**asked), seed)
+        shape = Shape(**asked)
+        instance = (
+            narrow_instance(shape.nodes, seed) if is_narrow else layered_instance(shape, seed)
+        )
     except ValueError as error:
         parser.error(str(error))
     print(msgspec.json.encode(instance).decode())

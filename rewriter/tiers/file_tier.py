@@ -2,8 +2,8 @@
 
 A CPU's own memory is the host's, so what leaves it for the "host" goes to a file too, in
 `REMAT_OFFLOAD` or the system's folder for temporary files; for NVMe in the folder of the links.
-A file is opened by the thread that fills it, where Ctrl-C is never heard, and belongs to the handle
-that stands for it.
+A range of a file is taken by the thread that fills it, where Ctrl-C is never heard, and belongs to
+the handle that stands for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pending = tuple[Tensor, Copy]
 
 @dataclass(eq=False)
 class FileOf:
-    """The file of one handle, once the copy into it has opened it."""
+    """The file of one handle, once the copy into it has taken its range."""
 
     copied: Copy = field(init=False)
     file: File | None = None

@@ -3,7 +3,8 @@
 A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
 ``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
 is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if
-the folder takes that, as the cache would be memory that nobody planned for; else through it.
+the folder takes that, as the cache would be memory that nobody planned for; else through it. The
+values of a step share one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat.graph_capture.devices.unnamed_files import BLOCK_BYTES, HOST_FOLDER
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers.endings import closer
+from remat.rewriter.tiers.shared_file import UNSUPPORTED, SharedFile
 
 CHUNK_BYTES = 4 << 20
 """One write or read. On an NVMe disk, larger ones were no faster."""
-_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
-"""What systems answer that do not know a way of opening or writing."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
 
@@ -47,6 +47,8 @@ class Folder:
     def __init__(self, path: str, tier: str) -> None:
         self.path, self.tier = path, tier
         self.is_nameless, self.is_direct = bool(_NAMELESS), bool(_DIRECT)
+        self._open: Callable[[], SharedFile | None] = lambda: None
+        self._opening = threading.Lock()
         try:
             self._try_ways()
         except OSError as error:
@@ -66,7 +68,7 @@ class Folder:
                 return
             except OSError as error:
                 is_last = (self.is_nameless, self.is_direct) == ways[-1]
-                if is_last or error.errno not in _UNSUPPORTED:
+                if is_last or error.errno not in UNSUPPORTED:
                     raise
 
     def _try_block(self) -> None:
@@ -89,7 +91,16 @@ class Folder:
         where = "give nvme= another folder" if self.tier == "nvme" else f"set {HOST_FOLDER}"
         return f"Make room or {where}, or solve without offloading"
 
-    def open(self) -> int:
+    def file(self) -> SharedFile:
+        """The file that values are in now: the one that is open, or a new one."""
+        with self._opening:
+            found = self._open()
+            if found is None or found.is_direct != self.is_direct:
+                found = SharedFile(self._new(), self.is_direct)
+                self._open = weakref.ref(found)
+            return found
+
+    def _new(self) -> int:
         """A new file's descriptor."""
         flags = os.O_RDWR | (_DIRECT if self.is_direct else 0)
         if self.is_nameless:
@@ -106,27 +117,17 @@ class Folder:
 
 
 class File:
-    """One open file, closed when nothing holds this object any more.
+    """The bytes of one value, in a file of a folder, while anything holds this object.
 
     Raises
     ------
-    OSError : the file cannot be opened, or the disk has no room for all of it.
+    OSError : no file can be opened, or the disk has no room for all of it.
     """
 
     def __init__(self, folder: Folder, size_bytes: int) -> None:
-        self.is_direct, self.size_bytes = folder.is_direct, size_bytes
-        self.descriptor = folder.open()
-        closer().watch(self, self.descriptor)
-        self._take_room(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-
-    def _take_room(self, size_bytes: int) -> None:
-        """So that a full disk is an error now, and not in the middle of a copy."""
-        try:
-            if size_bytes:
-                os.posix_fallocate(self.descriptor, 0, size_bytes)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
+        self.shared, self.size_bytes = folder.file(), size_bytes
+        self.is_direct, self.descriptor = self.shared.is_direct, self.shared.descriptor
+        self.start = self.shared.take(self, size_bytes)
 
     def write_from(self, address: int) -> None:
         """Fill the file from memory."""
@@ -177,13 +178,13 @@ class File:
     def write_block(self, block: memoryview, start: int) -> None:
         """Write all of `block`; the system may take a part at a time."""
         while block:
-            done = os.pwrite(self.descriptor, block, start)
+            done = os.pwrite(self.descriptor, block, self.start + start)
             block, start = block[done:], start + done
 
     def read_block(self, block: memoryview, start: int) -> None:
         """Read until `block` is full."""
         while block:
-            done = os.preadv(self.descriptor, [block], start)
+            done = os.preadv(self.descriptor, [block], self.start + start)
             if done == 0:
                 raise OSError(errno.EIO, "a file of values is shorter than what was written")
             block, start = block[done:], start + done

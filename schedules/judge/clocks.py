@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.graph_capture.links import LINK_NAMES, LinkName, Links, Tier
+from remat.graph_capture.links import LINK_NAMES, LinkName, Tier
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -41,8 +41,7 @@ class Clocks:
     copies : those begun so far, in the order of their steps.
     """
 
-    def __init__(self, links: Links | None) -> None:
-        self.links = links
+    def __init__(self) -> None:
         self.now: dict[str, float] = dict.fromkeys(("device", "host", *LINK_NAMES), 0.0)
         self.busy = dict.fromkeys(self.now, 0.0)
         self.moved_bytes = dict.fromkeys(LINK_NAMES, 0)
@@ -55,16 +54,9 @@ class Clocks:
         self.leaving: dict[Tier, list[tuple[float, int]]] = {"host": [], "nvme": []}
         self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
 
-    def compute(
-        self,
-        step: int,
-        at: Tier,
-        cost_us: float,
-        inputs: tuple[str, ...],
-        made: tuple[str, ...],
-        updates: tuple[str, ...],
-        room_us: float = 0.0,
-    ) -> None:
+    def compute(self, step: int, at: Tier, cost_us: float, inputs: tuple[str, ...],
+                made: tuple[str, ...], updates: tuple[str, ...],
+                room_us: float) -> None:  # fmt: skip
         """Run an op that reads `inputs`, makes `made` from `room_us` on and rewrites `updates`."""
         for name in made if room_us else ():
             self._wait(step, at, name, room_us)
@@ -81,15 +73,12 @@ class Clocks:
             for name in inputs:
                 self._read(at, name, self.now[at])
 
-    def copy(self, step: int, link: LinkName, name: str, size_bytes: int, source: Tier, to: Tier,
-             room_us: float) -> None:  # fmt: skip
+    def copy(self, step: int, link: LinkName, took_us: float, name: str, size_bytes: int,
+             source: Tier, to: Tier, room_us: float) -> None:  # fmt: skip
         """Begin a copy whose room is free at `room_us`."""
-        way = self.links.link(link) if self.links else None
-        assert way is not None
         start = max(self.now[link], self.arrives.get((source, name), 0.0), room_us)
         if "device" in (source, to):
             start = max(start, self.now["device"])
-        took_us = way.us(size_bytes)
         self.now[link] = self.arrives[to, name] = start + took_us
         self.busy[link] += took_us
         self.moved_bytes[link] += size_bytes

@@ -27,6 +27,7 @@ from benchmarks.graphs import (
 )
 from benchmarks.instance_format import Instance, checked, graph_of
 from benchmarks.layered import Shape, layered_graph, layered_instance, published_width
+from benchmarks.narrow import REACH, narrow_instance
 from benchmarks.networks.catalogue import NETWORKS, gpt, lstm, moe, resnet, unet
 from benchmarks.networks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
 from benchmarks.solver_table import detail_lines, header_lines, replaced, table_lines
@@ -83,6 +84,19 @@ def test_layered_graphs_of_100_nodes_are_like_the_published_one() -> None:
     depths = {max(layers_of(layered_instance(Shape(100), seed)).values()) for seed in range(8)}
     assert sum(counts) / len(counts) == pytest.approx(236, rel=0.1)
     assert depths == {20}
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 10, 100, 250, 1000])
+def test_narrow_graphs_are_well_formed(nodes: int) -> None:
+    instance = narrow_instance(nodes, seed=2)
+    assert instance == narrow_instance(nodes, seed=2) != narrow_instance(nodes, seed=3)
+    assert checked(instance) == instance
+    width = max(1, round(nodes**0.5 / 2))
+    sinks = {node.id for node in instance.nodes} - {source for source, _ in instance.edges}
+    assert sinks == {nodes - 1}
+    for read, reader in instance.edges:
+        layers_between = int(reader) // width - int(read) // width
+        assert reader == nodes - 1 or 1 <= layers_between <= REACH
 
 
 def newness(instance: Instance) -> float:

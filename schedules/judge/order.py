@@ -1,0 +1,71 @@
+"""The rules on which op may run when, whatever memory holds.
+
+First runs may come in any order that gives the same bits. Ops that draw share one random stream,
+and ops with effects share the buffers: these keep their captured order. `remat.tangents` opens
+backward. `tests/rewriter/test_reordered.py` trains random orders against eager.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.graph import UPDATE, Op, TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.verdicts.globs import asked_again, is_freed
+
+
+class Order:
+    """The runs of a schedule so far.
+
+    Attributes
+    ----------
+    computed : names of ops that ran. forward_left : ops of forward that have not.
+    updated : by parameter, the op that has updated it.
+    """
+
+    def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
+        self.graph, self.asked = graph, asked_again(schedule)
+        self.computed: set[str] = set()
+        self.forward_left = graph.n_forward
+        self.updated: dict[str, str] = {}
+        self._ordered, self._ordered_done = set(graph.ordered_ops), 0
+        self._opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
+
+    def check(self, i: int, op: Op) -> None:
+        """Raise `ScheduleError` if the op must not run twice, or reads what was updated."""
+        is_barred = op.name in self.computed and (op.pinned or op.updates)
+        if is_barred and not is_freed(op, self.asked):
+            refuse(i, f"op {op.name} must not run twice: {op.pinned or 'it updates'}")
+        for value in op.inputs if self.updated else ():
+            if value in self.updated:
+                refuse(i, f"op {op.name} reads {value}, which op {self.updated[value]} has updated")
+
+    def ran(self, i: int, op: Op) -> bool:
+        """Count a run, and raise if it may not be now; return whether forward ends with it."""
+        if op.phase == "backward" and self.forward_left:
+            refuse(i, f"backward op {op.name} runs before forward ends")
+        if op.name in self.computed:
+            return False
+        self._check_first(i, op)
+        self.computed.add(op.name)
+        if op.target == UPDATE:
+            given = (self.graph.value_by_name[name] for name in op.inputs)
+            self.updated |= {v.name: op.name for v in given if not v.producer and v.home is None}
+        self.forward_left -= op.phase == "forward"
+        return op.phase == "forward" and self.forward_left == 0
+
+    def _check_first(self, i: int, op: Op) -> None:
+        if op.name in self._ordered:
+            due = self.graph.ordered_ops[self._ordered_done]
+            if op.name != due:
+                refuse(i, f"op {op.name} must first run after {due}, as captured")
+            self._ordered_done += 1
+        is_opened = self._opening <= self.computed or op.name in self._opening
+        if op.phase != "forward" and not is_opened:
+            refuse(i, f"op {op.name} runs before tangents")
+
+
+def refuse(i: int, message: str) -> NoReturn:
+    """Raise `ScheduleError` for a step."""
+    raise ScheduleError(f"invalid schedule at step {i}: {message}")
