@@ -1,9 +1,9 @@
 """Narrow layered graphs: another kind than the published one, on which no solver was tuned.
 
 A layer has half the root of n nodes, as wide as deep networks with a few branches are. A node reads
-one to three results out of the four layers above, so that many live long. The given order is that
-in which the nodes are made, layer by layer. A result that nobody has read is read by a node of the
-layers below, so only the last layer feeds the sink. Costs and bytes are those of `drawn_nodes.py`.
+one to three results, two of three of them out of the layer above, the rest out of one of the eight
+layers above. So some results live long. Some are never read. The given order is that in which the
+nodes are made, layer by layer. Costs and bytes are those of `drawn_nodes.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from benchmarks.drawn_nodes import drawn_nodes
 from benchmarks.instance_format import Instance, checked, graph_of
 from remat.graph_capture.graph import TrainingGraph
 
-REACH = 4
-"""Layers above that a node reads from."""
 MOST_READ = 3
+FAR_PART, REACH = 1 / 3, 8
+"""The part of reads that reach further than the layer above, and how many layers."""
+LEAST_NODES = 3
 Edge = tuple[int, int]
 
 
@@ -28,8 +29,8 @@ def narrow_instance(nodes: int, seed: int) -> Instance:
     ------
     ValueError : fewer than three nodes.
     """
-    if nodes < MOST_READ:
-        raise ValueError(f"nodes must be at least {MOST_READ}, found {nodes}")
+    if nodes < LEAST_NODES:
+        raise ValueError(f"nodes must be at least {LEAST_NODES}, found {nodes}")
     source = random.Random(f"narrow {seed}")
     width = max(1, round(math.sqrt(nodes) / 2))
     inner, sink = range(nodes - 1), nodes - 1
@@ -53,12 +54,8 @@ def narrow_graph(nodes: int, seed: int) -> TrainingGraph:
 def _edges(layers: list[range], source: random.Random) -> set[Edge]:
     edges: set[Edge] = set()
     for at in range(1, len(layers)):
-        above = [node for layer in layers[max(at - REACH, 0) : at] for node in layer]
         for node in layers[at]:
-            count = min(source.randint(1, MOST_READ), len(above))
-            edges |= {(read, node) for read in source.sample(above, count)}
-    read = {producer for producer, _ in edges}
-    for at, layer in enumerate(layers[:-1]):
-        below = [node for other in layers[at + 1 : at + 1 + REACH] for node in other]
-        edges |= {(node, source.choice(below)) for node in layer if node not in read}
+            for _ in range(source.randint(1, MOST_READ)):
+                back = 1 if source.random() > FAR_PART else source.randint(1, min(REACH, at))
+                edges.add((source.choice(layers[at - back]), node))
     return edges
