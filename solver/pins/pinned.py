@@ -149,7 +149,8 @@ class _PinnedSearch:
         """Solve where only `keep` holds: the solver's own bound is then right."""
         result = self._ask(self.kept, self.budget_bytes, self.clock.time_limit_s)
         if result.schedule is None:
-            return result
+            least = result.least_schedule
+            return msgspec.structs.replace(result, least_schedule=least and self._stamped(least))
         found = judged(
             self.graph,
             self._stamped(result.schedule),

@@ -206,6 +206,14 @@ def test_the_budget_that_an_infeasible_result_names_is_feasible(
     check_pins(placed, found, **{pinned: "blocks.0"})
 
 
+def test_the_least_schedule_under_kept_pins_is_of_the_real_graph() -> None:
+    result = solve(gpt(), 1, "cut", keep=["*"])
+    assert result.schedule is None
+    assert result.least_schedule is not None
+    assert result.least_schedule.graph_hash == gpt().hash
+    assert simulate(gpt(), result.least_schedule).peak_bytes == result.least_feasible_bytes
+
+
 def test_without_a_budget_only_what_must_run_again_does() -> None:
     graph = gpt()
     pins = Pins.of(graph, (), ("*.norm",))
