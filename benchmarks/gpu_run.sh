@@ -1,7 +1,8 @@
 #!/bin/sh
 # All that is known of a CUDA device, in one call: sh benchmarks/gpu_run.sh [FOLDER]
 # Tests first, then figures, as small JSON files in FOLDER (default: benchmarks/results/gpu). The
-# profiles are for plans elsewhere: remat run --device h100 --profile FILE.
+# profiles are for plans elsewhere: remat run --device h100 --profile FILE. Afterwards
+# `python -m benchmarks.gpu_page` writes what the figures say into docs/models.md.
 # Each part has a limit in seconds, so that all of it ends within nine minutes.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -27,8 +28,9 @@ part() { # part NAME LIMIT_S COMMAND...
 
 part tests 140 "$python" -m pytest -q -m gpu --show-capture=no tests/gpu
 part links 15 "$python" -m benchmarks.gpu.links --out "$folder/links.json"
-part steps 160 "$python" -m benchmarks.gpu.steps --out "$folder/steps.json"
-part compiled 100 "$python" -m benchmarks.gpu.compiled gpt2-small --out "$folder/compiled.json"
+part steps 130 "$python" -m benchmarks.gpu.steps --out "$folder/steps.json"
+part copies 60 "$python" -m benchmarks.gpu.copies --out "$folder/copies.json"
+part compiled 90 "$python" -m benchmarks.gpu.compiled gpt2-small --out "$folder/compiled.json"
 for name in gpt resnet; do
     part "profile of $name" 20 "$python" -m remat profile "examples/$name.py:factory" --device cuda \
         -o "$folder/profile_$name.json"
