@@ -7,7 +7,8 @@
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
 # make notebooks  runs notebooks/ and keeps them, with their outputs, in build/notebooks
-# make docs   the docs site, in build/site; runs the notebooks first where they changed
+# make notebook-files  runs them, and keeps what they show beside their text, in notebooks/*.ipynb
+# make docs   the docs site, in build/site
 #
 # Each makes .venv if it is missing. Another interpreter: make test PYTHON=python3.12
 
@@ -23,7 +24,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MANIFESTS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-versions lint types notebooks docs clean
+.PHONY: demo test test-versions lint types notebooks notebook-files docs clean
 
 demo: .venv/.core
 	@mkdir -p build
@@ -50,12 +51,11 @@ notebooks: .venv/.docs
 	rm -rf build/notebooks
 	$(BIN)/jupytext --quiet --to ../build/notebooks//ipynb notebooks/*.py
 	$(BIN)/python -m pytest --nbmake --overwrite --durations=5 build/notebooks
-	@touch build/notebooks/.ran
 
-build/notebooks/.ran: notebooks/*.py
-	$(MAKE) notebooks
+notebook-files: notebooks
+	$(BIN)/python -m docs.generate.notebook_files
 
-docs: .venv/.docs build/notebooks/.ran
+docs: .venv/.docs
 	$(BIN)/python -m pytest tests/docs_site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

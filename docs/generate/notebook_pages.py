@@ -1,9 +1,6 @@
-"""The notebooks as pages, with what they showed when `make notebooks` ran them.
+"""The notebooks as pages, with what they showed when `make notebook-files` ran them.
 
-Notebooks are text (`notebooks/*.py`, jupytext's percent format). The `.ipynb` files are not
-committed, as their outputs would be in every diff: `make notebooks` makes them in
-`build/notebooks`, runs them, and keeps what they show. Notebooks that only plan do so for a device
-of the table, so their figures are the same on every machine.
+Notebooks are text (`notebooks/*.py`); the `.ipynb` files beside them hold what they showed.
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ from nbconvert import MarkdownExporter
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "notebooks"
-RUN = ROOT / "build" / "notebooks"
+KEPT = ROOT / "notebooks"
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Called by mkdocs when it knows the pages that are written by hand."""
-    for source in sorted(SOURCES.glob("*.py")):
-        body, pictures = notebook_page(RUN / f"{source.stem}.ipynb")
+    for source in sorted(KEPT.glob("*.py")):
+        body, pictures = notebook_page(source.with_suffix(".ipynb"))
         files.append(File.generated(config, f"notebooks/{source.stem}.md", content=body))
         for name, picture in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))
@@ -40,7 +36,7 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
     PluginError : it was not run.
     """
     if not path.exists():
-        raise PluginError(f"{path.name} was not run: make notebooks, then make docs")
+        raise PluginError(f"{path.name} was not run: make notebook-files, then make docs")
     notebook = nbformat.read(path, as_version=4)
     said = {"unique_key": path.stem, "output_files_dir": PurePosixPath(f"{path.stem}_files")}
     exporter = MarkdownExporter(preprocessors=[CoalesceStreamsPreprocessor])

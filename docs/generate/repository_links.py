@@ -2,7 +2,7 @@
 
 Such links are written for a repository's browser. On the site, a file gets a page that shows it,
 and a folder one that lists its modules with their first lines. CONTRIBUTING.md and CHANGELOG.md
-become pages too. So `mkdocs build --strict` can check every link.
+become pages too, and notebooks have theirs. So `mkdocs build --strict` can check every link.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def site_uri(path: str) -> str:
         return "index.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.startswith("notebooks/") and path.endswith(".ipynb"):
+        return f"{path.removesuffix('.ipynb')}.md"
     return ROOT_PAGES.get(path, f"repository/{path.rstrip('/')}.md")
 
 

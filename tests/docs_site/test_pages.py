@@ -106,7 +106,7 @@ def test_a_page_that_would_fetch_from_elsewhere_is_found() -> None:
 def test_a_notebook_that_was_not_run_is_named(tmp_path: Path) -> None:
     from mkdocs.exceptions import PluginError
 
-    with pytest.raises(PluginError, match=r"1_first_plan\.ipynb was not run: make notebooks"):
+    with pytest.raises(PluginError, match=r"1_first_plan\.ipynb was not run: make notebook-files"):
         notebook_pages.notebook_page(tmp_path / "1_first_plan.ipynb")
 
 
