@@ -6,7 +6,8 @@ Run as `python -m benchmarks.NAME`; each says more with `--help`:
   docs/solvers.md), `graphs` and `layered` (the graphs), `instance` (one graph from a file),
   `references` (graphs whose optimum is known), `scaling` (cost of a plan against graph size);
 - training steps: `training` (ours beside what others do; its parts are in `comparison/`),
-  `examples`, `runtime`, `compiled_rewritten`, `torch_checkpoint`, `gpu_zoo`.
+  `examples`, `runtime`, `compiled_rewritten`, `torch_checkpoint`, `gpu_zoo`, `gpu/`;
+- figures of the documents: `first_screen`, `gpu_page`, `tutorial`.
 
 The rest serves these: `networks/`, `cell`, `instance_format`, `kept_memory`. Results that the
 documents show are in `results/`.
