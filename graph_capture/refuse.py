@@ -1,7 +1,7 @@
 """Models that cannot be captured exactly are refused, before the trace or with its error.
 
-DTensors, backward hooks of submodules and the like are seen on the module itself. What fails while
-traced gets its place and a way out by `refusal`.
+Shards of FSDP2's, backward hooks of submodules and the like are seen on the module itself. What
+fails while traced gets its place and a way out by `refusal`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
@@ -21,6 +21,7 @@ from remat.graph_capture.joint.known_values import RANDOM
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
+from remat.graph_capture.over_ranks.dtensors import is_distributed, is_sharded_by_fsdp
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -65,7 +66,7 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
             raise CaptureError(
                 f"parameter {path} is not initialised: run the lazy module once on a batch first"
             )
-        if is_distributed(parameter):
+        if is_distributed(parameter) and is_sharded_by_fsdp(model):
             raise CaptureError(distributed_message(path))
         if needs_storage and parameter.is_meta:
             raise CaptureError(
@@ -144,19 +145,13 @@ def _elements_at_a_time(module: nn.Module) -> int:
     return at_a_time // next(module.parameters()).element_size()
 
 
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    # Told by the name, as importing the class takes long.
-    return type(tensor).__name__ == "DTensor"
-
-
 def distributed_message(path: str) -> str:
-    """The refusal of a parameter that is a DTensor."""
+    """The refusal of a parameter that is no longer what was planned, or a shard of FSDP2's."""
     return (
-        f"parameter {path} is a DTensor: its module has been sharded or parallelised already, and "
-        "only plain tensors can be planned. For FSDP2 make the plan first, then call fully_shard "
-        "on the rewritten modules, and call them through the sharded root. Tensor parallel modules "
-        "cannot be planned in this release"
+        f"parameter {path} is a DTensor that it was not, or a shard of FSDP2's, which gathers "
+        "parameters by hooks outside of a plan: make the plan first, then call fully_shard on the "
+        "rewritten modules, and call them through the sharded root. parallelize_module comes "
+        "before the plan"
     )
 
 

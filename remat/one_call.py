@@ -228,7 +228,7 @@ def rematerialize(
     from remat.compile.code_plans import compiled_module, with_fitting_code
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
-    from remat.graph_capture.joint.collectives import collectives_in
+    from remat.graph_capture.over_ranks.collectives import collectives_in
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.trace import trace
     from remat.ranks.required_group import require_group
@@ -263,6 +263,8 @@ def rematerialize(
             float_inputs=float_inputs, split=split,
         )  # fmt: skip
         require_group(traced.joint.module, group)
+        if compile:
+            refuse_compiled_dtensors(model)
 
         def at(target: str | SupportsIndex) -> Solved:
             graph = on_one_rank(price_for(traced, profile=known, tiers=tiers), sharding)
@@ -290,6 +292,17 @@ def rematerialize(
             most_bytes = result.budget_bytes if is_bound else None
             unless_short(lambda: require_equal(model, module, batch, most_bytes), say_unchecked)
     return module
+
+
+def refuse_compiled_dtensors(model: nn.Module) -> None:
+    """Raise `RewriteError` for code by Inductor of a model whose parameters are DTensors."""
+    from remat.graph_capture.over_ranks.dtensors import has_dtensors
+
+    if has_dtensors(model):
+        raise RewriteError(
+            f"{type(model).__name__} has parameters that are DTensors, whose plans run eager's "
+            "ops: leave out compile=True"
+        )
 
 
 def _require_compatible(

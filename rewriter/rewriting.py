@@ -19,6 +19,7 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.without_storage import has_storage
+from remat.ranks.same_order import require_same_order
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
@@ -73,7 +74,8 @@ def rewrite(
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
     The result is a `torch.fx.GraphModule` and an instance of the model's class, with the
-    same parameters, buffers and names. `model` itself stays as it is and stays usable.
+    same parameters, buffers and names. `model` itself stays as it is and stays usable. Where the
+    model has collectives, all ranks that take part must call, and their plans must run these alike.
 
     Parameters
     ----------
@@ -107,6 +109,7 @@ def rewrite(
         copies values to the host, and `compile` or `over` is given.
     TierError : the schedule copies values to a folder that cannot be written or has no room.
     CaptureError : the model has changed, and cannot be captured any more.
+    AgreementError : other ranks would run the model's collectives in another order.
     """
     refuse_rewritten(model)
     if isinstance(schedule, Family):
@@ -142,6 +145,7 @@ def rewrite(
             f"{schedule.budget_bytes}: it was edited, or made with other sizes. Solve again",
             stacklevel=2,
         )
+    require_same_order(traced.joint.module, traced.graph, schedule)
     if compile:
         _warn_above_budget(traced, schedule)
     return module_for(model, schedule, traced, prediction, priced, updates, by_inductor=compile)

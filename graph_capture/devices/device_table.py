@@ -47,6 +47,7 @@ class Device(msgspec.Struct, frozen=True):
     title : in full. source : of its figures.
     memory_gb, bandwidth_gb_s : of its memory. link_gb_s : of the link to the host, one way.
     tflops : peak arithmetic by dtype. ``tf32`` is float32 as tensor cores may round it.
+    peer_gb_s : of the links to others of a machine, one way; 0 where they go by the host's.
     """
 
     title: str
@@ -55,6 +56,7 @@ class Device(msgspec.Struct, frozen=True):
     link_gb_s: float
     tflops: dict[str, float]
     source: str
+    peer_gb_s: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -81,6 +83,24 @@ class Drive(msgspec.Struct, frozen=True):
     source: str
 
 
+class Network(msgspec.Struct, frozen=True):
+    """What collectives go through, beside the links between devices of one machine.
+
+    Attributes
+    ----------
+    gb_s : between machines, one way, of each device. devices : in a machine.
+    start_us, inside_us, between_us : of any collective; of each device of a machine that it goes
+        on to, and of each further machine. source : of all these.
+    """
+
+    gb_s: float
+    devices: int
+    start_us: float
+    inside_us: float
+    between_us: float
+    source: str
+
+
 class DeviceTable(msgspec.Struct, frozen=True):
     """All devices, and what holds for each of them.
 
@@ -89,6 +109,7 @@ class DeviceTable(msgspec.Struct, frozen=True):
     classes : efficiency by class of ops. launch_us : least time of any op.
     link_share, link_reason : share of a stated rate that copies reach, and how that is known.
     link_latency_us : of a copy to the host or back. nvme : the drive in a machine that is not here.
+    network : between machines. loopback : between processes of one machine, over gloo.
     """
 
     classes: dict[str, Efficiency]
@@ -97,6 +118,8 @@ class DeviceTable(msgspec.Struct, frozen=True):
     link_latency_us: float
     link_reason: str
     nvme: Drive
+    network: Network
+    loopback: Network
     devices: dict[str, Device]
 
 

@@ -31,7 +31,6 @@ from remat.graph_capture.joint.batch_norm import (
     run_by_kernels_of_eager,
 )
 from remat.graph_capture.joint.class_weights import make_class_weights_exact
-from remat.graph_capture.joint.collectives import is_wait
 from remat.graph_capture.joint.dropout import make_dropout_exact
 from remat.graph_capture.joint.eager_memory import (
     held_until,
@@ -54,6 +53,7 @@ from remat.graph_capture.joint.pinned import overwritten_values, why_pinned
 from remat.graph_capture.joint.refuse_ops import refuse_op
 from remat.graph_capture.joint.values import Values
 from remat.graph_capture.joint.weight_casts import cached_casts
+from remat.graph_capture.over_ranks.collectives import is_wait, with_returned_pinned
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
 
@@ -124,6 +124,7 @@ class _Builder:
         backward = self.deliveries.added_to(self.backward, self.values)
         given, ends = self._ends(tangents, self.deliveries.returned())
         ops = (*with_checkpoints(self.forward, self.node_of_op), *backward)
+        ops = with_returned_pinned(ops, self.node_of_op, (*given, *ends))
         casts = list(cached_casts(ops, self.node_of_op))
         held = held_until(ops, self.node_of_op, self.values.of_node, casts)
         for value in held.keys() - set(ends):  # what is live at the end is held as long in any case
@@ -149,8 +150,9 @@ class _Builder:
     def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
         if not self.deliveries.of_op:
             return graph.hash
+        given, ends = self._ends(tangents, self.deliveries.gradients)
         ops = (*self.forward, *self.backward)
-        _, ends = self._ends(tangents, self.deliveries.gradients)
+        ops = with_returned_pinned(ops, self.node_of_op, (*given, *ends))
         return msgspec.structs.replace(graph, ops=ops, outputs=ends).hash
 
     def _ends(

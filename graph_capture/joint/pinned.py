@@ -10,7 +10,6 @@ from torch import fx
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import CUSTOM, Phase
 from remat.graph_capture.joint.batch_norm import CHOSEN_BACKWARD
-from remat.graph_capture.joint.collectives import PINNED, is_collective
 from remat.graph_capture.joint.nodes import argument, draws_randomness, is_custom, tensors_of
 from remat.graph_capture.joint.provenance import path_in_model
 
@@ -43,8 +42,6 @@ def why_pinned(
                 f"{overwritten[name]}, which forward overwrites. Give forward a copy: "
                 "x.clone() before the in-place change"
             )
-    if is_collective(node):
-        return PINNED
     if argument(node, "generator") is not None:
         return "it draws from a generator of its own"
     if node.target is CHOSEN_BACKWARD:  # cuDNN's

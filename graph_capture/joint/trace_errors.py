@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.over_ranks.dtensors import is_distributed
 
 _SAID = {
     ".numpy() is not supported": (
@@ -62,6 +63,11 @@ def in_words(said: str) -> str:
 
 def refuse_subclass(what: str, tensor: Tensor) -> None:
     """Raise `CaptureError` for a tensor of a class of its own, whose ops torch cannot trace."""
+    if is_distributed(tensor):
+        raise CaptureError(
+            f"{what} is a DTensor, and only parameters may be: keep and pass its local part "
+            "(.to_local()), and return that (use_local_output=True of the parallel style)"
+        )
     if type(tensor) is not Tensor and not isinstance(tensor, (nn.Parameter, FakeTensor)):
         raise CaptureError(
             f"{what} is a {type(tensor).__name__}, a subclass of torch.Tensor that cannot be "

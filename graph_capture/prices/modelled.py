@@ -33,6 +33,7 @@ from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import argument, tensors_of
+from remat.graph_capture.over_ranks.prices import with_collectives_priced
 from remat.graph_capture.prices.op_work import ATTENTION_BACKWARD, work_of
 from remat.graph_capture.prices.pieces import modelled, with_regions
 from remat.graph_capture.prices.price_cache import Price
@@ -76,6 +77,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
         prices="mixed" if is_mixed else MODELLED,
         notes=() if profile is None else _notes(ops, assumed, profile),
     )
+    priced = with_collectives_priced(priced, nodes, name, "", profile)
     found = regions_asked(trace)
     if not found:
         return priced

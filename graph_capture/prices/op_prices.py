@@ -19,9 +19,10 @@ from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.devices.meter import Meter, Run
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.memory_events import RegionMemory
+from remat.graph_capture.over_ranks.alone import alone
+from remat.graph_capture.over_ranks.collectives import on_this_rank
 from remat.graph_capture.prices.op_times import times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
@@ -71,7 +72,7 @@ def measured_prices(
     # The first run also shows whether the trace has the strides that the kernel gives.
     def first(key: str, run: Run) -> None:
         node = missing[key]
-        require_layout(node, run(), lambda: _place(joint, node))
+        require_layout(node, alone(run), lambda: _place(joint, node))
 
     def after(done: int) -> None:
         if done % meter.passes == 0:

@@ -19,7 +19,12 @@ import torch
 from torch import fx
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
-from remat.graph_capture.devices.link_speeds import LinkSpeeds, are_speeds
+from remat.graph_capture.devices.link_speeds import (
+    LinkSpeeds,
+    RankLinks,
+    are_rank_links,
+    are_speeds,
+)
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.errors import ProfileError, TextError
 from remat.graph_capture.files.contents import read_contents
@@ -48,6 +53,7 @@ class Profile(msgspec.Struct, frozen=True):
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
     steps : on a CPU, the times of whole steps, by the hash of their graph.
     links : to other memory; None in profiles of releases that did not measure them.
+    ranks : the links between ranks, if these were measured together.
     """
 
     device: str
@@ -58,6 +64,7 @@ class Profile(msgspec.Struct, frozen=True):
     steps: dict[str, WholeStep] = {}
     schema_version: int = SCHEMA_VERSION
     links: LinkSpeeds | None = None
+    ranks: RankLinks | None = None
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal profile."""
@@ -91,6 +98,8 @@ class Profile(msgspec.Struct, frozen=True):
         links = found.links and [pair for pair in (found.links.host, found.links.nvme) if pair]
         if not all(map(are_speeds, links or ())):
             raise ProfileError(f"{name} has a link that cannot be: {again}")
+        if found.ranks is not None and not are_rank_links(found.ranks):
+            raise ProfileError(f"{name} has a link that cannot be, between ranks: {again}")
         return found
 
 

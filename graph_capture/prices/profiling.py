@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -11,7 +11,10 @@ from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, is_cuda
 from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.link_speeds import RankLinks
+from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.devices.unnamed_files import unnamed_file
+from remat.graph_capture.over_ranks.measuring import measured_rank_links
 from remat.graph_capture.prices.link_prices import measured_speeds
 from remat.graph_capture.prices.op_work import Work, work_of
 from remat.graph_capture.prices.price_cache import PriceCache
@@ -20,6 +23,9 @@ from remat.graph_capture.prices.profile import Profile, ProfiledOp
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def profile(
@@ -31,6 +37,7 @@ def profile(
     target: Any = None,
     device: str | None = None,
     nvme: str | None = None,
+    group: ProcessGroup | None = None,
     progress: Counted | None = None,
 ) -> Profile:
     """Measure each distinct op of one training step on this machine, and the links to its host.
@@ -41,6 +48,7 @@ def profile(
     Parameters
     ----------
     nvme : a folder on NVMe, whose links are measured too.
+    group : ranks whose links are measured too. All of them must call.
 
     Raises
     ------
@@ -50,8 +58,15 @@ def profile(
         check_measured(device)
     if nvme is not None:
         unnamed_file(nvme).close()
+    # First, so that no rank waits here for one whose model cannot be traced.
+    ranks = None if group is None else _rank_links(group, resolved_device(device, model))
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
-    return measure(traced, nvme_path=nvme or "", progress=progress)
+    found = measure(traced, nvme_path=nvme or "", progress=progress)
+    return msgspec.structs.replace(found, ranks=ranks)
+
+
+def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
+    return measured_rank_links(group, device, meter_of(device).title)
 
 
 def measure(traced: Trace, *, nvme_path: str = "", progress: Counted | None = None) -> Profile:

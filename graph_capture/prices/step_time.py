@@ -32,8 +32,9 @@ from remat.graph_capture.devices.free_memory import free_bytes, is_out_of_memory
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.collectives import without_other_ranks
 from remat.graph_capture.joint.nodes import copy_of
+from remat.graph_capture.over_ranks.alone import alone
+from remat.graph_capture.over_ranks.collectives import without_other_ranks
 from remat.graph_capture.prices.booking import costs_of
 from remat.graph_capture.prices.keeping_time import forwards, less_for_kept
 from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
@@ -194,7 +195,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         inputs = [_step_input(node) for node in placeholders]
         runs = [partial(module, *inputs) for module in made]
         for run in runs:
-            run()
+            alone(run)
     except (RuntimeError, IndexError, MemoryError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         why = "was not run: memory ran out" if is_out_of_memory(error) else WHOLE

@@ -10,6 +10,7 @@ from torch import fx
 from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.over_ranks.alone import alone
 from remat.graph_capture.prices.op_prices import runner_of, workspace_of
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.tracing.one_trace import Trace
@@ -46,7 +47,7 @@ def _warm(
     for key, node in nodes.items():
         run = runner_of(joint, node)
         try:
-            run()
+            alone(run)
         except (RuntimeError, MemoryError):
             continue
         ran.append(key)

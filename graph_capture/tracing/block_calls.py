@@ -8,10 +8,13 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
+from remat.graph_capture.joint.trace_errors import refuse_subclass
+from remat.graph_capture.over_ranks.dtensors import is_distributed
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
@@ -113,6 +116,8 @@ def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[
 
 def _noting(calls: BlockCalls, path: str) -> Callable[[Any, Any], None]:
     def note(args: Any, kwargs: Any) -> None:
+        for leaf in filter(is_distributed, pytree.tree_leaves((args, kwargs))):
+            refuse_subclass(f"an argument of block {path}", leaf)
         calls.signatures.setdefault(path, []).append(Signature((args, kwargs, None)))
         calls.autocast[path] = autocast_state()
 

@@ -38,6 +38,8 @@ from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.joint.returned_views import take_out_of
 from remat.graph_capture.joint.weight_casts import cast_weights_once
+from remat.graph_capture.over_ranks.dtensors import describe_parts, has_dtensors
+from remat.graph_capture.over_ranks.refusals import modes_among_ranks
 from remat.graph_capture.python_state.memos import Memo
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState, python_state_kept
@@ -140,6 +142,8 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
         stack.enter_context(NoNewData(recipe.name))
+        for mode in modes_among_ranks(recipe.name):
+            stack.enter_context(mode)
         stack.enter_context(provenance.watching_modules())
         checkpointed = stack.enter_context(checkpointed_modules(provenance.path))
         stack.enter_context(checkpoints_noted(provenance))
@@ -168,14 +172,7 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
             refused = refusal(error, model, place, step.known.read)
             raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
-    if recipe.hand_over and not can_hand_over(descriptors._aot_state.fw_metadata):
-        if recipe.hand_over.updates:
-            raise CaptureError(
-                f"{recipe.name} writes to a parameter or an input that it differentiates, or "
-                "returns a part of one, so that parameters cannot be updated during backward: give "
-                "forward or the caller a copy (clone()), or update after backward"
-            )
-        recipe = dataclasses.replace(recipe, hand_over=None)
+    recipe = _handing_over(recipe, model, descriptors)
     gm = descriptors.graph_module
     if env:
         recipe = _with_guards(recipe, env)
@@ -191,6 +188,27 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
     sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)
     looked_at = step.known.looked_at
     return Trace(joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at, env=env)
+
+
+def _handing_over(recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors) -> Recipe:
+    """The recipe, which hands gradients over as they are made only where that can be."""
+    if not recipe.hand_over:
+        return recipe
+    is_of_parts = has_dtensors(model)
+    if not is_of_parts and can_hand_over(descriptors._aot_state.fw_metadata):
+        return recipe
+    if recipe.hand_over.updates:
+        if is_of_parts:
+            raise CaptureError(
+                f"{recipe.name} has parameters that are DTensors, which cannot be updated during "
+                "backward: update after backward"
+            )
+        raise CaptureError(
+            f"{recipe.name} writes to a parameter or an input that it differentiates, or "
+            "returns a part of one, so that parameters cannot be updated during backward: give "
+            "forward or the caller a copy (clone()), or update after backward"
+        )
+    return dataclasses.replace(recipe, hand_over=None)
 
 
 def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
@@ -210,6 +228,7 @@ def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> A
 
 def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
     """Change a traced graph to what eager runs, and to the pieces of the recipe."""
+    describe_parts(gm)
     cast_weights_once(gm)
     take_out_of(gm.graph)
     split_parts(gm.graph, recipe.pieces)

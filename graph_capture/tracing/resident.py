@@ -13,6 +13,7 @@ from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import Allocated, allocated_on
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
+from remat.graph_capture.over_ranks.dtensors import local_part
 
 STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """Buffers as large as the parameter that an optimizer keeps."""
@@ -74,7 +75,8 @@ def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
 
 def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:
     """Bytes of a parameter's part on one rank."""
-    return sharding.shard_elements(parameter.shape) * parameter.element_size()
+    part = local_part(parameter)
+    return sharding.shard_elements(part.shape) * part.element_size()
 
 
 def storage_bytes(
@@ -93,8 +95,7 @@ def storage_bytes(
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        local: Tensor = getattr(tensor, "_local_tensor", tensor)
-        storage = local.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += allocated(storage.nbytes())

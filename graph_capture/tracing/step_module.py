@@ -15,6 +15,8 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.joint.returned_views import views_told_apart
+from remat.graph_capture.joint.trace_errors import refuse_subclass
+from remat.graph_capture.over_ranks.dtensors import is_distributed
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
@@ -98,11 +100,10 @@ class StepModule(nn.Module):
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
         require_unmoved(type(self.model).__name__, stand, again)
-        for path, leaf in leaves_with_paths(result):
-            if not isinstance(leaf, (Tensor, *PLAIN)):
-                what = f"the result{pytree.keystr(path)} of {type(self.model).__name__}"
-                raise CaptureError(unknown_leaf_message(what, leaf))
+        _require_known(type(self.model).__name__, result)
         carried = self._writes.end()
+        for tensor in filter(is_distributed, carried):
+            refuse_subclass(f"what forward of {kind} sets on an attribute", tensor)
         mark_forward()
         returned = (result, carried) if self._writes.carried else result
         told = views_told_apart(returned)
@@ -115,6 +116,16 @@ class StepModule(nn.Module):
                 f"forward of {type(self.model).__name__} registers a hook on the model itself, "
                 "which its next call would run: register it outside forward, before the first step"
             )
+
+
+def _require_known(kind: str, result: Any) -> None:
+    """Refuse results that a step cannot return as they are."""
+    for path, leaf in leaves_with_paths(result):
+        what = f"the result{pytree.keystr(path)} of {kind}"
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise CaptureError(unknown_leaf_message(what, leaf))
+        if is_distributed(leaf):
+            refuse_subclass(what, leaf)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.over_ranks.refusals import refuse_range_of_dtensors
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
@@ -106,6 +107,7 @@ def trace(
     check_batch(batch, device)
     signature = Signature(batch)
     if dynamic:
+        refuse_range_of_dtensors(model)
         refuse_beside_ranges(
             float_inputs=bool(float_inputs),
             split=split not in (None, "none"),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from remat.graph_capture.over_ranks.dtensors import is_distributed
+
 
 @contextlib.contextmanager
 def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
@@ -39,11 +41,22 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    if is_distributed(tensor):
+        return _fake_dtensor(tensor, mode)
     with mode:
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
+
+
+def _fake_dtensor(tensor: Any, mode: FakeTensorMode) -> Tensor:
+    """The same placements over a fake local part."""
+    fake = type(tensor).from_local(
+        _fake(tensor.to_local().detach(), mode), tensor.device_mesh, tensor.placements,
+        run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad)
 
 
 def has_storage(model: nn.Module) -> bool:

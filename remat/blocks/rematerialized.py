@@ -20,7 +20,7 @@ from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.joint.collectives import collectives_in
+from remat.graph_capture.over_ranks.collectives import collectives_in
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.shapes.ranges import Dynamic

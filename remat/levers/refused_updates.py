@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from remat.graph_capture.errors import CaptureError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from remat.graph_capture.tracing.one_trace import Trace
@@ -36,6 +36,17 @@ def refuse_scaling() -> None:
             "float16 autocast needs a GradScaler, which unscales all gradients when backward has "
             "ended, and parameters that are updated during backward would take scaled ones: use "
             "bfloat16, or update after backward (remat.rematerialize)"
+        )
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Raise `CaptureError` for parameters of which a rank holds a part: their gradients are two."""
+    from remat.graph_capture.over_ranks.dtensors import has_dtensors
+
+    if has_dtensors(model):
+        raise CaptureError(
+            f"{type(model).__name__} has parameters that are DTensors, which cannot be updated "
+            "during backward: update after backward (remat.rematerialize)"
         )
 
 

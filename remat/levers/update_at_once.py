@@ -11,6 +11,7 @@ from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.infeasible import infeasible_text
 from remat.levers.refused_updates import (
     refuse_clipping,
+    refuse_parts,
     refuse_scaling,
     require_no_other_reader,
     require_own_storages,
@@ -136,6 +137,7 @@ def training_step(
     from remat.graph_capture.prices.pricing import price
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.trace import trace
+    from remat.ranks.required_group import ONE_RANK, require_group
     from remat.rewriter.gradients.updating import Updates
     from remat.rewriter.rewriting import refuse_rewritten, rewrite
 
@@ -158,6 +160,7 @@ def training_step(
         hand_over=hand_over, split=split,
     )  # fmt: skip
     require_no_other_reader(traced, optimizer)
+    require_group(traced.joint.module, None, ONE_RANK.format(what="remat.training_step"))
     graph = price(traced, profile=known)
     result = solve(
         graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options
@@ -191,6 +194,7 @@ def _hand_over(
     require_known(optimizer)
     device = resolved_device(None, model)
     parameters = _parameters(model, loss_fn)
+    refuse_parts(model)
     buffers = dict(with_loss(model, loss_fn).named_buffers())
     require_own_storages({**parameters, **buffers})
     costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))

@@ -23,6 +23,7 @@ from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 from remat.ranges.solving import solve_over
+from remat.ranks.required_group import ONE_RANK, require_group
 from remat.rewriter.rewriting import refuse_rewritten
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solver.pins.globs import Globs, as_globs
@@ -68,6 +69,7 @@ def rematerialize_over(
         model, args, kwargs, loss_fn=loss_fn, target=target,
         optimizer=optimizer, accumulate=accumulate, dynamic=dynamic,
     )  # fmt: skip
+    require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     graph = ranged_graph_of(
         traced, lambda one: price_for(one, profile=known), workspaces_by(traced, known)
     )

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.errors import AgreementError
-from remat.graph_capture.joint.collectives import collectives_in, groups_of
+from remat.graph_capture.over_ranks.collectives import collectives_in, groups_of
 from remat.ranks.board import PAUSE_S, SILENT_S, Board, Watch
 from remat.ranks.required_group import resolved
 from remat.ranks.together import error_of, failure_of

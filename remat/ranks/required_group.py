@@ -8,15 +8,27 @@ import torch.distributed as dist
 from torch import fx
 
 from remat.graph_capture.errors import AgreementError
-from remat.graph_capture.joint.collectives import collectives_in, groups_of
 from remat.graph_capture.joint.nodes import Places, target_name
+from remat.graph_capture.over_ranks.collectives import collectives_in, groups_of
+
+PASS_A_GROUP = (
+    "pass a group that has them all, such as group=torch.distributed.group.WORLD, and call on each "
+    "of them"
+)
+ONE_RANK = "{what} is for one rank. Use remat.rematerialize(model, args, budget=..., group=...)"
 
 
-def require_group(joint: fx.GraphModule, group: dist.ProcessGroup | None) -> None:
+def require_group(
+    joint: fx.GraphModule, group: dist.ProcessGroup | None, way: str = PASS_A_GROUP
+) -> None:
     """Refuse a step whose collectives need ranks that do not plan with this one.
 
     By itself, a rank cannot tell the others that it has failed or runs no check, and they would
     wait for it in the first collective.
+
+    Parameters
+    ----------
+    way : what to do.
 
     Raises
     ------
@@ -30,8 +42,7 @@ def require_group(joint: fx.GraphModule, group: dist.ProcessGroup | None) -> Non
             raise AgreementError(
                 f"{target_name(node)} of module {module or '(root)'} ({line or 'unknown line'}) "
                 f"needs ranks {', '.join(map(str, ranks))}, which must plan together, or some "
-                "would wait for others that have failed: pass a group that has them all, such as "
-                "group=torch.distributed.group.WORLD, and call on each of them"
+                f"would wait for others that have failed: {way}"
             )
 
 

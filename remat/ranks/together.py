@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from remat.ranks.board import Board, Failure
 
 Plan = TypeVar("Plan")
+_together: ContextVar[bool] = ContextVar("remat_together", default=False)
 
 
 class Together(AbstractContextManager["Together", None]):
@@ -43,12 +45,15 @@ class Together(AbstractContextManager["Together", None]):
         self._group, self._what = group, what
         self._board: Board | None = None
         self._theirs: BaseException | None = None
+        self._token: Token[bool] | None = None
 
     def __enter__(self) -> Together:
         if self._group is not None and self._group.size() > 1:
             from remat.ranks.board import Board
 
+            _require_real(self._group)
             self._board = Board(self._group, self._what)
+            self._token = _together.set(True)
         return self
 
     def require_same_step(self, graph_hash: str) -> None:
@@ -60,6 +65,16 @@ class Together(AbstractContextManager["Together", None]):
                 f"the step captured on rank {', '.join(others)} is not that of rank 0, so no plan "
                 "can serve both: build the same model, and pass a batch of the same shapes, on all "
                 "ranks"
+            )
+
+    def require_same_order(self, order: str) -> None:
+        """Raise `AgreementError` on every rank where ranks run collectives in different orders."""
+        if len(set(self._exchanged("order", order))) > 1:
+            raise AgreementError(
+                "the plans of the ranks run their collectives in different orders, or one of them "
+                "more often, and all would wait for ever: make one plan for all of them by "
+                "remat.rematerialize(..., group=torch.distributed.group.WORLD), or rewrite to the "
+                "same schedule on each"
             )
 
     def from_first(self, make: Callable[[], Plan], kind: type[Plan]) -> Plan:
@@ -82,6 +97,8 @@ class Together(AbstractContextManager["Together", None]):
         error: BaseException | None,
         place: TracebackType | None,
     ) -> None:
+        if self._token is not None:
+            _together.reset(self._token)
         if self._board is None:
             return
         try:
@@ -139,6 +156,21 @@ class Together(AbstractContextManager["Together", None]):
             board.fail(failure_of(error, board.ranks[board.rank]))
         elif before.rank != board.ranks[board.rank] and isinstance(error, Exception):
             raise error_of(before, self._what) from error
+
+
+def are_together() -> bool:
+    """Whether this rank is in a call that others make too, whose plan is that of all."""
+    return _together.get()
+
+
+def _require_real(group: ProcessGroup) -> None:
+    import torch.distributed as dist
+
+    if dist.get_backend(group) == "fake":
+        raise AgreementError(
+            "the group is torch's fake one, whose collectives move nothing, so nothing can be "
+            "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"
+        )
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part, placed
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.untouched import ModuleAttributes
@@ -59,7 +60,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
         (held, name, parameter)
         for held in tables.values()
         for name, parameter in held.items()
-        if type(parameter) is nn.Parameter
+        if type(parameter) is nn.Parameter or is_distributed(parameter)
     ]
     try:
         for held, name, parameter in places:
@@ -101,7 +102,8 @@ class StepState:
         }
         parameters = model.parameters() if keep_parameters else ()
         tensors = [*self.buffers.values(), *self.batch, *parameters]
-        self.before = [(t, t.detach().clone()) for t in tensors]
+        locals_of = [local_part(t.detach()) for t in tensors]
+        self.before = [(t, t.clone()) for t in locals_of]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
         self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
 
@@ -146,6 +148,8 @@ class StepState:
             found[f"output{pytree.keystr(path)}"] = _kept(leaf)
         for name, leaf in self.leaves.items():
             found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)
+            if is_distributed(leaf):
+                found[f"placements of the gradient of {name}"] = str(placed(leaf.grad))
         for name, buffer in self.buffers.items():
             found[f"buffer {name}"] = _kept(buffer)
         for written in self.attributes.written():
@@ -160,4 +164,4 @@ class StepState:
 
 def _kept(leaf: Any, *, copy: bool = True) -> Any:
     """The leaf on the host, so that outcomes take no room on a device."""
-    return leaf.detach().to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf
+    return local_part(leaf.detach()).to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from remat.graph_capture.graph import DELIVER, UPDATE, Op
 from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
-from remat.graph_capture.joint.collectives import is_wait, waits_for
 from remat.graph_capture.joint.nodes import (
     drawn_on,
     draws_randomness,
@@ -19,6 +18,7 @@ from remat.graph_capture.joint.nodes import (
     is_getitem,
     tensors_of,
 )
+from remat.graph_capture.over_ranks.collectives import is_wait, waits_for
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter
 from remat.rewriter.graphs.handed_over import hand_over
 from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state

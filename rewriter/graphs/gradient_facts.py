@@ -9,6 +9,7 @@ from torch import fx
 
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.over_ranks.dtensors import is_beside_local_part
 
 _SUM = torch.ops.aten.add.Tensor
 
@@ -38,7 +39,12 @@ def gradient_facts(joint: Joint) -> GradientFacts:
     output = joint.module.graph.find_nodes(op="output")[0]
     results, described = output.args[0], output.meta["desc"]
     assert isinstance(results, (tuple, list))
-    gradients = list(results[joint.num_forward_outputs :])
+    # A DTensor is one input, and its gradient is two results: its local part and its mesh.
+    gradients = [
+        result
+        for result, what in list(zip(results, described, strict=True))[joint.num_forward_outputs :]
+        if not is_beside_local_part(what)
+    ]
     forward = list(described[: joint.num_forward_outputs])
     reached = _reached_from(joint.module.graph, forward)
     given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}

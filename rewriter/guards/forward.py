@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.over_ranks.dtensors import is_distributed, placed
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -25,7 +26,6 @@ from remat.graph_capture.refuse import (
     Hooked,
     distributed_message,
     hook_tables,
-    is_distributed,
     unheard_hook,
 )
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
@@ -216,7 +216,8 @@ def _mode(training: bool) -> str:
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    layout = tensor.shape, tensor.stride(), placed(tensor)
+    return tensor.requires_grad, tensor.dtype, tensor.device, *layout
 
 
 _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
@@ -225,6 +226,7 @@ _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
     lambda device: f"on {device}",
     lambda shape: f"of shape {list(shape)}",
     lambda stride: f"of strides {list(stride)}",
+    lambda where: f"placed {list(where[1])} on {where[0]}" if where else "no DTensor",
 )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
-from remat.graph_capture.joint.collectives import PINNED, is_collective, is_wait
 from remat.graph_capture.joint.nodes import (
     draws_randomness,
     is_custom,
@@ -29,6 +28,7 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.pinned import why_custom
+from remat.graph_capture.over_ranks.collectives import PINNED, is_collective, is_wait
 from remat.rewriter.inductor.nodes import SEEDS, is_inlined, is_view, place_of, refuse_symbols
 from remat.rewriter.inductor.stored import StoredNodes
 

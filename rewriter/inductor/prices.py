@@ -19,8 +19,9 @@ from remat.graph_capture.devices.device_table import allocated_on, is_cuda
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.joint.collectives import on_this_rank
 from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
+from remat.graph_capture.over_ranks.alone import alone
+from remat.graph_capture.over_ranks.collectives import on_this_rank
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.keeping_time import bytes_for_backward
 from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US
@@ -121,7 +122,7 @@ class CallPrices:
             found[key] = Price(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
 
         made = {key: partial(self._runner, node) for key, node in missing.items()}
-        costs = times_us(made, moved, self.meter, failed)
+        costs = times_us(made, moved, self.meter, failed, first=lambda _, run: alone(run))
         memory = self.meter.regions(self._runner(missing[key]) for key in costs)
         for (key, cost_us), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))

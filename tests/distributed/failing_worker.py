@@ -168,9 +168,6 @@ def collectives(together: Callable[[Tensor], Tensor], budget: str) -> Found:
         "peak_bytes": resident_bytes + peak_bytes,
         "budget_bytes": fast.schedule.budget_bytes,
         "recomputed": sum(n > 1 for n in fast.schedule.computations().values()),
-        "twice": [
-            name for name, n in fast.schedule.computations().items() if n > 1 and "all_" in name
-        ],
     }
 
 

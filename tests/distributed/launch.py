@@ -20,12 +20,12 @@ Found = list[dict[str, dict[str, Any]]]
 """What each rank found, by case."""
 
 
-def torchrun(n_ranks: int, *words: str) -> str:
-    """Standard output of a script that ran on `n_ranks` ranks, one thread each."""
+def torchrun(n_ranks: int, *words: str, limit_s: float = TIMEOUT_S) -> str:
+    """Standard output of a script that ran on `n_ranks` ranks, one thread each, within a limit."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launch, "--nproc-per-node", str(n_ranks), *words],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_S,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit_s,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -50,7 +50,9 @@ def end_process() -> NoReturn:
     os._exit(0)
 
 
-def ranks(worker: str, folder: Path, n_ranks: int, *cases: str) -> Found:
+def ranks(
+    worker: str, folder: Path, n_ranks: int, *cases: str, limit_s: float = TIMEOUT_S
+) -> Found:
     """Run cases of a worker of this folder; all of them where none is named."""
-    torchrun(n_ranks, f"tests/distributed/{worker}", str(folder), *cases)
+    torchrun(n_ranks, f"tests/distributed/{worker}", str(folder), *cases, limit_s=limit_s)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n_ranks)]

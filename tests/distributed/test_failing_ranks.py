@@ -74,7 +74,6 @@ def require_eagers_bits(all_found: Found, case: str) -> None:
         assert found[case]["same"]
         assert found[case]["n"] == 6
         assert found[case]["recomputed"] > 0
-        assert found[case]["twice"] == [], "a collective runs once"
         assert found[case]["peak_bytes"] <= found[case]["budget_bytes"]
 
 

@@ -59,7 +59,6 @@ REFUSED = {
     "another_step": ("AgreementError", r"the step captured on rank 1 is not that of rank 0"),
     "too_little": ("BudgetError", r"the least that a schedule is known to reach"),
     "sharded_first": ("CaptureError", r"parameter scale is a DTensor: .* make the plan first"),
-    "parallelised": ("CaptureError", r"parameter layers\.1\.up\.weight is a DTensor"),
     "cast_later": ("SignatureError", r"within torch\.autocast, or plan model\.to\(torch\.bfloat16"),
     "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
 }

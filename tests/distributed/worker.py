@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
@@ -187,13 +186,6 @@ def sharded_first() -> Found:
     return refused(lambda: remat.rematerialize(shard_blocks(model), args, budget="75%"))
 
 
-def parallelised() -> Found:
-    model, args = made()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"layers.1.up": ColwiseParallel()})
-    return refused(lambda: remat.capture(model, args))
-
-
 def sharded_inside() -> Found:
     """A module within a rewritten block is sharded, and the block is not."""
     model, args = made()
@@ -243,7 +235,6 @@ CASES: dict[str, Callable[[], Found]] = {
     "another_step": another_step,
     "too_little": too_little,
     "sharded_first": sharded_first,
-    "parallelised": parallelised,
     "sharded_inside": sharded_inside,
     "cast_later": cast_later,
     "in_lower_precision": in_lower_precision,

@@ -1,8 +1,9 @@
 """Ops in which other ranks take part: functional collectives, and what waits for them.
 
 Each rank must run the same ones as the others, as often and in the same order, or all wait for
-ever. So a plan runs them once, in the captured order, whatever it makes of the rest; then ranks may
-follow plans of their own. What one rank does by itself, such as pricing, runs stand-ins for them.
+ever. So ranks follow one plan (`remat/ranks/`), which may run one again where that pays; one that
+makes an output of the step runs once. What one rank does by itself, such as pricing, runs stand-ins
+for them.
 
 A trace has a result twice: as the collective returns it, and as it is once somebody has waited for
 it. Both are one storage.
@@ -10,17 +11,20 @@ it. Both are one storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverloadPacket
 
+from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.nodes import tensors_of
 
 PINNED = "other ranks take part in it"
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+RETURNED = f"it makes an output of the step, and {PINNED}"
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
 _WAIT = "wait_tensor"
 _THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -30,12 +34,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for the result of a collective, and returns it."""
-    return _namespace(node) in _NAMESPACES and _op_name(node) == _WAIT
+    return _namespace(node) in _NAMESPACES and op_name(node) == _WAIT
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether other ranks must run the op of the node too."""
-    return _namespace(node) in _NAMESPACES and _op_name(node) != _WAIT
+    return _namespace(node) in _NAMESPACES and op_name(node) != _WAIT
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
@@ -46,6 +50,27 @@ def waits_for(node: fx.Node) -> list[fx.Node]:
 def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
     """The collectives of a graph, in their order."""
     return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def with_returned_pinned(
+    ops: Iterable[Op], node_of_op: Mapping[str, fx.Node], ends: Collection[str]
+) -> tuple[Op, ...]:
+    """`ops`, of which the collectives that make a value of `ends`, the outputs, run once."""
+
+    def is_returned(op: Op) -> bool:
+        node = node_of_op.get(op.name)
+        return node is not None and is_collective(node) and not set(ends).isdisjoint(op.outputs)
+
+    return tuple(
+        msgspec.structs.replace(op, pinned=op.pinned or RETURNED) if is_returned(op) else op
+        for op in ops
+    )
+
+
+def is_collective_target(target: str) -> bool:
+    """Whether the target of an op of a graph, such as ``aten.mm.default``, is a collective."""
+    space, _, name = target.partition(".")
+    return space in _NAMESPACES and name.partition(".")[0] != _WAIT
 
 
 def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
@@ -82,12 +107,13 @@ def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def op_name(node: fx.Node) -> str:
+    """``all_reduce`` and the like."""
+    return str(getattr(_overload(node), "_opname", ""))
+
+
 def _namespace(node: fx.Node) -> str:
     return str(getattr(_overload(node), "namespace", "")) if node.op == "call_function" else ""
-
-
-def _op_name(node: fx.Node) -> str:
-    return str(getattr(_overload(node), "_opname", ""))
 
 
 def _overload(node: fx.Node) -> Any:
@@ -112,7 +138,7 @@ def _copied_bytes(node: fx.Node) -> int:
     if any(t.device.type != "cpu" for t in made):
         return 0
     read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
-    name = _op_name(node)
+    name = op_name(node)
     whole = read if name.startswith("reduce_scatter") else made
     is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
     return sum(t.nbytes for t in whole) if is_copied else 0

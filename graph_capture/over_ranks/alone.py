@@ -1,0 +1,43 @@
+"""One rank that runs ops by itself, where no other would answer a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.graph_capture.over_ranks.collectives import is_collective_target
+
+Result = TypeVar("Result")
+
+
+class NeedsOtherRanksError(RuntimeError):
+    """An op was run alone that communicates with other ranks."""
+
+
+class _Alone(TorchDispatchMode):
+    """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` unless it is a collective."""
+        if is_collective_target(str(func)):
+            raise NeedsOtherRanksError(f"{func} waits for other ranks, and one is priced alone")
+        return func(*args, **(kwargs or {}))
+
+
+def alone(run: Callable[[], Result]) -> Result:
+    """What `run` returns, which is run on one rank: whatever is timed ran so once before.
+
+    Raises
+    ------
+    NeedsOtherRanksError : it holds a collective. The rank would have waited for ever.
+    """
+    with _Alone():
+        return run()

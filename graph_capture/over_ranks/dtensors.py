@@ -1,0 +1,76 @@
+"""DTensors: parameters of which a rank holds a part, as `parallelize_module` makes them.
+
+AOTAutograd traces the ops on local parts, the collectives among them. It gives a DTensor to the
+graph as two inputs, the local part and the mesh, and takes a gradient back as two results. The mesh
+is no tensor, and no op reads it. So the local part is described as the parameter here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.errors import CaptureError
+
+LOCAL = "_local_tensor"
+"""The attribute of a DTensor that holds this rank's part."""
+_FSDP = "FSDPModule"
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether it is a DTensor."""
+    # Told by the name, as importing the class takes long.
+    return type(tensor).__name__ == "DTensor"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return getattr(tensor, LOCAL) if is_distributed(tensor) else tensor
+
+
+def placed(tensor: Any) -> Any:
+    """Where the parts of a DTensor are: its mesh and its placements; None for other tensors."""
+    return (tensor.device_mesh, tensor.placements) if is_distributed(tensor) else None
+
+
+def has_dtensors(model: nn.Module) -> bool:
+    """Whether a parameter of the model is a DTensor."""
+    return any(map(is_distributed, model.parameters()))
+
+
+def is_sharded_by_fsdp(model: nn.Module) -> bool:
+    """Whether a module in `model` was given to `fully_shard`."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    return _FSDP in kinds
+
+
+def describe_parts(gm: fx.GraphModule) -> None:
+    """Let AOTAutograd's descriptions name the DTensors of whose local parts a joint graph is made.
+
+    An input or a result that is a mesh keeps the description of a part.
+
+    Raises
+    ------
+    CaptureError : forward writes to a parameter that is a DTensor.
+    """
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["desc"] = _of_whole(node.meta.get("desc"))
+    end = gm.graph.output_node()
+    for what in end.meta["desc"]:
+        if hasattr(getattr(what, "base", None), "mutated_input"):
+            raise CaptureError(
+                f"forward writes to {what.base.mutated_input.expr()}, a DTensor: write to its "
+                "local part outside forward, before or after the step"
+            )
+    end.meta["desc"] = [_of_whole(what) for what in end.meta["desc"]]
+
+
+def is_beside_local_part(description: object) -> bool:
+    """Whether an input or a result is that of a DTensor which is no tensor, its mesh."""
+    return hasattr(description, "base") and getattr(description, "attr", LOCAL) != LOCAL
+
+
+def _of_whole(description: Any) -> Any:
+    is_local = getattr(description, "attr", "") == LOCAL
+    return description.base if is_local else description

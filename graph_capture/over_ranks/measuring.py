@@ -1,0 +1,64 @@
+"""Measuring the links between ranks: all ranks of a group gather together, in one order.
+
+This is the only place where a collective is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from remat.graph_capture.devices.device_table import device_table
+from remat.graph_capture.devices.link_speeds import RankLinks, fitted
+
+SIZES = tuple(1 << shift for shift in (14, 16, 18, 20, 22, 24))
+"""Bytes of the gathered whole: 16 KiB to 16 MiB."""
+RUNS = 9
+WARM = 2
+"""Runs before, in which connections are made."""
+
+
+def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> RankLinks:
+    """The links between the ranks of a group, which must all call; the slowest rank counts.
+
+    They are taken to be inside of one machine, and those between machines as the table has them.
+
+    Parameters
+    ----------
+    device : that the ranks compute on. title : of the machine.
+    """
+    n = group.size()
+    moved_us = {size * (n - 1) // n: _gather_us(group, device, size) for size in SIZES}
+    gb_s, latency_us = fitted(moved_us)
+    table = device_table().network
+    return RankLinks(
+        gb_s, device_table().link_share * table.gb_s, latency_us, 0.0, table.between_us, n,
+        f"measured over {n} ranks by {dist.get_backend(group)} on {title}: {gb_s:.3g} GB/s",
+    )  # fmt: skip
+
+
+def _gather_us(group: dist.ProcessGroup, device: str, size_bytes: int) -> float:
+    own = torch.zeros(size_bytes // group.size(), dtype=torch.uint8, device=device)
+    whole = torch.empty(len(own) * group.size(), dtype=torch.uint8, device=device)
+    times = [_timed_us(group, whole, own) for _ in range(WARM + RUNS)][WARM:]
+    median = torch.tensor([statistics.median(times)], dtype=torch.float32, device=device)
+    dist.all_reduce(median, dist.ReduceOp.MAX, group)
+    return float(median)
+
+
+def _timed_us(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> float:
+    dist.barrier(group)
+    _settle(own)
+    start = time.perf_counter()
+    dist.all_gather_into_tensor(whole, own, group)
+    _settle(own)
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _settle(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

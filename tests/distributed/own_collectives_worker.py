@@ -1,0 +1,98 @@
+"""Models with collectives of their own inside forward: what each rank found, in its own file.
+
+Run as ``torchrun --nproc-per-node 2 tests/distributed/own_collectives_worker.py FOLDER CASE...``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import remat
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.over_ranks.measuring import measured_rank_links
+from tests.distributed.context_models import GatheredKeys, Rotated, Ulysses, stacked
+from tests.distributed.failing_worker import Found, Reduced, run_cases, said, worst
+from tests.distributed.parallel_models import same, trained
+
+BUDGETS = ("100%", "70%", "min")
+
+
+def summed_by_function(x: Tensor) -> Tensor:
+    return x + torch.distributed.nn.functional.all_reduce(x.sin())
+
+
+def summed_in_place(x: Tensor) -> Tensor:
+    total = x.sin()
+    dist.all_reduce(total)
+    return x + total
+
+
+def centred(x: Tensor) -> Tensor:
+    """Less a mean over all ranks that is not differentiated."""
+    mean = x.detach().mean(0)
+    dist.all_reduce(mean, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+    return x - mean / dist.get_world_size()
+
+
+def reduced(together: Callable[[Tensor], Tensor]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = Reduced(together)
+    torch.manual_seed(1 + dist.get_rank())
+    return model, (torch.randn(256, 32),)
+
+
+def planned(make: Callable[[], tuple[nn.Module, Any]]) -> Found:
+    """Two optimizer steps at each budget."""
+    eager, args = make()
+    expected = trained(eager, args)
+    found: Found = {"n": len(expected), "again": 0}
+    for budget in BUDGETS:
+        fast = remat.rematerialize(
+            make()[0], args, budget=budget, solver="cut", group=dist.group.WORLD
+        )
+        found[budget] = same(expected, trained(fast, args))
+    return found
+
+
+def compiled(make: Callable[[], tuple[nn.Module, Any]]) -> Found:
+    """A step by Inductor, whose forward may be in pieces; what it says where torch refuses."""
+    torch._dynamo.reset()
+    model, args = make()
+    model(*args).backward()
+    right = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    options = {"budget": "100%", "solver": "cut", "replays": 3}
+    step = torch.compile(model, backend="remat", options=options)
+    found = said(lambda: step(*args).backward())
+    return found if found["error"] else {**found, "off": worst(model, right)}
+
+
+def measured() -> Found:
+    links = measured_rank_links(dist.group.WORLD, "cpu", meter_of("cpu").title)
+    return {"gb_s": links.inside_gb_s, "start_us": links.start_us, "source": links.source}
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "function": lambda: planned(lambda: reduced(summed_by_function)),
+    "centred": lambda: planned(lambda: reduced(centred)),
+    "in_place": lambda: said(lambda: planned(lambda: reduced(summed_in_place))),
+    "keys": lambda: planned(lambda: stacked(GatheredKeys)),
+    "ulysses": lambda: planned(lambda: stacked(Ulysses)),
+    "rotated": lambda: planned(lambda: stacked(Rotated)),
+    "compiled_function": lambda: compiled(lambda: reduced(summed_by_function)),
+    "compiled_centred": lambda: compiled(lambda: reduced(centred)),
+    "compiled_in_place": lambda: compiled(lambda: reduced(summed_in_place)),
+    "compiled_keys": lambda: compiled(lambda: stacked(GatheredKeys)),
+    "measured": measured,
+}
+
+if __name__ == "__main__":
+    run_cases(CASES, Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,50 @@
+"""Collectives inside forward, on two ranks over gloo: eager's bits, or refused before a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.failing_worker import TIMEOUT_S
+from tests.distributed.launch import Found, ranks
+from tests.distributed.own_collectives_worker import BUDGETS, CASES
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 1200
+PLANNED = ("function", "centred", "keys", "ulysses", "rotated")
+COMPILED = [case for case in CASES if case.startswith("compiled")]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("own")
+    return ranks("own_collectives_worker.py", folder, 2, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_plan_has_eagers_bits(two: Found, case: str) -> None:
+    for found in (one[case] for one in two):
+        assert found["n"] > 6
+        assert all(found[budget] for budget in BUDGETS), found
+
+
+def test_a_sum_in_place_is_refused_before_a_step(two: Found) -> None:
+    for found in (one["in_place"] for one in two):
+        assert found["error"] == "CaptureError"
+        assert "torch.distributed.all_reduce (" in found["text"]
+        assert "own_collectives_worker.py:" in found["text"]
+        assert found["seconds"] < TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_step_is_right_or_refused(two: Found, case: str) -> None:
+    """All ranks end alike, and none waits."""
+    assert two[0][case]["error"] == two[1][case]["error"]
+    for found in (one[case] for one in two):
+        assert found["seconds"] < TIMEOUT_S / 2
+        assert found["error"] or found["off"] < 1e-5
+
+
+def test_links_between_ranks_are_measured_by_all_together(two: Found) -> None:
+    assert two[0]["measured"]["gb_s"] == two[1]["measured"]["gb_s"] > 0
+    assert "measured over 2 ranks by gloo" in two[0]["measured"]["source"]
