@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.beside_trace import BesideTrace
+from remat.graph_capture.over_ranks.collectives import NAMESPACES
 from remat.graph_capture.python_state.ran import unrecorded
 
 RANDOM = "a random number"
@@ -154,19 +155,26 @@ class KnownValues(BesideTrace):
         sources: frozenset[str],
     ) -> None:
         """Forget all views of what an op writes to with values that are not known."""
+        if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
+            self._lose(_tensors_in((args, kwargs)), sources)
         if not func._schema.is_mutable:
             return
         named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
         for one in func._schema.arguments:
             if one.alias_info is not None and one.alias_info.is_write:
-                for tensor in _tensors_in((named | kwargs).get(one.name)):
-                    if (real := self._values.get(tensor)) is not None:
-                        self._lost[_storage(real)] = sources
+                self._lose(_tensors_in((named | kwargs).get(one.name)), sources)
+
+    def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
+        for tensor in tensors:
+            if (real := self._values.get(tensor)) is not None:
+                self._lost[_storage(real)] = sources
 
 
 def _repeats(func: OpOverload) -> bool:
     """Whether the same arguments give the same values, each time."""
     name = func._schema.name.partition("::")[2]
+    if func.namespace in NAMESPACES:  # by itself, a rank would wait for the others
+        return False
     return not _is_random(func) and not name.startswith(_UNFILLED)
 
 

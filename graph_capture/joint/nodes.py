@@ -18,7 +18,7 @@ from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURC
 
 aten = torch.ops.aten
 
-_TORCHS_NAMESPACES = frozenset(
+TORCHS_NAMESPACES = frozenset(
     {
         "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_quantized",
         "aten", "c10d", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
@@ -128,7 +128,7 @@ def mutates(node: fx.Node) -> bool:
 
 def is_custom(node: fx.Node) -> bool:
     """Whether the node runs an op of somebody else's, which may draw or act without a tag."""
-    return isinstance(node.target, OpOverload) and node.target.namespace not in _TORCHS_NAMESPACES
+    return isinstance(node.target, OpOverload) and node.target.namespace not in TORCHS_NAMESPACES
 
 
 def is_dropout_of_nothing(node: fx.Node) -> bool:

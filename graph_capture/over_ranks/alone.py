@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.over_ranks.collectives import is_collective_target
 
 Result = TypeVar("Result")
@@ -29,7 +34,15 @@ class _Alone(TorchDispatchMode):
         """Run `func` unless it is a collective."""
         if is_collective_target(str(func)):
             raise NeedsOtherRanksError(f"{func} waits for other ranks, and one is priced alone")
-        return func(*args, **(kwargs or {}))
+        if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES:
+            return func(*args, **(kwargs or {}))
+        # The mode is off in here. On again, it sees what the kernel of somebody's op runs.
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        on_cuda = any(t.is_cuda for t in tensors)
+        with self:
+            return func._op_dk(
+                DispatchKey.CUDA if on_cuda else DispatchKey.CPU, *args, **(kwargs or {})
+            )
 
 
 def alone(run: Callable[[], Result]) -> Result:

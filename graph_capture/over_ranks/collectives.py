@@ -24,7 +24,7 @@ from remat.graph_capture.joint.nodes import tensors_of
 
 PINNED = "other ranks take part in it"
 RETURNED = f"it makes an output of the step, and {PINNED}"
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
 _WAIT = "wait_tensor"
 _THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -34,12 +34,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for the result of a collective, and returns it."""
-    return _namespace(node) in _NAMESPACES and op_name(node) == _WAIT
+    return _namespace(node) in NAMESPACES and op_name(node) == _WAIT
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether other ranks must run the op of the node too."""
-    return _namespace(node) in _NAMESPACES and op_name(node) != _WAIT
+    return _namespace(node) in NAMESPACES and op_name(node) != _WAIT
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
@@ -70,7 +70,7 @@ def with_returned_pinned(
 def is_collective_target(target: str) -> bool:
     """Whether the target of an op of a graph, such as ``aten.mm.default``, is a collective."""
     space, _, name = target.partition(".")
-    return space in _NAMESPACES and name.partition(".")[0] != _WAIT
+    return space in NAMESPACES and name.partition(".")[0] != _WAIT
 
 
 def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:

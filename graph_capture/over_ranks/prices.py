@@ -97,7 +97,7 @@ def links_between_ranks(device: str, title: str, profile: Profile | None = None)
         )
     name = device if is_in_table(device) else table_name(title)
     # One that the table lacks is taken to have no links of its own, and the slowest to its host.
-    slowest = min(table.devices.values(), key=lambda other: other.link_gb_s)
+    slowest = min(table.devices.values(), key=lambda one: one.peer_gb_s or one.link_gb_s)
     found = modelled_device(name) if name else slowest
     inside_gb_s, network = table.link_share * (found.peer_gb_s or found.link_gb_s), table.network
     source = (

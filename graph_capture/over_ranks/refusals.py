@@ -1,8 +1,8 @@
-"""What a plan cannot hold of a model on several ranks: refused while it is traced."""
+"""What a plan holds of a model on several ranks, and what it cannot: watched while it is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,70 +10,32 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
 from remat.graph_capture.over_ranks.dtensors import has_dtensors, is_distributed
+from remat.graph_capture.over_ranks.in_place import NAMES, NAMESPACE, run_functionally
 
-_DISTRIBUTED = "torch.distributed.distributed_c10d"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
-_IN_PLACE = ("c10d",)
-"""Namespaces of the ops behind `torch.distributed`'s own functions."""
 
 
 def modes_among_ranks(kind: str) -> tuple[AbstractContextManager[Any], ...]:
     """What watches a trace where there are other ranks; `kind` is the class of the model."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ()
-    return OwnCollectives(kind), NoHiddenDraws(kind)
+    has_ranks = dist.is_available() and dist.is_initialized()
+    return (AmongRanks(kind),) if has_ranks else ()
 
 
-class OwnCollectives(TorchFunctionMode):
-    """While forward is traced, `dist.all_reduce` and its like run as functional collectives.
+class AmongRanks(BesideTrace):
+    """While forward is traced: `dist.all_reduce` and its like become ops, or are refused.
 
-    They write to their arguments beside autograd, which a trace loses. Where autograd does not
-    look, as in the forward and the backward of an autograd function, the functional form and a copy
-    are the same (torch's own remaps for dynamo). Elsewhere they are refused.
+    On a CUDA device a DTensor draws by offsets that torch keeps outside of the graph, so draws are
+    refused there.
 
     Parameters
     ----------
     kind : the class of the model.
-
-    Raises
-    ------
-    CaptureError : names the function, its line, and the form to use.
-    """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`, or its functional form."""
-        given = kwargs or {}
-        if getattr(func, "__module__", "") != _DISTRIBUTED:
-            return func(*args, **given)
-        remapped = _functional_form(func, args, given)
-        is_differentiated = torch.is_grad_enabled() and _requires_grad((args, given))
-        if remapped is None or is_differentiated:
-            raise CaptureError(in_place_text(self.kind, func.__name__))
-        return remapped()
-
-
-class NoHiddenDraws(BesideTrace):
-    """While forward is traced, refuse what no plan can repeat of DTensors and of collectives.
-
-    On a CUDA device a DTensor draws by offsets that torch keeps outside of the graph. A collective
-    that a library runs by an op of its own writes in place.
 
     Raises
     ------
@@ -91,9 +53,15 @@ class NoHiddenDraws(BesideTrace):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Trace `func`, unless it is refused."""
-        if getattr(func, "namespace", "") in _IN_PLACE:
-            raise CaptureError(in_place_text(self.kind, func._opname))
+        """Trace `func`, its functional form in its place, or refuse it."""
+        if getattr(func, "namespace", "") == NAMESPACE:
+            # A trace would lose what is written to a tensor that autograd has saved.
+            is_differentiated = torch.is_grad_enabled() and _requires_grad((args, kwargs))
+            known = func._opname in NAMES and not is_differentiated
+            found = run_functionally(func, args) if known else None
+            if found is None:
+                raise CaptureError(in_place_text(self.kind, func._opname))
+            return found
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             refuse_draw(self.kind, str(func), pytree.tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
@@ -121,31 +89,13 @@ def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
 
 def in_place_text(kind: str, name: str) -> str:
     """The refusal of a collective that writes to its argument."""
+    called = NAMES.get(name, name.strip("_"))
     return (
-        f"forward of {kind} calls torch.distributed.{name}{line_of_user()}, which writes to its "
+        f"forward of {kind} calls torch.distributed.{called}{line_of_user()}, which writes to its "
         "argument where autograd does not see it. Use the functional form, such as "
-        f"x = {_FUNCTIONAL}.all_reduce(x, 'sum', group), which is differentiated too; or call it "
-        "under torch.no_grad() on a tensor that needs no gradient"
+        f"x = {_FUNCTIONAL}.all_reduce(x, 'sum', group), which is differentiated too; or sum a "
+        "tensor that needs no gradient, such as x.detach().clone(), by dist.all_reduce"
     )
-
-
-def _functional_form(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], Any] | None:
-    """A call of what dynamo takes in the function's place; None where there is no such."""
-    import inspect
-
-    from torch.distributed import _functional_collectives as functional
-
-    remapped = functional.traceable_collective_remaps.get(func)
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    if remapped is None or given.get("async_op"):
-        return None
-    if "op" in given:
-        if given["op"] not in functional.REDUCE_OP_TO_STR:
-            return None
-        given["op"] = functional.REDUCE_OP_TO_STR[given["op"]]
-    return lambda: remapped(**given)
 
 
 def _requires_grad(tree: Any) -> bool:

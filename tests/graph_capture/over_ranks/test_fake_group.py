@@ -87,14 +87,28 @@ def test_a_gather_is_run_again_where_it_is_cheap_and_not_where_it_is_dear() -> N
 
 def test_a_collective_that_makes_an_output_runs_once_at_the_least_budget() -> None:
     with fake_ranks(4):
-        model, args = step(4)
-        graph = remat.capture(model, args, profile=of_links(CHEAP))
+        args = (torch.randn(ROWS, 16),)
+        graph = remat.capture(Returning(), args, profile=of_links(CHEAP))
         schedule = remat.solve(graph, "min", "cut").schedule
     returned = [op for op in collectives(graph) if set(op.outputs) & {*graph.outputs}]
-    assert returned, "gradients of norms are summed over ranks"
+    assert {op.phase for op in returned} == {"forward", "backward"}
     assert all(op.pinned == RETURNED for op in returned)
+    assert any(not op.pinned for op in collectives(graph))
     assert schedule is not None
     assert all(schedule.computations()[op.name] == 1 for op in returned)
+
+
+class Returning(nn.Module):
+    """A sum over ranks is returned, one is used inside, and one is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = functional.all_reduce(self.scale, "sum", dist.group.WORLD)
+        inside = functional.all_reduce(torch.tanh(self.inner(x)), "sum", dist.group.WORLD)
+        return functional.all_reduce(inside.sin() * scale, "sum", dist.group.WORLD)
 
 
 class _Counted(TorchDispatchMode):
@@ -159,10 +173,33 @@ def in_place_without_autograd(x: Tensor) -> Tensor:
 
 def started_early(x: Tensor) -> Tensor:
     mean = x.detach().mean(0)
-    work = dist.all_reduce(mean, async_op=True)
-    assert work is not None
+    work: Any = dist.all_reduce(mean, async_op=True)
     work.wait()
     return x - mean
+
+
+def counted(x: Tensor) -> Tensor:
+    """Over the number of all rows, which each rank knows of its own."""
+    rows = torch.ones(()) * len(x)
+    dist.all_reduce(rows)
+    return x / rows
+
+
+def spread(x: Tensor) -> Tensor:
+    """A mean that comes from the first rank, gathered, and summed in parts."""
+    mean = x.detach().mean(0)
+    dist.broadcast(mean, 0)
+    whole = mean.new_empty(2 * len(mean))
+    dist.all_gather_into_tensor(whole, mean)
+    part = torch.empty_like(mean)
+    dist.reduce_scatter_tensor(part, whole)
+    return x - part
+
+
+def gathered_in_a_list(x: Tensor) -> Tensor:
+    found = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(found, x.detach())
+    return found[0] + found[1] + x
 
 
 def functional_sum(x: Tensor) -> Tensor:
@@ -171,8 +208,16 @@ def functional_sum(x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize(
-    "together", [by_autograd_function, in_place_without_autograd, functional_sum]
-)
+    "together",
+    [
+        by_autograd_function,
+        in_place_without_autograd,
+        functional_sum,
+        started_early,
+        counted,
+        spread,
+    ],
+)  # fmt: skip
 def test_collectives_of_forward_are_ops(together: Any) -> None:
     with fake_ranks(2):
         graph = remat.capture(Reduced(together), (torch.randn(ROWS, 16),))
@@ -180,11 +225,13 @@ def test_collectives_of_forward_are_ops(together: Any) -> None:
     assert all("_c10d_functional" in op.target for op in collectives(graph))
 
 
-@pytest.mark.parametrize("together", [in_place, started_early])
-def test_a_collective_in_place_is_refused_with_a_way_out(together: Any) -> None:
+@pytest.mark.parametrize(
+    ("together", "name"), [(in_place, "all_reduce"), (gathered_in_a_list, "allgather")]
+)
+def test_a_collective_in_place_is_refused_with_a_way_out(together: Any, name: str) -> None:
     with fake_ranks(2), pytest.raises(remat.RematError) as raised:
         remat.capture(Reduced(together), (torch.randn(ROWS, 16),))
     said = str(raised.value)
-    assert "torch.distributed.all_reduce (" in said
+    assert f"torch.distributed.{name} (" in said
     assert "test_fake_group.py:" in said
     assert "_functional_collectives.all_reduce(x, 'sum', group)" in said
