@@ -54,6 +54,7 @@ from remat.graph_capture.joint.refuse_ops import refuse_op
 from remat.graph_capture.joint.values import Values
 from remat.graph_capture.joint.weight_casts import cached_casts
 from remat.graph_capture.over_ranks.collectives import is_wait, with_returned_pinned
+from remat.graph_capture.over_ranks.dtensors import is_mesh
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
 
@@ -185,6 +186,8 @@ class _Builder:
 
     def _add_call(self, node: fx.Node) -> None:
         """Add the op of a call, or, if it runs nothing, the value that it stands for."""
+        if is_mesh(node):
+            return
         refuse_op(node, self.places.of)
         if node in self.in_place.targets or node in self.in_place.before:
             self._add_write(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C import DispatchKey
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.over_ranks.collectives import is_collective_target
 
+_C: Any = torch._C
 Result = TypeVar("Result")
 
 
@@ -34,15 +36,22 @@ class _Alone(TorchDispatchMode):
         """Run `func` unless it is a collective."""
         if is_collective_target(str(func)):
             raise NeedsOtherRanksError(f"{func} waits for other ranks, and one is priced alone")
-        if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES:
+        key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
+        if key is None:
             return func(*args, **(kwargs or {}))
         # The mode is off in here. On again, it sees what the kernel of somebody's op runs.
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        on_cuda = any(t.is_cuda for t in tensors)
         with self:
-            return func._op_dk(
-                DispatchKey.CUDA if on_cuda else DispatchKey.CPU, *args, **(kwargs or {})
-            )
+            return func._op_dk(key, *args, **(kwargs or {}))
+
+
+def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
+    """Where the kernel of an op is that is not torch's; None of torch's, and of one without."""
+    tensors = [leaf for leaf in read if isinstance(leaf, Tensor)]
+    if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
+        return None
+    name = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
+    has_kernel = _C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)
+    return getattr(DispatchKey, name) if has_kernel else None
 
 
 def alone(run: Callable[[], Result]) -> Result:

@@ -71,6 +71,13 @@ def is_beside_local_part(description: object) -> bool:
     return hasattr(description, "base") and getattr(description, "attr", LOCAL) != LOCAL
 
 
+def is_mesh(node: fx.Node) -> bool:
+    """Whether the node stands for a mesh, as one that is cut out of another: it runs no op."""
+    value: Any = node.meta.get("val")
+    real = getattr(value, "real_obj", value)
+    return type(real).__name__ == "DeviceMesh"
+
+
 def _of_whole(description: Any) -> Any:
     is_local = getattr(description, "attr", "") == LOCAL
     return description.base if is_local else description

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -66,14 +65,16 @@ def sequence_parallel() -> dict[str, Any]:
 
 
 def prepared() -> dict[str, Any]:
-    """As `sequence_parallel`, with the layouts prepared around the block's modules."""
+    """Rows are gathered as a block begins, and each rank keeps its own as it ends."""
     return {
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": PrepareModuleInput(
-            input_layouts=(Shard(0),), desired_input_layouts=(Shard(0),), use_local_output=True
-        ),
-        "drop": PrepareModuleOutput(
-            output_layouts=Shard(0), desired_output_layouts=Shard(0), use_local_output=True
+        **tensor_parallel(),
+        "": (
+            PrepareModuleInput(
+                input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
+            ),
+            PrepareModuleOutput(
+                output_layouts=Replicate(), desired_output_layouts=Shard(0), use_local_output=True
+            ),
         ),
     }
 
@@ -93,7 +94,11 @@ def parallelised(
     torch.manual_seed(0)
     model = Blocks(p)
     for layer in model.layers:
-        parallelize_module(layer, mesh, plan())
+        styles = plan()
+        around = styles.pop("", ())
+        parallelize_module(layer, mesh, styles)
+        for style in around:
+            parallelize_module(layer, mesh, style)
     torch.manual_seed(1 if plan is tensor_parallel else 1 + dist.get_rank())
     return model, (torch.randn(ROWS, WIDTH),)
 
@@ -118,10 +123,3 @@ def trained(
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def twin(model: nn.Module, make: Callable[[], tuple[nn.Module, Any]]) -> nn.Module:
-    """Another model of the same parameters; a DTensor cannot be copied with its hooks."""
-    other, _ = make()
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    return other
