@@ -43,8 +43,19 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
-    """The nodes that wait for what `node` returns, a collective or one of its results."""
-    return [user for user in node.users if is_wait(user)]
+    """The nodes that wait for what `node` returns, a collective or one of its results.
+
+    Code that waits for what torch has waited for already does so twice: in the order of the waits.
+    """
+    waits = [user for user in node.users if is_wait(user)]
+    return [one for wait in waits for one in (wait, *waits_for(wait))]
+
+
+def waited_for(node: fx.Node) -> fx.Node:
+    """What a node waits for; any other node itself."""
+    while is_wait(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
+from remat.graph_capture.over_ranks.collectives import is_collective, op_name, waited_for
 from remat.graph_capture.over_ranks.dtensors import has_dtensors, is_distributed
 from remat.graph_capture.over_ranks.in_place import NAMES, NAMESPACE, run_functionally
 
@@ -85,6 +86,20 @@ def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
             "again: set the dropout to 0, or put it where the tensor is local "
             "(use_local_output=True, or .to_local())"
         )
+
+
+def refuse_compiled_writes(gm: fx.GraphModule) -> None:
+    """Raise `CaptureError` for a collective in place on what is differentiated, in dynamo's graph.
+
+    Dynamo has a functional one and a copy in its place, and so differentiates what eager does not.
+    """
+    for node in gm.graph.find_nodes(op="call_method", target="copy_"):
+        written, source = node.args[:2]
+        made = waited_for(source) if isinstance(source, fx.Node) else None
+        if made is None or not is_collective(made) or written not in made.all_input_nodes:
+            continue
+        if written.meta["example_value"].requires_grad:
+            raise CaptureError(in_place_text("the compiled graph", op_name(made)))
 
 
 def in_place_text(kind: str, name: str) -> str:

@@ -30,6 +30,7 @@ from remat.compile.size_table import SizeTable
 from remat.compile.start import Start
 from remat.compile.whole_model import whole_model
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.over_ranks.refusals import refuse_compiled_writes
 from remat.ranks.compiling import CompiledLater, compiled_alike
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
@@ -52,7 +53,8 @@ def backend(
     SolverError : an unknown option or solver.
     DeviceError : the model is on several devices, or neither on a CPU nor on a CUDA device.
     CaptureError : a shape depends on data, compiled autograd is on, forward has a part of which
-        torch's own gradients are wrong, or DDP cuts a graph whose sizes the user has marked.
+        torch's own gradients are wrong, a collective in place on what is differentiated, or DDP
+        cuts a graph whose sizes the user has marked.
     AgreementError : another rank has failed to compile the same graph.
     """
     if has_symbols(gm) and handing_out() is None and _has_gradients(gm, example_inputs):
@@ -80,6 +82,7 @@ def _place_of_graph(
         refuse_regions(gm.graph)
     if _has_gradients(gm, inputs):
         refuse_data_dependent(gm)
+        refuse_compiled_writes(gm)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
     place.shared.runs_on(device)
     return place

@@ -18,7 +18,7 @@ from remat.graph_capture.joint.nodes import (
     is_getitem,
     tensors_of,
 )
-from remat.graph_capture.over_ranks.collectives import is_wait, waits_for
+from remat.graph_capture.over_ranks.collectives import waited_for, waits_for
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter
 from remat.rewriter.graphs.handed_over import hand_over
 from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state
@@ -232,8 +232,8 @@ class EagerEmitter(Emitter[Joint]):
         """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
             base = self.joint.base_of_value.get(name)
-            picked = base.args[0] if base is not None and is_wait(base) else base
-            if not isinstance(picked, fx.Node) or not is_getitem(picked):
+            picked = base and waited_for(base)
+            if picked is None or not is_getitem(picked):
                 continue
             if name in self.left_live or picked in self.copies:
                 continue

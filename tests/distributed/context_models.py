@@ -82,19 +82,26 @@ def _permuted(t: Tensor, step: int) -> Tensor:
 
 
 class Rotated(nn.Module):
-    """A linear map whose weight is split over ranks; the parts go round (RTP, 2023)."""
+    """A linear map whose weight is split over ranks; the parts go round (RTP, 2023).
+
+    Where each part belongs is a buffer, so that all ranks run the same ops.
+    """
+
+    order: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH // dist.get_world_size(), WIDTH) / WIDTH)
+        n, rank = dist.get_world_size(), dist.get_rank()
+        self.weight = nn.Parameter(torch.randn(WIDTH // n, WIDTH) / WIDTH)
+        self.register_buffer("order", torch.tensor([(rank - part) % n for part in range(n)]))
 
     def forward(self, x: Tensor) -> Tensor:
-        n, weight = dist.get_world_size(), self.weight
-        parts: list[Any] = [None] * n
-        for k in range(n):
-            parts[(dist.get_rank() - k) % n] = linear(x, weight)
-            weight = _Rotate.apply(weight) if k < n - 1 else weight
-        return x + torch.tanh(torch.cat(parts, -1))
+        weight, parts = self.weight, [linear(x, self.weight)]
+        for _ in range(dist.get_world_size() - 1):
+            weight = _Rotate.apply(weight)
+            parts.append(linear(x, weight))
+        found = torch.stack(parts).index_select(0, self.order)
+        return x + torch.tanh(found.permute(1, 2, 0, 3).reshape(x.shape))
 
 
 class Stacked(nn.Module):

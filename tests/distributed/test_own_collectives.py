@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 1200
 PLANNED = ("function", "centred", "keys", "ulysses", "rotated")
-COMPILED = [case for case in CASES if case.startswith("compiled")]
+COMPILED = [case for case in CASES if case.startswith("compiled") and case != "compiled_in_place"]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,18 @@ def test_a_sum_in_place_is_refused_before_a_step(two: Found) -> None:
 
 
 @pytest.mark.parametrize("case", COMPILED)
-def test_a_compiled_step_is_right_or_refused(two: Found, case: str) -> None:
-    """All ranks end alike, and none waits."""
-    assert two[0][case]["error"] == two[1][case]["error"]
+def test_a_compiled_step_is_right(two: Found, case: str) -> None:
     for found in (one[case] for one in two):
         assert found["seconds"] < TIMEOUT_S / 2
-        assert found["error"] or found["off"] < 1e-5
+        assert found["error"] == "", found["text"]
+        assert found["off"] < 1e-5
+
+
+def test_a_sum_in_place_that_dynamo_would_differentiate_is_refused(two: Found) -> None:
+    for found in (one["compiled_in_place"] for one in two):
+        assert "torch.distributed.all_reduce" in found["text"]
+        assert "where autograd does not see it" in found["text"]
+        assert found["seconds"] < TIMEOUT_S / 2
 
 
 def test_links_between_ranks_are_measured_by_all_together(two: Found) -> None:
