@@ -12,6 +12,7 @@ from torch import nn
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.refusals import refuse_range_over_ranks
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
@@ -19,7 +20,6 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.without_storage import has_storage
-from remat.ranks.same_order import require_same_order
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
@@ -109,12 +109,14 @@ def rewrite(
         copies values to the host, and `compile` or `over` is given.
     TierError : the schedule copies values to a folder that cannot be written or has no room.
     CaptureError : the model has changed, and cannot be captured any more.
-    AgreementError : other ranks would run the model's collectives in another order.
+    AgreementError : by `remat.rewrite`: other ranks would run the collectives in another order.
     """
     refuse_rewritten(model)
     if isinstance(schedule, Family):
         refuse_beside_ranges(compile=compile, updates=updates is not None)
-        return make_ranged(model, schedule, trace or _trace_range(model, schedule), over)
+        ranged = trace or _trace_range(model, schedule)
+        refuse_range_over_ranks(ranged.joint.module)
+        return make_ranged(model, schedule, ranged, over)
     _require_schedule(schedule)
     if schedule.moves:
         refuse_copies(by_inductor=compile, over_range=over is not None)
@@ -145,7 +147,6 @@ def rewrite(
             f"{schedule.budget_bytes}: it was edited, or made with other sizes. Solve again",
             stacklevel=2,
         )
-    require_same_order(traced.joint.module, traced.graph, schedule)
     if compile:
         _warn_above_budget(traced, schedule)
     return module_for(model, schedule, traced, prediction, priced, updates, by_inductor=compile)

@@ -32,30 +32,32 @@ def run_functionally(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> Any:
-    name = _name_of(op)
+    name = _reduction(op)
     if not name:
         return None
     for tensor in tensors:
-        _write(tensor, _ops().all_reduce(tensor, name, _name(group)))
+        _write(tensor, _ops().all_reduce(tensor, name, _group_name(group)))
     return tensors, _done()
 
 
 def _broadcast(tensors: list[Tensor], group: Any, root: int, *_: Any) -> Any:
     for tensor in tensors:
-        _write(tensor, _ops().broadcast(tensor, root, _name(group)))
+        _write(tensor, _ops().broadcast(tensor, root, _group_name(group)))
     return tensors, _done()
 
 
 def _all_gather(output: Tensor, given: Tensor, group: Any, *_: Any) -> Any:
-    _write(output, _ops().all_gather_into_tensor(given, _size(group), _name(group)))
+    _write(output, _ops().all_gather_into_tensor(given, _group_size(group), _group_name(group)))
     return output, _done()
 
 
 def _reduce_scatter(output: Tensor, given: Tensor, group: Any, op: Any, *_: Any) -> Any:
-    name = _name_of(op)
+    name = _reduction(op)
     if not name:
         return None
-    _write(output, _ops().reduce_scatter_tensor(given, name, _size(group), _name(group)))
+    _write(
+        output, _ops().reduce_scatter_tensor(given, name, _group_size(group), _group_name(group))
+    )
     return output, _done()
 
 
@@ -79,15 +81,15 @@ def _group(boxed: Any) -> dist.ProcessGroup:
     return ProcessGroup.unbox(boxed) if not isinstance(boxed, ProcessGroup) else boxed
 
 
-def _name(boxed: Any) -> str:
+def _group_name(boxed: Any) -> str:
     return _group(boxed).group_name
 
 
-def _size(boxed: Any) -> int:
+def _group_size(boxed: Any) -> int:
     return _group(boxed).size()
 
 
-def _name_of(boxed: Any) -> str:
+def _reduction(boxed: Any) -> str:
     """How functional collectives call a way to reduce; empty for one that they lack."""
     number = int(boxed.op())
     return next((name for op, name in REDUCE_OP_TO_STR.items() if int(op) == number), "")

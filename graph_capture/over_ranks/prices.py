@@ -50,13 +50,13 @@ def with_collectives_priced(
     links = links_between_ranks(device, title, profile)
     return msgspec.structs.replace(
         graph,
-        ops=tuple(_priced(op, nodes.get(op.name), links) for op in graph.ops),
+        ops=tuple(_modelled_op(op, nodes.get(op.name), links) for op in graph.ops),
         prices=graph.prices if graph.prices == MODELLED else "mixed",
         notes=(*graph.notes, f"{len(nodes)} collectives are modelled: {links.source}"),
     )
 
 
-def _priced(op: Op, node: fx.Node | None, links: RankLinks) -> Op:
+def _modelled_op(op: Op, node: fx.Node | None, links: RankLinks) -> Op:
     if node is None:
         return op
     cost_us = collective_us(traffic_of(node, links.devices), links)

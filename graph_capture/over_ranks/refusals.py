@@ -15,9 +15,15 @@ from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
-from remat.graph_capture.over_ranks.collectives import is_collective, op_name, waited_for
+from remat.graph_capture.over_ranks.collectives import (
+    collectives_in,
+    is_collective,
+    op_name,
+    waited_for,
+)
 from remat.graph_capture.over_ranks.dtensors import has_dtensors, is_distributed
 from remat.graph_capture.over_ranks.in_place import NAMES, NAMESPACE, run_functionally
+from remat.graph_capture.over_ranks.traffic import members_of
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 
@@ -74,6 +80,18 @@ def refuse_range_of_dtensors(model: nn.Module) -> None:
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "
             "size: leave dynamic out, plan at the largest size, and pad batches to it"
+        )
+
+
+def refuse_range_over_ranks(joint: fx.GraphModule) -> None:
+    """Raise `CaptureError` for a family of schedules of a step with collectives.
+
+    Each rank picks a schedule by the size of its own batch, and others might pick another.
+    """
+    if any(len(members_of(node)) > 1 for node in collectives_in(joint)):
+        raise CaptureError(
+            "the step has collectives, and a plan over a range of sizes may run them in one order "
+            "on one rank and in another on the next: plan for one size"
         )
 
 

@@ -59,14 +59,14 @@ def traffic_of(node: fx.Node, ranks_of_a_machine: int) -> Traffic:
     """
     name = op_name(node)
     way = next((way for begin, way in _WAYS.items() if name.startswith(begin)), "send")
-    ranks = _ranks_of(node)
+    ranks = members_of(node)
     per_machine = int(os.environ.get(MACHINE, ranks_of_a_machine))
     here = max(Counter(rank // per_machine for rank in ranks).values())
-    read_bytes = sum(_bytes_of(source) for source in node.all_input_nodes)
-    return Traffic(way, max(read_bytes, _bytes_of(node)), len(ranks), here)
+    read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
+    return Traffic(way, max(read_bytes, _tensor_bytes(node)), len(ranks), here)
 
 
-def _ranks_of(node: fx.Node) -> Sequence[int]:
+def members_of(node: fx.Node) -> Sequence[int]:
     """The ranks of its group, by their numbers among all; this one alone if it names no group."""
     groups: tuple[Any, ...] = groups_of([node])
     named: Any = dist.distributed_c10d
@@ -79,5 +79,5 @@ def _ranks_of(node: fx.Node) -> Sequence[int]:
     return sorted(set().union(*found)) or [0]
 
 
-def _bytes_of(node: fx.Node) -> int:
+def _tensor_bytes(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(node) if t is not None)

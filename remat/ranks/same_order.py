@@ -1,40 +1,60 @@
-"""Ranks that rewrite a model with collectives by themselves: their plans must run these alike."""
+"""Ranks that rewrite a model with collectives by themselves: their plans must run these alike.
+
+Inside `remat.rematerialize` ranks have one plan. By `remat.rewrite` and `remat.load` each follows
+what it is given, so they compare the orders of their collectives before a step can wait for ever.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch import fx
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.over_ranks.collectives import (
-    collectives_in,
-    groups_of,
-    is_collective_target,
-)
+from remat.graph_capture.over_ranks.collectives import collectives_in, groups_of
 from remat.ranks.required_group import resolved
-from remat.ranks.together import Together, are_together
-from remat.schedules.schedule import Compute, Schedule
+from remat.ranks.together import Together
+from remat.rewriter.plans import loading
+from remat.rewriter.rewriting import rewrite as rewrite_alone
+from remat.rewriter.user_module.module import RematModule
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
-def require_same_order(joint: fx.GraphModule, graph: TrainingGraph, schedule: Schedule) -> None:
-    """Refuse a plan whose collectives are run in another order, or as often, on other ranks.
+def require_same_order(module: RematModule, what: str) -> None:
+    """Refuse a module whose collectives are run in another order, or as often, on other ranks.
 
-    Ranks that are in one call already have one plan. Others come together here: each rank of the
-    groups must rewrite the model, in the same order as the others.
+    Each rank of the collectives' groups must call, in the same order as the others.
+
+    Parameters
+    ----------
+    what : the function that made it, as the user knows it.
 
     Raises
     ------
     AgreementError : their orders differ, or a rank does not come within the group's timeout.
     """
-    groups = tuple(dict.fromkeys(map(resolved, groups_of(collectives_in(joint)))))
-    several = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
-    if not several or are_together():
-        return
-    known = {op.name for op in graph.ops if is_collective_target(op.target)}
-    runs = [s.op for s in schedule.steps if isinstance(s, Compute) and s.op in known]
-    order = hashlib.sha256(" ".join(runs).encode()).hexdigest()
-    for group in several:
-        with Together(group, "remat.rewrite") as ranks:
-            ranks.require_same_order(order)
+    run = [*collectives_in(module.forward_module), *collectives_in(module.backward_module)]
+    order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
+    for group in dict.fromkeys(map(resolved, groups_of(run))):
+        if group.size() > 1 and dist.get_backend(group) != "fake":
+            with Together(group, what) as ranks:
+                ranks.require_same_order(order)
+
+
+def _agreed(make: Callable[Given, Made], what: str) -> Callable[Given, Made]:
+    @functools.wraps(make)
+    def compared(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        module: Any = make(*args, **kwargs)
+        if isinstance(module, RematModule):
+            require_same_order(module, what)
+        return module
+
+    return compared
+
+
+rewrite = _agreed(rewrite_alone, "remat.rewrite")
+load = _agreed(loading.load, "remat.load")

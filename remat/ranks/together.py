@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from remat.ranks.board import Board, Failure
 
 Plan = TypeVar("Plan")
-_together: ContextVar[bool] = ContextVar("remat_together", default=False)
 
 
 class Together(AbstractContextManager["Together", None]):
@@ -45,7 +43,6 @@ class Together(AbstractContextManager["Together", None]):
         self._group, self._what = group, what
         self._board: Board | None = None
         self._theirs: BaseException | None = None
-        self._token: Token[bool] | None = None
 
     def __enter__(self) -> Together:
         if self._group is not None and self._group.size() > 1:
@@ -53,7 +50,6 @@ class Together(AbstractContextManager["Together", None]):
 
             _require_real(self._group)
             self._board = Board(self._group, self._what)
-            self._token = _together.set(True)
         return self
 
     def require_same_step(self, graph_hash: str) -> None:
@@ -97,8 +93,6 @@ class Together(AbstractContextManager["Together", None]):
         error: BaseException | None,
         place: TracebackType | None,
     ) -> None:
-        if self._token is not None:
-            _together.reset(self._token)
         if self._board is None:
             return
         try:
@@ -156,11 +150,6 @@ class Together(AbstractContextManager["Together", None]):
             board.fail(failure_of(error, board.ranks[board.rank]))
         elif before.rank != board.ranks[board.rank] and isinstance(error, Exception):
             raise error_of(before, self._what) from error
-
-
-def are_together() -> bool:
-    """Whether this rank is in a call that others make too, whose plan is that of all."""
-    return _together.get()
 
 
 def _require_real(group: ProcessGroup) -> None:
