@@ -231,7 +231,7 @@ def rematerialize(
     from remat.graph_capture.over_ranks.collectives import collectives_in
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.trace import trace
-    from remat.ranks.required_group import require_group
+    from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding
 
@@ -251,6 +251,7 @@ def rematerialize(
             optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
             time_limit_s=time_limit_s, check=check, **asked,
         )  # fmt: skip
+    refuse_fake(group)
     with Together(group, "remat.rematerialize") as ranks:
         known = as_profile(profile)
         _require_compatible(sharding, compile, float_inputs, split, host)

@@ -28,7 +28,7 @@ from remat.graph_capture.tracing.side_effects.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text
-from remat.ranks.required_group import require_group
+from remat.ranks.required_group import refuse_fake, require_group
 from remat.ranks.together import Together
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
@@ -93,6 +93,7 @@ def rematerialize_blocks(
     if dynamic:
         _refuse_range(dynamic)
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    refuse_fake(group)
     with Together(group, "remat.rematerialize_blocks") as ranks:
         _refuse(model)
         known = as_profile(profile)

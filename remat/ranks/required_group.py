@@ -46,6 +46,15 @@ def require_group(
             )
 
 
+def refuse_fake(group: dist.ProcessGroup | None) -> None:
+    """Raise `AgreementError` for torch's fake group, in which there are no other ranks."""
+    if group is not None and dist.get_backend(group) == "fake":
+        raise AgreementError(
+            "the group is torch's fake one, whose collectives move nothing, so nothing can be "
+            "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"
+        )
+
+
 def ranks_of(groups: tuple[Any, ...]) -> list[int]:
     """All ranks of some groups, which are given by name or as they are."""
     found = [dist.get_process_group_ranks(resolved(group)) for group in groups]

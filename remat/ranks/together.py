@@ -48,7 +48,6 @@ class Together(AbstractContextManager["Together", None]):
         if self._group is not None and self._group.size() > 1:
             from remat.ranks.board import Board
 
-            _require_real(self._group)
             self._board = Board(self._group, self._what)
         return self
 
@@ -150,16 +149,6 @@ class Together(AbstractContextManager["Together", None]):
             board.fail(failure_of(error, board.ranks[board.rank]))
         elif before.rank != board.ranks[board.rank] and isinstance(error, Exception):
             raise error_of(before, self._what) from error
-
-
-def _require_real(group: ProcessGroup) -> None:
-    import torch.distributed as dist
-
-    if dist.get_backend(group) == "fake":
-        raise AgreementError(
-            "the group is torch's fake one, whose collectives move nothing, so nothing can be "
-            "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"
-        )
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
