@@ -92,7 +92,8 @@ def _group_size(boxed: Any) -> int:
 def _reduction(boxed: Any) -> str:
     """How functional collectives call a way to reduce; empty for one that they lack."""
     number = int(boxed.op())
-    return next((name for op, name in REDUCE_OP_TO_STR.items() if int(op) == number), "")
+    known: dict[Any, str] = dict(REDUCE_OP_TO_STR)
+    return next((name for op, name in known.items() if int(op) == number), "")
 
 
 def _done() -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,10 @@ def _timed_us(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> float:
     dist.barrier(group)
     _settle(own)
     start = time.perf_counter()
-    dist.all_gather_into_tensor(whole, own, group)
+    # Torch 2.13 has another name for it, which older releases lack.
+    named: Any = dist
+    gather = getattr(named, "all_gather_single", None) or named.all_gather_into_tensor
+    gather(whole, own, group)
     _settle(own)
     return 1e6 * (time.perf_counter() - start)
 

@@ -58,12 +58,14 @@ def traffic_of(node: fx.Node, ranks_of_a_machine: int) -> Traffic:
     ranks_of_a_machine : where torchrun does not say it.
     """
     name = op_name(node)
-    way = next((way for begin, way in _WAYS.items() if name.startswith(begin)), "send")
+    ways: list[Way] = [way for begin, way in _WAYS.items() if name.startswith(begin)]
     ranks = members_of(node)
     per_machine = int(os.environ.get(MACHINE, ranks_of_a_machine))
     here = max(Counter(rank // per_machine for rank in ranks).values())
     read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
-    return Traffic(way, max(read_bytes, _tensor_bytes(node)), len(ranks), here)
+    return Traffic(
+        ways[0] if ways else "send", max(read_bytes, _tensor_bytes(node)), len(ranks), here
+    )
 
 
 def members_of(node: fx.Node) -> Sequence[int]:

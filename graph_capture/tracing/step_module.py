@@ -124,7 +124,7 @@ def _require_known(kind: str, result: Any) -> None:
         what = f"the result{pytree.keystr(path)} of {kind}"
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise CaptureError(unknown_leaf_message(what, leaf))
-        if is_distributed(leaf):
+        if isinstance(leaf, Tensor) and is_distributed(leaf):
             refuse_subclass(what, leaf)
 
 

@@ -48,10 +48,11 @@ def require_same_order(module: RematModule, what: str) -> None:
 def _agreed(make: Callable[Given, Made], what: str) -> Callable[Given, Made]:
     @functools.wraps(make)
     def compared(*args: Given.args, **kwargs: Given.kwargs) -> Made:
-        module: Any = make(*args, **kwargs)
+        made = make(*args, **kwargs)
+        module: Any = made
         if isinstance(module, RematModule):
             require_same_order(module, what)
-        return module
+        return made
 
     return compared
 

@@ -60,6 +60,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
         (held, name, parameter)
         for held in tables.values()
         for name, parameter in held.items()
+        if parameter is not None
         if type(parameter) is nn.Parameter or is_distributed(parameter)
     ]
     try:
