@@ -230,13 +230,14 @@ def rematerialize(
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.joint.collectives import collectives_in
     from remat.graph_capture.prices.profile import as_profile
+    from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.ranks.required_group import require_group
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding
 
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
-    batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:
         from remat.graph_capture.shapes.signature import refuse_beside_ranges
         from remat.ranges.rematerialized import rematerialize_over
@@ -251,7 +252,7 @@ def rematerialize(
             optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
             time_limit_s=time_limit_s, check=check, **asked,
         )  # fmt: skip
-    with Together(group, "remat.rematerialize") as ranks:
+    with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
         known = as_profile(profile)
         _require_compatible(sharding, compile, float_inputs, split, host)
         tiers = tiers_for(model, None, host, nvme)
@@ -265,7 +266,8 @@ def rematerialize(
         require_group(traced.joint.module, group)
 
         def at(target: str | SupportsIndex) -> Solved:
-            graph = on_one_rank(price_for(traced, profile=known, tiers=tiers), sharding)
+            priced = price_for(traced, profile=known, tiers=tiers)
+            graph = on_one_rank(priced, sharding, is_rewritten=True)
             return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
 
         def make() -> Solved:

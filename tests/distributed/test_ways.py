@@ -1,0 +1,66 @@
+"""Four ranks over gloo, under every way of data parallelism: eager's bits, the predicted peak."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.distributed.launch import Found, ranks
+
+FSDP2 = ("full", "full_root_too", "keep", "part", "hsdp", "hsdp_keep", "offload")
+MIXED = ("mixed", "mixed_keep", "mixed_part", "mixed_hsdp_reduced")
+OTHERS = ("replicate", "ddp", "ddp_views", "zero1", "zero1_over_two", "finer_states")
+WITHIN = {"zero1": 0.02, "zero1_over_two": 0.02}
+"""Of ZeRO-1, where ranks hold whole parameters, and the one that holds most is predicted."""
+LIMIT_S = 600
+"""Far more than a launch takes. It ends one that hangs."""
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What a launch of these cases found, by rank."""
+    folder = tmp_path_factory.mktemp("ways")
+    return ranks("ways_worker.py", folder, 4, *request.param, timeout_s=LIMIT_S)
+
+
+def cases(*groups: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Each case, with the launch that it is one of."""
+    each = [(group, case) for group in groups for case in group]
+    ids = [case for _, case in each]
+    return pytest.mark.parametrize(("found", "case"), each, indirect=["found"], ids=ids)
+
+
+@pytest.mark.slow
+@cases(FSDP2, MIXED, OTHERS)
+def test_eagers_bits_and_the_predicted_peak(found: Found, case: str) -> None:
+    here = [one[case] for one in found]
+    assert all(one["same"] and one["n"] == 27 for one in here)
+    assert all(one["plan"] == here[0]["plan"] for one in here)
+    assert here[0]["overhead"] > 0
+    most = max(one["measured_bytes"] for one in here)
+    assert most == pytest.approx(here[0]["predicted_bytes"], rel=WITHIN.get(case, 0.01))
+
+
+WHOLE = ("whole_keep", "whole_full", "whole_mixed", "summed")
+REFUSED = {
+    "stale": ("StateChangedError", r"set_reshard_after_backward\(False\) left the parameters of"),
+    "another_policy": ("SignatureError", r"bfloat16\[.* is called with float16\[.*param_dtype="),
+    "no_policy": ("SignatureError", r"planned for .* = bfloat16\[.* is called with float32\["),
+    "held_in_bfloat16": ("CaptureError", r"parameter \S+ is bfloat16, .* held in float32"),
+}
+
+
+@pytest.mark.slow
+@cases((*WHOLE, *REFUSED))
+def test_one_rewritten_model_and_what_is_refused(found: Found, case: str) -> None:
+    here = [one[case] for one in found]
+    if case in WHOLE:
+        assert all(one["same"] and one["n"] == 27 for one in here)
+        return
+    kind, text = REFUSED[case]
+    for one in here:
+        assert one["error"] == kind
+        assert re.search(text, one["text"])
+    if case == "stale":
+        assert all(one["summed"] == "" for one in here)
