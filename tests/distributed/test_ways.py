@@ -10,7 +10,8 @@ from tests.distributed.launch import Found, ranks
 
 FSDP2 = ("full", "full_root_too", "keep", "part", "hsdp", "hsdp_keep", "offload")
 MIXED = ("mixed", "mixed_keep", "mixed_part", "mixed_hsdp_reduced")
-OTHERS = ("replicate", "ddp", "ddp_views", "zero1", "zero1_over_two", "finer_states")
+IN_BUCKETS = ("ddp", "ddp_views", "ddp_new_buckets", "zero1", "zero1_over_two")
+OTHERS = ("replicate", "finer_states", *IN_BUCKETS)
 WITHIN = {"zero1": 0.02, "zero1_over_two": 0.02}
 """Of ZeRO-1, where ranks hold whole parameters, and the one that holds most is predicted."""
 LIMIT_S = 600
@@ -35,7 +36,9 @@ def cases(*groups: tuple[str, ...]) -> pytest.MarkDecorator:
 @cases(FSDP2, MIXED, OTHERS)
 def test_eagers_bits_and_the_predicted_peak(found: Found, case: str) -> None:
     here = [one[case] for one in found]
-    assert all(one["same"] and one["n"] == 27 for one in here)
+    # More than two ranks sum in another order where DDP makes its buckets anew.
+    assert all(one["same"] or case == "ddp_new_buckets" for one in here)
+    assert all(one["n"] == 27 for one in here)
     assert all(one["plan"] == here[0]["plan"] for one in here)
     assert here[0]["overhead"] > 0
     most = max(one["measured_bytes"] for one in here)

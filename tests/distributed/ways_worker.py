@@ -67,11 +67,14 @@ fsdp2 = partial(remat.Sharding, "fsdp2", 4)
 in_bf16 = partial(fsdp2, param_dtype="bfloat16", reduce_dtype="float32")
 shard = partial(over_layers, fully_shard)
 in_buckets = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+ddp = partial(DistributedDataParallel, find_unused_parameters=True)
+"""It keeps its first buckets. Else DDP makes new ones in the order in which gradients came: another
+one where blocks hand them over, and more than two ranks then sum in another order."""
 
 
 def ways() -> dict[str, tuple[remat.Sharding, Wrap]]:
     """What remat is told, and what is done to the model."""
-    mesh = two_by_two()
+    mesh, views = two_by_two(), remat.Sharding("ddp", 4, bucket_views=True)
     host = CPUOffloadPolicy(pin_memory=False)
     return {
         "full": (fsdp2(), shard()),
@@ -98,12 +101,13 @@ def ways() -> dict[str, tuple[remat.Sharding, Wrap]]:
             shard(mesh=mesh, mp_policy=policy(None)),
         ),
         "replicate": (remat.Sharding("replicate", 4), by_replicate()),
-        "ddp": (remat.Sharding("ddp", 4), DistributedDataParallel),
-        "ddp_views": (remat.Sharding("ddp", 4, bucket_views=True), in_buckets),
-        "zero1": (remat.Sharding("zero1", 4, bucket_views=True), in_buckets),
+        "ddp": (remat.Sharding("ddp", 4), ddp),
+        "ddp_views": (views, partial(ddp, gradient_as_bucket_view=True)),
+        "ddp_new_buckets": (views, in_buckets),
+        "zero1": (remat.Sharding("zero1", 4), ddp),
         "zero1_over_two": (
             remat.Sharding("zero1", 4, bucket_views=True, states_over=2),
-            in_buckets,
+            partial(ddp, gradient_as_bucket_view=True),
         ),
         "finer_states": (fsdp2(replicas=2, states_over=4), shard(mesh=mesh)),
     }
@@ -256,14 +260,19 @@ def summed() -> Found:
     """Parameters are left whole between two batches, and not over updates."""
     model, eager, x = made()
     both = [shard()(eager), shard()(by_blocks(model, x, fsdp2())[0])]
-    optimizers, same = [torch.optim.SGD(one.parameters(), lr=LR) for one in both], True
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR) for one in both]
+    same, pairs = True, list[tuple[Tensor, Tensor]]()
     for seed in range(4):
+        is_last = seed % 2 == 1
         for one in both:
-            one.set_reshard_after_backward(seed % 2 == 1)  # type: ignore[operator]
+            one.set_reshard_after_backward(is_last)  # type: ignore[operator]
         losses = [step(one, x, seed).item() for one in both]
+        same &= losses[0] == losses[1]
+        if not is_last:  # shards have the gradients, and are not the model's parameters now
+            continue
         pairs = list(zip(*map(local_gradients, both), strict=True))
-        same &= losses[0] == losses[1] and all(torch.equal(a, b) for a, b in pairs)
-        for optimizer in optimizers if seed % 2 else ():
+        same &= all(torch.equal(a, b) for a, b in pairs)
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return {"same": same, "n": len(pairs)}
