@@ -31,8 +31,8 @@ from remat.graph_capture.derived.communication import (
 )
 from remat.graph_capture.derived.parameter_groups import (
     ParameterGroup,
-    parameter_groups,
     unit_of_op,
+    wrapped_groups,
 )
 from remat.graph_capture.derived.sharding import UNTIMED, Sharding
 from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
@@ -47,7 +47,7 @@ class FsdpStep:
     def __init__(self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> None:
         self.given, self.units, self.sharding = graph, units, sharding
         self.unit_of = unit_of_op(units)
-        self.groups, self.root = parameter_groups(graph, units, sharding)
+        self.groups, self.root = wrapped_groups(graph, units, sharding)
         self.values: list[Value] = []
         self.lasting: list[str] = []
         self.copies = copies_on(graph.device)

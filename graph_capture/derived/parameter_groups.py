@@ -53,7 +53,7 @@ class ParameterGroup:
         return elements * reduced, elements // n * held
 
 
-def parameter_groups(
+def wrapped_groups(
     graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding
 ) -> tuple[list[ParameterGroup], ParameterGroup]:
     """A group for each unit, and that of the root: what no single unit reads or makes."""

@@ -39,8 +39,8 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != MASTER:
             raise CaptureError(
-                f"parameter {path} is {_name(parameter.dtype)}, and a plan with param_dtype="
-                f"'{sharding.param_dtype}' is for parameters held in {_name(MASTER)}: call "
+                f"parameter {path} is {_short(parameter.dtype)}, and a plan with param_dtype="
+                f"'{sharding.param_dtype}' is for parameters held in {_short(MASTER)}: call "
                 f"model.float() first, or leave param_dtype out and the policy's too"
             )
     try:
@@ -80,7 +80,7 @@ def require_cast(path: str, dtypes: Mapping[str, torch.dtype], sharding: Shardin
     for name, found in dtypes.items():
         if found.is_floating_point and found != dtype:
             raise CaptureError(
-                f"block {path} takes {name} in {_name(found)}, which fully_shard would cast to "
+                f"block {path} takes {name} in {_short(found)}, which fully_shard would cast to "
                 f"{sharding.param_dtype}, so the plan would be for another dtype: cast it in the "
                 "model before the block"
             )
@@ -90,5 +90,5 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
