@@ -34,9 +34,9 @@ def torchrun(n_ranks: int, *words: str, timeout_s: float = TIMEOUT_S) -> str:
     )  # fmt: skip
     try:
         said, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, errors[-4000:]
     return said
 
