@@ -9,10 +9,11 @@ import pytest
 
 from tests.distributed.launch import Found, ranks
 
-FSDP2 = ("full", "full_root_too", "keep", "part", "hsdp", "hsdp_keep", "offload")
+FSDP2 = ("full", "full_root_too", "keep", "part")
+REPLICAS = ("hsdp", "hsdp_keep", "finer_states", "offload")
 MIXED = ("mixed", "mixed_keep", "mixed_part", "mixed_hsdp_reduced")
 IN_BUCKETS = ("ddp", "ddp_views", "ddp_new_buckets", "zero1", "zero1_over_two")
-OTHERS = ("replicate", "finer_states", *IN_BUCKETS)
+OTHERS = ("replicate", *IN_BUCKETS)
 WITHIN = {"zero1": 0.02, "zero1_over_two": 0.02}
 """Of ZeRO-1, where ranks hold whole parameters, and the one that holds most is predicted."""
 LIMIT_S = 600
@@ -43,7 +44,7 @@ def cases(*groups: tuple[str, ...]) -> pytest.MarkDecorator:
 
 
 @pytest.mark.slow
-@cases(FSDP2, MIXED, OTHERS)
+@cases(FSDP2, REPLICAS, MIXED, OTHERS)
 def test_eagers_bits_and_the_predicted_peak(
     launched: Launched, group: tuple[str, ...], case: str
 ) -> None:
