@@ -25,6 +25,7 @@ from remat.graph_capture.shapes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
+from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -133,11 +134,11 @@ def capture(
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
     if dynamic:
         refuse_beside_ranges(host=host is not None)
-    traced = trace(
-        model, args, kwargs,
-        loss_fn=loss_fn, target=target, optimizer=optimizer, accumulate=accumulate, device=device,
-        sharding=sharding, split=split, dynamic=dynamic,
-    )  # fmt: skip
+    with parameters_cast(model, sharding):
+        traced = trace(
+            model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
+            accumulate=accumulate, device=device, sharding=sharding, split=split, dynamic=dynamic,
+        )  # fmt: skip
 
     def priced(one: Trace) -> TrainingGraph:
         return price_for(

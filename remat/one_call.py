@@ -230,13 +230,14 @@ def rematerialize(
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
     from remat.graph_capture.prices.profile import as_profile
+    from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding
 
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
-    batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:
         from remat.graph_capture.shapes.signature import refuse_beside_ranges
         from remat.ranges.rematerialized import rematerialize_over
@@ -252,7 +253,7 @@ def rematerialize(
             time_limit_s=time_limit_s, check=check, **asked,
         )  # fmt: skip
     refuse_fake(group)
-    with Together(group, "remat.rematerialize") as ranks:
+    with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
         known = as_profile(profile)
         _require_compatible(sharding, compile, float_inputs, split, host)
         tiers = tiers_for(model, None, host, nvme)
@@ -268,7 +269,8 @@ def rematerialize(
             refuse_compiled_dtensors(model)
 
         def at(target: str | SupportsIndex) -> Solved:
-            graph = on_one_rank(price_for(traced, profile=known, tiers=tiers), sharding)
+            priced = price_for(traced, profile=known, tiers=tiers)
+            graph = on_one_rank(priced, sharding, is_rewritten=True)
             return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
 
         def make() -> Solved:

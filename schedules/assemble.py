@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from remat.graph_capture.derived.one_rank import COMMUNICATION
+from remat.graph_capture.derived.communication import COMMUNICATION
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 

@@ -9,8 +9,9 @@ from remat.schedules.schedule import Compute, Schedule, Step
 def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     """`schedule` without the steps that `graph` does not have; unchanged if made for `graph`.
 
-    The model is sharded as a whole, so communication comes first and last. Steps after the last op
-    of `graph` are left out: freeing gradients once they are reduced is the wrapper's business.
+    The model is sharded as a whole, so communication comes before forward, between it and backward,
+    and last. Steps after the last op of `graph` are left out: freeing gradients once they are
+    reduced is the wrapper's business.
     """
     if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule

@@ -164,6 +164,8 @@ def _resident(graph: TrainingGraph) -> Resident:
         if not value.producer and value.kind in extra:
             extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
     known = graph.resident
+    if not known.parameters_bytes:  # a sharding keeps them on the host
+        extra["parameter"] = 0
     return msgspec.structs.replace(
         known,
         parameters_bytes=known.parameters_bytes + extra["parameter"],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.derived.sharding import MASTER_BYTES, NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import Allocated, allocated_on
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
@@ -29,6 +29,7 @@ def resident_bytes(
     accumulate: bool,
     allocated: Allocated = int,
     sharding: Sharding = NO_SHARDING,
+    is_on_host: bool = False,
 ) -> Resident:
     """Resident bytes of one rank, by category; a storage shared by two tensors counts once.
 
@@ -40,7 +41,9 @@ def resident_bytes(
         gradients of several batches are summed.
     allocated : how the device's allocator rounds.
     sharding : how much of parameters, gradients and state is here. DDP's buckets count as
-        communication. What FSDP2 gathers is added by `derived/one_rank.py`.
+        communication; gradients that are views of them count once. What FSDP2 gathers is added by
+        `derived/fsdp_step.py`. Of ranks that hold unlike amounts, the one that holds most counts.
+    is_on_host : whether parameters, gradients and state are, as with `CPUOffloadPolicy`.
     """
     if optimizer not in STATES_PER_PARAMETER:
         raise CaptureError(
@@ -49,21 +52,24 @@ def resident_bytes(
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     trained_bytes = sum(allocated(_own_bytes(p, sharding)) for p in trained)
-    state_bytes = STATES_PER_PARAMETER[optimizer] * trained_bytes
-    if optimizer == "adamw":
-        state_bytes += allocated(ADAMW_STEP_BYTES) * len(trained)
     seen: set[int] = set()
-    return Resident(
+    is_held_otherwise = sharding.kind in ("fsdp2", "replicate")
+    resident = Resident(
         parameters_bytes=(
             sum(allocated(_own_bytes(p, sharding)) for p in parameters)
-            if sharding.kind == "fsdp2"
+            if is_held_otherwise
             else storage_bytes(parameters, seen, allocated)
         ),
         buffers_bytes=storage_bytes(model.buffers(), seen, allocated),
         batch_bytes=storage_bytes(pytree.tree_leaves(batch), seen, allocated),
-        gradients_bytes=trained_bytes if accumulate else 0,
-        optimizer_bytes=state_bytes,
-        communication_bytes=trained_bytes if sharding.kind == "ddp" else 0,
+        gradients_bytes=trained_bytes if accumulate and not sharding.bucket_views else 0,
+        optimizer_bytes=_state_bytes(parameters, optimizer, sharding, allocated),
+        communication_bytes=trained_bytes if sharding.has_buckets else 0,
+    )
+    if not is_on_host:
+        return resident
+    return msgspec.structs.replace(
+        resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0
     )
 
 
@@ -75,8 +81,45 @@ def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
 
 def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:
     """Bytes of a parameter's part on one rank."""
-    part = local_part(parameter)
-    return sharding.shard_elements(part.shape) * part.element_size()
+    elements = sharding.shard_elements(local_part(parameter).shape)
+    return elements * _held_bytes(parameter, sharding)
+
+
+def _held_bytes(parameter: Tensor, sharding: Sharding) -> int:
+    """Bytes of an element as it is held between steps."""
+    is_cast = sharding.param_dtype and parameter.is_floating_point()
+    return MASTER_BYTES if is_cast else parameter.element_size()
+
+
+def _state_bytes(
+    parameters: Sequence[Tensor], optimizer: Optimizer, sharding: Sharding, allocated: Allocated
+) -> int:
+    """Bytes of the optimizer's state on the rank that has most of it."""
+    n_ranks = (sharding.states_over or sharding.world_size) if sharding.kind == "zero1" else 1
+    most = 0
+    for own in _dealt_out(parameters, n_ranks):
+        trained = [local_part(p) for p in own if p.requires_grad]
+        sizes = [sharding.state_elements(p.shape) * _held_bytes(p, sharding) for p in trained]
+        state_bytes = STATES_PER_PARAMETER[optimizer] * sum(map(allocated, sizes))
+        if optimizer == "adamw":
+            state_bytes += allocated(ADAMW_STEP_BYTES) * len(trained)
+        most = max(most, state_bytes)
+    return most
+
+
+def _dealt_out(parameters: Sequence[Tensor], n_ranks: int) -> list[list[Tensor]]:
+    """The parameters that each rank updates.
+
+    `ZeroRedundancyOptimizer` gives them out whole, the largest first, each to the first rank of
+    those with the fewest elements so far (`_partition_parameters` of torch 2.13).
+    """
+    ranks: list[list[Tensor]] = [[] for _ in range(n_ranks)]
+    elements = [0] * n_ranks
+    for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
+        rank = elements.index(min(elements))
+        ranks[rank].append(parameter)
+        elements[rank] += parameter.numel()
+    return ranks
 
 
 def storage_bytes(

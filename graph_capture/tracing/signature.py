@@ -27,7 +27,8 @@ OTHER_SHAPE = (
 )
 OTHER_DTYPE = (
     "A plan holds for one dtype, and something casts later, as FSDP's MixedPrecisionPolicy does. "
-    "Leave that out; and plan and train within torch.autocast, or plan model.to({dtype})"
+    "Plan for what it casts to, by remat.Sharding(..., param_dtype=...). Or leave the policy out; "
+    "and plan and train within torch.autocast, or plan model.to({dtype})"
 )
 
 
@@ -52,6 +53,11 @@ class Signature:
             name.startswith("target") and (tensor is not None or other is not None)
             for name, tensor, other in leaves
         )
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor, by the name of its leaf."""
+        return {n: facts[2] for n, facts in zip(self.names, self.tensors, strict=True) if facts}
 
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""

@@ -16,7 +16,7 @@ import msgspec
 from torch import nn
 
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import allocated_on
+from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import CaptureError, FloatInputError
 from remat.graph_capture.float_inputs.arguments import Probe
@@ -36,6 +36,7 @@ from remat.graph_capture.shapes.signature import (
     ranged_signature,
     refuse_beside_ranges,
 )
+from remat.graph_capture.tracing.mixed_precision import inputs_cast
 from remat.graph_capture.tracing.one_trace import Trace, trace_once
 from remat.graph_capture.tracing.recipe import (
     Recipe,
@@ -99,7 +100,8 @@ def trace(
     require_split(split)
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
-    batch = (tuple(args), dict(kwargs or {}), target)
+    given = (tuple(args), dict(kwargs or {}))
+    batch = (*inputs_cast(*given, sharding), target)
     numbers: list[FloatPlace] = []
     if float_inputs:
         names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
@@ -117,9 +119,12 @@ def trace(
         batch = signature.example_at(signature.hints)
     asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
     handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
+    # The caller holds the batch that was cast, beside the one that the step reads.
+    counted = (batch, given) if sharding.param_dtype else batch
     resident = resident_bytes(
-        with_loss(model, loss_fn), batch, optimizer=optimizer, accumulate=accumulate,
-        sharding=sharding, allocated=allocated_on(device),
+        with_loss(model, loss_fn), counted, optimizer=optimizer, accumulate=accumulate,
+        sharding=sharding, is_on_host=sharding.cpu_offload and device != CPU,
+        allocated=allocated_on(device),
     )  # fmt: skip
     if handing and handing.state_bytes:
         resident = msgspec.structs.replace(resident, optimizer_bytes=handing.state_bytes)

@@ -16,8 +16,9 @@ import msgspec
 
 from remat.blocks.tracing import DistinctBlock, TracedBlocks
 from remat.graph_capture.derived.block_units import with_units
+from remat.graph_capture.derived.communication import BEFORE_BLOCK, BEHIND_BLOCK, COMMUNICATION
 from remat.graph_capture.derived.eager import as_eager
-from remat.graph_capture.derived.one_rank import BEFORE_BLOCK, BEHIND_BLOCK, COMMUNICATION, sharded
+from remat.graph_capture.derived.one_rank import sharded
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.assemble import assembled
@@ -76,7 +77,7 @@ class BlockPlanner:
         graph = _eager_outside(_with_own_buffers(priced, self.path_of), self.path_of)
         self.alone, self.units = with_units(graph, ops_of)
         self.graph = sharded(self.alone, self.units, sharding)
-        self.eager = sharded(*with_units(as_eager(priced), ops_of), sharding)
+        self.eager = sharded(*with_units(as_eager(priced), ops_of), sharding, is_eager=True)
         for op in self.graph.ops:
             if op.target in COMMUNICATION and op.module:
                 self.path_of[op.name] = op.module

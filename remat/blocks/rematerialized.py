@@ -24,6 +24,11 @@ from remat.graph_capture.over_ranks.collectives import collectives_in
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.shapes.ranges import Dynamic
+from remat.graph_capture.tracing.mixed_precision import (
+    inputs_cast,
+    parameters_cast,
+    require_cast,
+)
 from remat.graph_capture.tracing.side_effects.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
@@ -92,9 +97,10 @@ def rematerialize_blocks(
     """
     if dynamic:
         _refuse_range(dynamic)
-    batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
+    batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     refuse_fake(group)
-    with Together(group, "remat.rematerialize_blocks") as ranks:
+    ranks_together = Together(group, "remat.rematerialize_blocks")
+    with ranks_together as ranks, parameters_cast(model, sharding):
         _refuse(model)
         known = as_profile(profile)
         traced = trace_blocks(
@@ -102,6 +108,8 @@ def rematerialize_blocks(
             optimizer=optimizer, accumulate=accumulate, sharding=sharding, hand_over=False,
         )  # fmt: skip
         require_group(traced.whole.joint.module, group)
+        for one in traced.distinct:
+            require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
         def make() -> BlocksPlan:
             priced = price(traced.whole, profile=known)

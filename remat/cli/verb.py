@@ -44,8 +44,9 @@ REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
 COUNTED = ("optimizer", "accumulate")
 """Fields that a step is traced with."""
 CAPTURED = (
-    *COUNTED, "device", "host", "nvme", "shard", "world_size", "shard_blocks", "profile",
-    "measure_again",
+    *COUNTED, "device", "host", "nvme", "shard", "world_size", "shard_blocks", "replicas",
+    "reshard_after_forward", "bucket_views", "param_dtype", "reduce_dtype", "cpu_offload",
+    "states_over", "profile", "measure_again",
 )  # fmt: skip
 """Fields that a step is captured and priced with."""
 

@@ -85,6 +85,7 @@ def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
     """The unpriced trace of what a factory made; over ranges of sizes where these are given."""
+    from remat.graph_capture.tracing.mixed_precision import parameters_cast
     from remat.graph_capture.tracing.trace import trace
 
     hand_over = None
@@ -93,12 +94,12 @@ def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = Non
             loaded.model, request.optimizer, request.device,
             loss_fn=loaded.loss_fn, accumulate=request.accumulate,
         )  # fmt: skip
-    return trace(
-        loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
-        optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
-        sharding=request.sharding, split=request.split, hand_over=hand_over,
-        dynamic=dynamic,
-    )  # fmt: skip
+    with parameters_cast(loaded.model, request.sharding):
+        return trace(
+            loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
+            optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
+            sharding=request.sharding, split=request.split, hand_over=hand_over, dynamic=dynamic,
+        )  # fmt: skip
 
 
 def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> TrainingGraph:

@@ -115,9 +115,40 @@ class Request:
     shard_blocks: str = field(
         default="",
         metadata={
-            "help": "modules that fsdp2 shards by themselves, such as blocks.*", "metavar": "GLOB"
+            "help": "modules that fsdp2 or replicate wraps by themselves, such as blocks.*",
+            "metavar": "GLOB",
         },
-    )  # fmt: skip
+    )
+    replicas: int = field(
+        default=1, metadata={"help": "of fsdp2: shard groups that hold the same", "min": 1}
+    )
+    reshard_after_forward: str = field(
+        default="",
+        metadata={
+            "help": "of fsdp2: yes, no to keep parameters whole, or the number of ranks that share "
+            "them until backward; left out, yes for all but the root",
+            "metavar": "yes|no|RANKS",
+        },
+    )
+    bucket_views: bool = field(
+        default=False,
+        metadata={"help": "of ddp and zero1: gradients are views of the buckets"},
+    )
+    param_dtype: str = field(
+        default="",
+        metadata={"help": "of fsdp2 and replicate: what a mixed precision policy casts to"},
+    )
+    reduce_dtype: str = field(
+        default="", metadata={"help": "of fsdp2 and replicate: what gradients are summed in"}
+    )
+    cpu_offload: bool = field(
+        default=False,
+        metadata={"help": "of fsdp2: parameters, gradients and optimizer state are on the host"},
+    )
+    states_over: int = field(
+        default=0,
+        metadata={"help": "of fsdp2 and zero1: ranks that share one optimizer state", "min": 0},
+    )
     profile: Profile | Path | None = field(
         default=None,
         metadata={"help": "prices kept by remat profile, to use as they are", "metavar": "FILE"},
@@ -133,9 +164,13 @@ class Request:
 
         Raises
         ------
-        DeviceError : the three options do not go together.
+        DeviceError : the options do not go together.
         """
-        return Sharding(self.shard, self.world_size, self.shard_blocks)
+        return Sharding(
+            self.shard, self.world_size, self.shard_blocks, self.replicas,
+            _resharding(self.reshard_after_forward), self.bucket_views, self.param_dtype,
+            self.reduce_dtype, self.cpu_offload, self.states_over,
+        )  # fmt: skip
 
     @property
     def is_run_here(self) -> bool:
@@ -195,3 +230,15 @@ class Request:
         from remat.graph_capture.prices.profile import as_profile
 
         return as_profile(self.profile)
+
+
+def _resharding(text: str) -> bool | int | None:
+    """What `fully_shard` takes: a truth, a number of ranks, or None where nothing is said."""
+    if text in ("", "yes", "no"):
+        return {"": None, "yes": True, "no": False}[text]
+    if not text.isdecimal():
+        raise DeviceError(
+            f"--reshard-after-forward {text} is neither yes, no nor a number of ranks: leave it "
+            "out for what fully_shard does"
+        )
+    return int(text)

@@ -19,6 +19,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_checkpoint
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.graphs.gradient_facts import GradientFacts
+from remat.rewriter.guards.left_whole import LeftWhole
 
 _NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
@@ -36,6 +37,7 @@ class BackwardGuards:
     facts : of the step's gradients.
     constants : tensors that backward's graph holds itself, by what they are.
     running : what hands gradients over as they are made, if they are.
+    left_whole : is told that backward begins.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class BackwardGuards:
         facts: GradientFacts,
         constants: list[tuple[str, Tensor]],
         running: Running | None = None,
+        left_whole: LeftWhole | None = None,
     ) -> None:
         self.model, self.names, self.facts, self.running = model, names, facts, running
+        self.left_whole = left_whole
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
@@ -65,6 +69,8 @@ class BackwardGuards:
                 "backward is a fixed sequence of ops that cannot be differentiated again. Use the "
                 "original model for steps that need second derivatives"
             )
+        if self.left_whole:
+            self.left_whole.note_backward()
         self._require_own_pass()
         self._require_unchanged()
         unreached = self._unreached(tangents)

@@ -33,6 +33,7 @@ from remat.graph_capture.tracing.side_effects.carried import Settled, out_of_ste
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.leaves import FlatBatches
+from remat.rewriter.guards.left_whole import LeftWhole
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.same_objects import same_objects
 from remat.rewriter.guards.settings import first_difference, settings
@@ -79,6 +80,7 @@ class Guards:
         self.constants = _watched_constants(model, forward, backward)
         self.read_in_backward = self._named(constants_of(backward))
         self.settings = settings()
+        self.left_whole = LeftWhole()
         self._last: list[Tensor] = []
         self._is_same: Callable[[], bool] | None = None
         self._looks = 0

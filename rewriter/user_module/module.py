@@ -82,6 +82,7 @@ class RematModule(SharedState, fx.GraphModule):
 
     def _remat_step(self, batch: Any) -> Any:
         guards, step = self._remat_guards, self._remat_compiled_step
+        guards.left_whole.require_fresh(self)
         state, leaves = guards.require(batch)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
@@ -104,8 +105,9 @@ class RematModule(SharedState, fx.GraphModule):
             one.put()
         inputs = [*state, *leaves]
         BackwardGuards(
-            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward, running
-        ).watch(output)
+            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward, running,
+            guards.left_whole,
+        ).watch(output)  # fmt: skip
         return output
 
     def _remat_set(self, attributes: tuple[Carried, ...], tensors: list[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,15 +22,23 @@ Found = list[dict[str, dict[str, Any]]]
 
 
 def torchrun(n_ranks: int, *words: str, limit_s: float = TIMEOUT_S) -> str:
-    """Standard output of a script that ran on `n_ranks` ranks, one thread each, within a limit."""
+    """Standard output of a script that ran on `n_ranks` ranks, one thread each.
+
+    What has not ended within the limit is ended with all its ranks, and fails.
+    """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*launch, "--nproc-per-node", str(n_ranks), *words],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit_s,
-        capture_output=True, text=True, check=False,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    try:
+        said, errors = process.communicate(timeout=limit_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors[-4000:]
+    return said
 
 
 def leave(folder: Path, found: Mapping[str, object]) -> NoReturn:
@@ -54,5 +63,6 @@ def ranks(
     worker: str, folder: Path, n_ranks: int, *cases: str, limit_s: float = TIMEOUT_S
 ) -> Found:
     """Run cases of a worker of this folder; all of them where none is named."""
-    torchrun(n_ranks, f"tests/distributed/{worker}", str(folder), *cases, limit_s=limit_s)
+    script = f"tests/distributed/{worker}"
+    torchrun(n_ranks, script, str(folder), *cases, limit_s=limit_s)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n_ranks)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture.derived.one_rank import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
+from remat.graph_capture.derived.communication import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
 from remat.graph_capture.derived.sharding import UNTIMED, Sharding, element_bytes
 from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import trace
 from tests.block_models import ROWS, WIDTH, Stack, rows
 
@@ -73,20 +76,134 @@ def test_more_ranks_need_less_memory_each() -> None:
     assert peak_bytes(2) > peak_bytes(8) > peak_bytes(64)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "blocks", "text"),
-    [
-        ("zero", 2, "", "unknown sharding 'zero': choose none, ddp or fsdp2"),
-        ("ddp", 1, "", "sharding ddp over 1 rank: name the number of ranks"),
-        ("none", 4, "", "4 ranks and no sharding: choose ddp or fsdp2"),
-        ("ddp", 2, "layers.*", "sharding ddp has no blocks"),
-    ],
-)
-def test_shardings_without_meaning_are_refused(
-    kind: str, ranks: int, blocks: str, text: str
-) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "zero"}, "unknown sharding 'zero': choose none, ddp, zero1, replicate or fsdp2"),
+    ({"kind": "ddp", "world_size": 1}, "sharding ddp over 1 rank: name the number of ranks"),
+    ({"kind": "none"}, "4 ranks and no sharding: choose ddp, zero1, replicate or fsdp2"),
+    ({"kind": "ddp", "blocks": "layers.*"}, "ddp has no blocks: .* choose fsdp2 or replicate"),
+    ({"kind": "ddp", "replicas": 2}, "sharding ddp has no replicas: .* choose fsdp2"),
+    ({"kind": "replicate", "reshard_after_forward": False}, "replicate has no reshard_after_"),
+    ({"bucket_views": True}, "sharding fsdp2 has no bucket_views: .* choose ddp or zero1"),
+    ({"kind": "zero1", "param_dtype": "bfloat16"}, "sharding zero1 has no param_dtype"),
+    ({"kind": "replicate", "cpu_offload": True}, "sharding replicate has no cpu_offload"),
+    ({"kind": "ddp", "states_over": 2}, "sharding ddp has no states_over: .* fsdp2 or zero1"),
+    ({"replicas": 3}, "3 replicas do not divide 4 ranks"),
+    ({"replicas": 0}, "0 replicas do not divide 4 ranks"),
+    ({"replicas": 4}, "leave one rank a shard group, so nothing is sharded: .* replicate"),
+    ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide .* of 4 ranks"),
+    ({"replicas": 2, "reshard_after_forward": 4}, "=4 does not divide a shard group of 2 ranks"),
+    ({"reshard_after_forward": 1}, r"=1 does not divide .* or no \(False\) to keep"),
+    ({"reshard_after_forward": 0}, "=0 does not divide"),
+    ({"param_dtype": "float32"}, "param_dtype 'float32' is none .* choose bfloat16 or float16"),
+    ({"reduce_dtype": "int8"}, "reduce_dtype 'int8' is none .* choose float32, bfloat16 or"),
+    ({"replicas": 2, "states_over": 3}, "states_over=3 ranks: choose a multiple of 2 that divides"),
+    ({"states_over": 2}, "states_over=2 ranks: choose a multiple of 4 that divides 4 ranks"),
+    ({"kind": "zero1", "states_over": 3}, "states_over=3 ranks"),
+]
+
+
+@pytest.mark.parametrize(("asked", "text"), REFUSED)
+def test_shardings_without_meaning_are_refused(asked: dict[str, Any], text: str) -> None:
     with pytest.raises(DeviceError, match=text):
-        Sharding(kind, ranks, blocks)  # type: ignore[arg-type]
+        Sharding(**{"kind": "fsdp2", "world_size": 4, **asked})
+
+
+def step_of(**asked: Any) -> TrainingGraph:
+    """The step of one of four ranks."""
+    found = {"kind": "fsdp2", "world_size": 4, "blocks": "layers.*", **asked}
+    return remat.capture(Stack(), (rows(),), optimizer="adamw", sharding=Sharding(**found))
+
+
+def targets(graph: TrainingGraph, module: str) -> list[str]:
+    return [op.target for op in graph.ops if op.price == "estimated" and op.module == module]
+
+
+def test_parameters_that_are_kept_are_gathered_once() -> None:
+    kept = step_of(reshard_after_forward=False)
+    assert targets(kept, "layers.2") == [GATHER, UNSHARD, RESHARD, COPY_IN, REDUCE]
+    freed = next(op for op in kept.ops if op.name == "reshard_backward_layers.2")
+    assert freed.inputs[0] == "unsharded_forward_layers.2"
+    assert unmodified(kept).peak_bytes > unmodified(step_of()).peak_bytes
+
+
+def test_a_part_is_kept_and_gathered_again() -> None:
+    graph = step_of(reshard_after_forward=2)
+    sizes = {value.name: value.size_bytes for value in graph.values}
+    for path in ("", *(f"layers.{i}" for i in range(4))):
+        assert sizes[f"part_{path}"] == sizes[f"gathered_backward_{path}"] // 2 > 0
+    assert "part_layers.1" in graph.ops[graph.op_index["unshard_backward_layers.1"]].inputs
+
+
+def test_the_root_is_resharded_only_where_it_is_asked_for() -> None:
+    again = "all_gather_backward_"
+    assert again not in step_of().op_index
+    assert again in step_of(reshard_after_forward=True).op_index
+    assert step_of(reshard_after_forward=4).ops == step_of(reshard_after_forward=True).ops
+
+
+def test_replicas_of_a_shard_group_hold_the_same() -> None:
+    two, four = step_of(replicas=2), step_of()
+    assert two.resident.parameters_bytes == 2 * four.resident.parameters_bytes
+    assert two.resident.optimizer_bytes > four.resident.optimizer_bytes
+    finer = step_of(replicas=2, states_over=4)
+    assert finer.resident.parameters_bytes == two.resident.parameters_bytes
+    assert finer.resident.optimizer_bytes == four.resident.optimizer_bytes
+
+
+def test_mixed_precision_gathers_half_and_reduces_whole() -> None:
+    plain, mixed = step_of(), step_of(param_dtype="bfloat16", reduce_dtype="float32")
+    sizes, halves = ({v.name: v.size_bytes for v in graph.values} for graph in (plain, mixed))
+    for path in ("", "layers.1"):
+        assert halves[f"gathered_forward_{path}"] == sizes[f"gathered_forward_{path}"] // 2
+        assert halves[f"reduced_{path}"] == sizes[f"reduced_{path}"]
+        assert halves[f"gradient_shards_{path}"] == sizes[f"gradient_shards_{path}"]
+    assert mixed.resident.batch_bytes == plain.resident.batch_bytes * 3 // 2
+    for held in ("parameters_bytes", "optimizer_bytes"):
+        assert getattr(mixed.resident, held) == getattr(plain.resident, held)
+
+
+def test_replicas_keep_what_they_reduce_in_another_dtype() -> None:
+    graph = step_of(replicas=2, param_dtype="bfloat16")
+    sizes = {value.name: value.size_bytes for value in graph.values}
+    assert sizes["reduced_part_layers.1"] == sizes["gradient_shards_layers.1"] // 2
+    assert "reduced_part_layers.1" in graph.outputs
+    assert "reduced_part_layers.1" not in step_of(param_dtype="bfloat16").value_by_name
+
+
+def test_a_device_holds_nothing_between_steps_that_is_offloaded() -> None:
+    offloaded = Sharding("fsdp2", 4, "layers.*", cpu_offload=True)
+    on_device = remat.capture(
+        Stack(), (rows(),), optimizer="adamw", device="l4", sharding=offloaded
+    )
+    resident = on_device.resident
+    assert resident.parameters_bytes == resident.optimizer_bytes == 0 < resident.batch_bytes
+    assert not any(name.startswith("gradient_shards") for name in on_device.outputs)
+    assert step_of(cpu_offload=True).resident == step_of().resident
+
+
+def test_views_of_buckets_free_each_gradient() -> None:
+    alone = step_of(kind="ddp", blocks="")
+    views = step_of(kind="ddp", blocks="", bucket_views=True)
+    assert views.resident == alone.resident
+    assert sum(op.target == COPY_IN for op in views.ops) > 10
+    assert unmodified(views).peak_bytes < unmodified(alone).peak_bytes
+
+
+def test_zero1_counts_the_rank_that_holds_most() -> None:
+    def states_bytes(**asked: Any) -> int:
+        return step_of(blocks="", **asked).resident.optimizer_bytes
+
+    every = states_bytes(kind="ddp")
+    one, half = states_bytes(kind="zero1"), states_bytes(kind="zero1", states_over=2)
+    assert every / 4 <= one < every / 3
+    assert every / 2 <= half < every / 1.9
+
+
+def test_replicate_holds_a_copy_for_the_step() -> None:
+    graph = step_of(kind="replicate")
+    assert targets(graph, "layers.2") == [UNSHARD, RESHARD, COPY_IN, REDUCE]
+    copied = sum(v.size_bytes for v in graph.values if v.name.startswith("unsharded_forward"))
+    assert copied == graph.resident.parameters_bytes
 
 
 def test_blocks_that_are_not_there_are_refused() -> None:

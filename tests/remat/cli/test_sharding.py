@@ -40,3 +40,46 @@ def test_ranks_have_to_be_named(remat: Remat) -> None:
     done = remat("run", "no/such/file.py:factory", "--shard", "ddp")
     assert done.exit_code == 2
     assert "sharding ddp over 1 rank: name the number of ranks" in done.stderr
+
+
+FSDP2 = ("--shard", "fsdp2", "--world-size", "4")
+REFUSED = [
+    (("--replicas", "3"), "3 replicas do not divide 4 ranks"),
+    (("--reshard-after-forward", "3"), "reshard_after_forward=3 does not divide a shard group of"),
+    (("--reshard-after-forward", "maybe"), "maybe is neither yes, no nor a number of ranks"),
+    (("--param-dtype", "int8"), "param_dtype 'int8' is none that a mixed precision policy"),
+    (("--bucket-views",), "sharding fsdp2 has no bucket_views"),
+    (("--states-over", "3"), "states_over=3 ranks: choose a multiple of 4"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), REFUSED)
+def test_groups_that_do_not_divide_are_refused(
+    remat: Remat, words: tuple[str, ...], text: str
+) -> None:
+    done = remat("run", "no/such/file.py:factory", *FSDP2, *words)
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_policy_that_would_not_cast_is_refused(remat: Remat, tmp_path: Path) -> None:
+    file = tmp_path / "double.py"
+    file.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 4).double()\nbatch = (torch.ones(2, 4).double(),)"
+    )
+    done = remat(
+        "capture", str(file), *FSDP2, "--param-dtype", "bfloat16", "-o", str(tmp_path / "g.json")
+    )
+    assert done.exit_code == 2
+    assert "parameter weight is float64, and a plan with param_dtype='bfloat16'" in done.stderr
+
+
+def test_one_rank_of_a_mixed_hybrid_is_planned(remat: Remat, tmp_path: Path) -> None:
+    how = ("--shard-blocks", "blocks.*", "--replicas", "2", "--reshard-after-forward", "no")
+    graph = ("-o", str(tmp_path / "graph.json"), "--json")
+    mixed = ("--param-dtype", "bfloat16", "--reduce-dtype", "float32")
+    found = json.loads(remat("capture", remat.gpt, *FSDP2, *how, *mixed, *graph).stdout)
+    plain = json.loads(remat("capture", remat.gpt, *FSDP2, *graph).stdout)
+    parameters = "parameters_bytes"
+    assert found["resident"][parameters] >= 1.9 * plain["resident"][parameters] > 0

@@ -1,0 +1,94 @@
+"""A model as FSDP2's mixed precision policy runs it: parameters and batch in a lower dtype.
+
+`fully_shard` holds parameters in float32 and casts what it gathers, and the floating point inputs
+of what it wraps. So a plan is made of the cast model, which then gets its float32 parameters back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from remat.graph_capture.derived.sharding import Sharding
+from remat.graph_capture.errors import CaptureError
+
+MASTER = torch.float32
+"""What parameters are held in that a policy casts."""
+
+
+@contextlib.contextmanager
+def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
+    """The parameters of `model` in the policy's dtype, meanwhile; afterwards the same as before.
+
+    Buffers keep their dtype, as under `fully_shard`.
+
+    Raises
+    ------
+    CaptureError : a floating point parameter is not float32, so it would not be cast from there.
+    """
+    if not sharding.param_dtype:
+        yield
+        return
+    dtype = _dtype(sharding.param_dtype)
+    held = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    for path, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != MASTER:
+            raise CaptureError(
+                f"parameter {path} is {_short(parameter.dtype)}, and a plan with param_dtype="
+                f"'{sharding.param_dtype}' is for parameters held in {_short(MASTER)}: call "
+                f"model.float() first, or leave param_dtype out and the policy's too"
+            )
+    try:
+        for parameter, data in held:
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
+def inputs_cast(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, sharding: Sharding
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model as the policy casts them: tensors of floating point numbers."""
+    if not sharding.param_dtype:
+        return args, dict(kwargs or {})
+    dtype = _dtype(sharding.param_dtype)
+
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_float else leaf
+
+    return pytree.tree_map(cast, (args, dict(kwargs or {})))
+
+
+def require_cast(path: str, dtypes: Mapping[str, torch.dtype], sharding: Sharding) -> None:
+    """Raise `CaptureError` for an argument that the policy would cast at the border of a block.
+
+    Parameters
+    ----------
+    path : of the block. dtypes : of its tensor arguments, by name.
+    """
+    if not sharding.param_dtype:
+        return
+    dtype = _dtype(sharding.param_dtype)
+    for name, found in dtypes.items():
+        if found.is_floating_point and found != dtype:
+            raise CaptureError(
+                f"block {path} takes {name} in {_short(found)}, which fully_shard would cast to "
+                f"{sharding.param_dtype}, so the plan would be for another dtype: cast it in the "
+                "model before the block"
+            )
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
