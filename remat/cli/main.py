@@ -15,6 +15,7 @@ from remat.cli.explain import explain_verb
 from remat.cli.fit import fit_verb
 from remat.cli.inspect import inspect_verb
 from remat.cli.plan import capture_verb, rewrite_verb, solve_verb
+from remat.cli.plan_cluster import plan_cluster_verb
 from remat.cli.profile import profile_verb
 from remat.cli.report import export_verb, report_verb
 from remat.cli.run import check_verb, run_verb
@@ -27,7 +28,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-PLANNING = {"run": run_verb, "capture": capture_verb, "solve": solve_verb, "sweep": sweep_verb}
+PLANNING = {
+    "run": run_verb, "capture": capture_verb, "solve": solve_verb, "sweep": sweep_verb,
+    "plan-cluster": plan_cluster_verb,
+}  # fmt: skip
 READING = {
     "inspect": inspect_verb, "explain": explain_verb, "compare": compare_verb, "fit": fit_verb
 }  # fmt: skip

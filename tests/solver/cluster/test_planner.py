@@ -1,0 +1,115 @@
+"""The search over meshes: pruned finds what the full one finds, and states are held as they say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from remat.solver.cluster.mesh import Asked, Mesh, all_degrees, all_states
+from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
+from tests.solver.cluster.made_jobs import MadeParts, made_cluster, made_job
+
+
+def search_of(
+    gpus: int, layers: int = 32, batch: int = 64, budget_gib: float = 72, asked: Asked | None = None
+) -> ClusterSearch:
+    job, cluster = made_job(layers, batch), made_cluster(gpus, budget_gib)
+    return ClusterSearch(job, cluster, MadeParts(job, cluster), asked or Asked())
+
+
+def all_plans(search: ClusterSearch) -> list[ClusterPlan]:
+    """Every mesh evaluated, none pruned."""
+    found = [
+        search.evaluate(mesh)
+        for degrees in all_degrees(search.job, search.cluster, search.asked)
+        for mesh in all_states(degrees, search.cluster, search.asked)
+    ]
+    return [plan for plan in found if plan is not None]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layers", "batch", "budget_gib"), [(16, 32, 64, 40), (64, 48, 128, 20)]
+)
+def test_the_pruned_search_finds_all_that_the_full_one_finds(
+    gpus: int, layers: int, batch: int, budget_gib: float
+) -> None:
+    search = search_of(gpus, layers, batch, budget_gib)
+    near = search.run()
+    full = all_plans(search_of(gpus, layers, batch, budget_gib))
+    best_us = min(plan.time_us for plan in full)
+    assert near[0].time_us == best_us
+    assert search.pruned > 0
+    within = {plan.mesh for plan in full if plan.time_us < best_us * 1.05}
+    assert {plan.mesh for plan in near} == within
+
+
+def test_no_plan_beats_its_bound() -> None:
+    search = search_of(32)
+    for plan in all_plans(search):
+        degrees = plan.mesh.degrees
+        assert search._least_products_us(degrees) <= search._work_us(degrees)
+        assert search._work_us(degrees) <= plan.time_us
+
+
+def test_two_searches_find_the_same() -> None:
+    assert search_of(32).run() == search_of(32).run()
+
+
+def test_each_stage_is_within_the_budget() -> None:
+    search = search_of(64, 48, 128, 20)
+    for plan in search.run():
+        stages = search.stages(plan)
+        assert sum(stage.blocks for stage in stages) == 48
+        assert all(stage.peak_bytes <= search.cluster.budget_bytes for stage in stages)
+
+
+def test_first_stages_compute_more_again_and_are_not_longer() -> None:
+    """More microbatches are in flight there, so their blocks have less room."""
+    search = search_of(64, 48, 256, 14, Asked(tp=2, cp=1, pp=8, microbatch=1, chunks=1))
+    plan = search.run()[0]
+    stages = search.stages(plan)
+    assert stages[0].overhead > stages[6].overhead
+    assert plan.layers[1] <= plan.layers[6]
+    assert len(set(plan.layers)) > 1
+
+
+def test_parameters_kept_over_a_node_win_where_links_between_are_slow() -> None:
+    """ZeRO++'s hpZ: gathered again inside the node alone."""
+    search = search_of(64, 32, 64, 30, Asked(tp=1, cp=1, pp=1))
+    best = search.run()[0].mesh
+    assert best.shard == 64
+    assert best.keep == 8
+
+
+def test_more_room_is_never_slower() -> None:
+    times = [
+        min((p.time_us for p in search_of(32, budget_gib=gib).run()), default=math.inf)
+        for gib in (10, 16, 24, 40, 72)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_nothing_fits_is_an_empty_list() -> None:
+    assert search_of(8, budget_gib=1).run() == []
+
+
+def test_without_overlap_a_step_is_longer() -> None:
+    search = search_of(64, asked=Asked(tp=1, cp=1, pp=1))
+    plan = search.run()[0]
+    assert search.without_overlap_us(plan) > plan.time_us
+
+
+def test_tied_weights_leave_one_stage() -> None:
+    import msgspec
+
+    search = search_of(16)
+    search.job = msgspec.structs.replace(search.job, tied=("tok.weight",))
+    assert {d.pp for d in all_degrees(search.job, search.cluster, Asked())} == {1}
+
+
+def test_pipelines_hold_parameters_and_gradients_whole() -> None:
+    search = search_of(16)
+    degrees = next(d for d in all_degrees(search.job, search.cluster, Asked(pp=2)))
+    meshes: list[Mesh] = list(all_states(degrees, search.cluster, Asked()))
+    assert all(mesh.keep == 1 and not mesh.reduce_each for mesh in meshes)
