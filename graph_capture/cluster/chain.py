@@ -73,7 +73,7 @@ def chain_of(
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.bfloat16)
-    blocks = matching_blocks(model, pattern, "cpu") if pattern else _longest_list(model)
+    blocks = matching_blocks(model, pattern, "h100") if pattern else _longest_list(model)
     _require_equal(blocks)
     on_meta = torch.utils._pytree.tree_map(_without_storage, (args, dict(kwargs or {}), target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])

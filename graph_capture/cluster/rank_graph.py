@@ -14,6 +14,7 @@ from typing import cast
 
 import msgspec
 import torch
+import torch.utils._pytree as pytree
 
 from remat.graph_capture.capturing import price_for
 from remat.graph_capture.cluster.chain import ChainModel
@@ -39,7 +40,8 @@ def block_graph_on_rank(
     tp_group, cp_group = groups.group("tp", tp), groups.group("cp", cp)
     module = block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
     args = (border_on_rank(shape, tp), *shape.block_args[1:])
-    traced = trace(module, args, shape.block_kwargs, device=device, optimizer="none", split="none")
+    args, kwargs = _stored(((border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs))
+    traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links, tp, _first_input(traced))
 
 
@@ -49,9 +51,21 @@ def behind_graph_on_rank(
 ) -> TrainingGraph:  # fmt: skip
     """The priced graph of what one rank runs behind the last block, with the loss."""
     module = behind_on_rank(chain, shape, tp, groups.group("tp", tp))
-    args = (chain.args, chain.kwargs, chain.target)
+    args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links, tp, "")
+
+
+def _stored(batch: Any) -> Any:
+    """The same with tensors on the CPU, whose memory is never touched: a trace asks for some."""
+
+    def stored(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(stored, batch)
 
 
 def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups) -> str:
@@ -90,6 +104,10 @@ def _prepared(
         values = tuple(
             msgspec.structs.replace(v, producer="border") if v.name == border else v for v in values
         )
+    # The gradient of a border comes from the block behind, which is done with it.
+    values = tuple(
+        msgspec.structs.replace(v, kind="activation") if v.kind == "tangent" else v for v in values
+    )
     known = {v.name: v for v in values}
     return msgspec.structs.replace(
         graph, ops=ops, values=values, resident=Resident(), regions=(), links=None,

@@ -106,7 +106,7 @@ class KeptParts:
         _, shape = self.chains.at(1, self.job.seq)
         said = (
             SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
-            self.cluster.links, torch.__version__, __version__,
+            self.cluster.links, str(torch.__version__), __version__,
         )  # fmt: skip
         name = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]
         return cache_folder() / "cluster" / f"{name}.json"

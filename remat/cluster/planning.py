@@ -114,7 +114,7 @@ def _file(
     writer = _Schedules(parts, best)
     stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
     figures = ClusterFigures(
-        best.time_us, search.without_overlap_us(best.plan), best.mfu, best.bubble
+        best.time_us, best.time_us + search.overlapped_us(best.plan), best.mfu, best.bubble
     )
     return ClusterFile(
         job.name, job.parameters, request.device, request.node_size, request.gpus,
@@ -129,7 +129,7 @@ def _file(
             )
             for one in ranked[1:]
         ),
-        modelled_notes(search.cluster, request), Versions(torch.__version__, __version__),
+        modelled_notes(search.cluster, request), Versions(str(torch.__version__), __version__),
     )  # fmt: skip
 
 

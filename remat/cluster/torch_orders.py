@@ -43,9 +43,24 @@ def torch_order(name: str, ranks: int, microbatches: int, chunks: int = 1) -> tu
             f"with {chunks} stages each: {error}"
         ) from error
     order = made.pipeline_order
-    return parse_order(
+    read = parse_order(
         [None if action is None else str(action) for action in order[rank]]
         for rank in sorted(order)
+    )
+    return tuple(map(_from_0, read)) if name == "1F1B" else read
+
+
+def _from_0(rank: RankOrder) -> RankOrder:
+    """With forwards numbered from 0 on.
+
+    Torch's list of 1F1B begins with microbatch 1 on the last rank, which has no forward before the
+    first pair. What torch runs there begins with 0.
+    """
+    forwards = [a.microbatch for together in rank for a in together if a.kind == "F"]
+    shift = min(forwards, default=0)
+    return tuple(
+        tuple(a._replace(microbatch=a.microbatch - shift * (a.kind == "F")) for a in together)
+        for together in rank
     )
 
 

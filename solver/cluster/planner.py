@@ -210,13 +210,13 @@ class ClusterSearch:
         tables = self.stage_tables(plan.mesh)
         return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
 
-    def without_overlap_us(self, plan: ClusterPlan) -> float:
-        """Time of the same mesh if no collective went on beside computations."""
+    def overlapped_us(self, plan: ClusterPlan) -> float:
+        """How much longer the same mesh took if no collective went on beside computations."""
         other = ClusterSearch(self.job, no_overlap(self.cluster), self.parts, self.asked)
         other.tables = self.tables
         found = other.evaluate(plan.mesh)
         assert found is not None
-        return found.time_us
+        return found.time_us - plan.time_us
 
     def mfu(self, time_us: float) -> float:
         """Share of the peak that the model's own operations come to."""

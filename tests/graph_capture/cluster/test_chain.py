@@ -1,4 +1,4 @@
-"""Whether a model is a chain, and how its layers are split: what one forward without storage shows."""
+"""Whether a model is a chain, and how its layers are split, from a forward without storage."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_degrees_that_heads_do_not_divide_are_told(groups: FakeGroups) -> None:
         "its border [1, 16, 64] has no 3 parts of a sequence"
     )
     named = chain_from(chains.by_number, batch=1, seq=8)
-    assert "torch says: shape" in runs_split(named, watch(named), 2, groups)
+    assert "with a part of its heads, torch says" in runs_split(named, watch(named), 2, groups)
 
 
 def test_a_block_of_one_layer_cannot_be_split(groups: FakeGroups) -> None:

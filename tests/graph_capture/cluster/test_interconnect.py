@@ -75,7 +75,7 @@ def test_all_of_the_table_are_devices_with_a_source() -> None:
 
 
 def test_links_of_a_device_that_are_not_known_are_refused() -> None:
-    with pytest.raises(DeviceError, match="no links between t4 GPUs are known: choose b200, .*"):
+    with pytest.raises(DeviceError, match="no links between t4 GPUs are known: choose b200"):
         interconnect_of("t4", 8)
 
 

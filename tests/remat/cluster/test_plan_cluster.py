@@ -28,7 +28,8 @@ def remat(*words: str, columns: int = 160) -> Result:
 
 @pytest.fixture(scope="module")
 def planned() -> ClusterFile:
-    request = ClusterRequest(8, 16, 32, "h100", 4, "8MiB", asked=Asked(tp=2, cp=1, pp=2))
+    asked = Asked(tp=2, cp=1, pp=2, microbatch=4, chunks=1)
+    request = ClusterRequest(8, 16, 32, "h100", 4, "1200KiB", asked=asked)
     found = plan_cluster(SMALL, request)
     assert found.file is not None
     return found.file
@@ -63,7 +64,7 @@ def test_each_schedule_is_what_the_judge_says(planned: ClusterFile) -> None:
 def test_less_room_is_more_recomputation(planned: ClusterFile) -> None:
     asked = Asked(tp=2, cp=1, pp=2, microbatch=4, chunks=1)
     overheads: list[float] = []
-    for budget in ("64MiB", "4MiB", "3MiB"):
+    for budget in ("64MiB", "1200KiB", "1MiB"):
         request = ClusterRequest(8, 16, 32, "h100", 4, budget, asked=asked)
         found = plan_cluster(SMALL, request, 0)
         overheads.append(found.ranked[0].stages[0].overhead if found.ranked else 1.0)
