@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from remat.graph_capture.errors import CaptureError
@@ -75,7 +76,7 @@ def chain_of(
                 parameter.data = parameter.data.to(torch.bfloat16)
     blocks = matching_blocks(model, pattern, "h100") if pattern else _longest_list(model)
     _require_equal(blocks)
-    on_meta = torch.utils._pytree.tree_map(_without_storage, (args, dict(kwargs or {}), target))
+    on_meta = pytree.tree_map(_without_storage, (args, dict(kwargs or {}), target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.cluster.chain import ChainModel, loss_of
-from remat.graph_capture.cluster.watching import ChainShape, SplitRole
+from remat.graph_capture.cluster.watching import ChainShape, SplitRole, attended
 from remat.graph_capture.errors import CaptureError
 
 SEQUENCE = 1
@@ -92,7 +92,7 @@ class _KeysOfAll(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **given)
-        query, key, value = (*args, given.get("query"), given.get("key"), given.get("value"))[:3]
+        query, key, value = attended(args, given)
         key, value = (_gathered(t.contiguous(), 2, self.group) for t in (key, value))
         if given.get("is_causal"):
             key, value = (t[:, :, : t.shape[2] // 2] for t in (key, value))
@@ -200,8 +200,9 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
     sizes = (out // tp, into) if role == "columns" else (out, into // tp)
     linear.weight = nn.Parameter(linear.weight.new_empty(sizes))
     linear.out_features, linear.in_features = sizes
-    if linear.bias is not None and role == "columns":
-        linear.bias = nn.Parameter(linear.bias.new_empty(sizes[0]))
+    bias: nn.Parameter | None = linear.bias
+    if bias is not None and role == "columns":
+        linear.bias = nn.Parameter(bias.new_empty(sizes[0]))
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -10,7 +10,7 @@ that is carried out today pins it.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import torch

@@ -281,7 +281,7 @@ class _Attention(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **given)
-        query, key, value = (*args, given.get("query"), given.get("key"), given.get("value"))[:3]
+        query, key, value = attended(args, given)
         shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
         if self.watcher.inside in (None, 0):
             whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
@@ -294,6 +294,13 @@ class _Attention(TorchFunctionMode):
         if id(query) in self.watcher.split:
             self.watcher.split[id(result)] = result
         return result
+
+
+def attended(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a call of torch's fused attention."""
+    named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+    query, key, value = (*args, *named)[:3]
+    return query, key, value
 
 
 def _told(leaf: Any) -> str:

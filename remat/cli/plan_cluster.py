@@ -60,6 +60,7 @@ Cp = Annotated[int | None, _given("--cp", "context parallel ranks", FIX_PANEL)]
 Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", FIX_PANEL)]
 Micro = Annotated[int | None, _given("--microbatch", "its sequences", FIX_PANEL)]
 Chunks = Annotated[int | None, _given("--chunks", "of the model on each rank", FIX_PANEL)]
+Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", FIX_PANEL)]
 RunnersUp = Annotated[
     int, typer.Option("--runners-up", min=0, help="how many other meshes within 5 % to show")
 ]
@@ -83,6 +84,7 @@ def plan_cluster_verb(
     pp: Pp = None,
     microbatch: Micro = None,
     chunks: Chunks = None,
+    shard: Shard = None,
     runners_up: RunnersUp = 5,
     output: options.Output = None,
 ) -> None:
@@ -96,7 +98,7 @@ def plan_cluster_verb(
     for flag, number in {"--gpus": gpus, "--batch": batch, "--seq": seq}.items():
         if not number:
             raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {flag}")
-    asked = Asked(tp, cp, pp, microbatch, chunks)
+    asked = Asked(tp, cp, pp, microbatch, chunks, shard)
     request = ClusterRequest(
         gpus, batch, seq, device, node_size, budget, links, asked, blocks, receive_ring
     )

@@ -106,7 +106,7 @@ def _stages(plan: ClusterFile) -> Table:
         stage = plan.stages[number]
         held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in HELD]
         table.add_row(
-            str(number), str(len(stage.layers)), f"{stage.microbatches_in_flight:.3g}",
+            str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
             recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",
         )  # fmt: skip
     return table

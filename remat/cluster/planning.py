@@ -14,6 +14,7 @@ from remat.cluster.request import ClusterRequest
 from remat.graph_capture.cluster.fake_group import fake_world
 from remat.graph_capture.cluster.interconnect import interconnect_table
 from remat.graph_capture.devices.device_table import device_table
+from remat.graph_capture.errors import DeviceError
 from remat.job.stopwatch import Stopwatch
 from remat.schedules.pipeline.cluster_plan import (
     ClusterFigures,
@@ -25,7 +26,7 @@ from remat.schedules.pipeline.cluster_plan import (
 )
 from remat.schedules.plan import Versions
 from remat.solver.cluster.job import Cluster, Job
-from remat.solver.cluster.mesh import Mesh
+from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch
 from remat.solver.cluster.stages import Stage
@@ -75,6 +76,7 @@ def plan_cluster(
             job = job_of(
                 chains, request.batch, request.seq, request.asked, groups, request.node_size
             )
+        _require_some_mesh(job, cluster, request)
         parts = KeptParts(chains, job, cluster, groups)
         search = ClusterSearch(job, cluster, parts, request.asked)
         with watch.stage("solve", "searching meshes") as shown:
@@ -93,6 +95,17 @@ def plan_cluster(
         job, cluster, kept, block, file, search.evaluated, search.pruned, parts.captured,
         parts.read,
     )  # fmt: skip
+
+
+def _require_some_mesh(job: Job, cluster: Cluster, request: ClusterRequest) -> None:
+    """Raise `DeviceError` where no numbers go together, whatever the memory."""
+    if next(all_degrees(job, cluster, request.asked), None) is None:
+        raise DeviceError(
+            f"no mesh splits {request.gpus} GPUs and a batch of {request.batch} x {request.seq} as "
+            "it is asked: degrees divide the GPUs, microbatches and data parallel ranks the batch, "
+            f"stages are at most {job.layers} and have a microbatch each, tp and cp divide the "
+            "sequence; fix less, or choose another --batch"
+        )
 
 
 def parallelism_of(mesh: Mesh, schedule: str) -> Parallelism:
@@ -162,11 +175,12 @@ class _Schedules:
         self.graphs = [one.graph for one in self.kept.values() if one.graph is not None]
         self.schedules: list[PartSchedule] = []
         self.numbers: dict[tuple[str, int], int] = {}
-        self.paths = iter(parts.chains.at(1, parts.job.seq)[0].blocks)
+        self.paths = list(parts.chains.at(1, parts.job.seq)[0].blocks)
+        self.places = places_of_blocks(judged.plan.layers, d.chunks)
 
     def stage(self, index: int, stage: Stage) -> StageFacts:
-        """One stage; stages are asked for in order, and take the blocks in that of the model."""
-        paths = tuple(next(self.paths) for _ in range(stage.blocks))
+        """One stage."""
+        paths = tuple(tuple(self.paths[i] for i in chunk) for chunk in self.places[index])
         dearest = sorted(stage.options, reverse=True)
         return StageFacts(
             paths, {self._number("block", i): stage.options[i] for i in dearest},

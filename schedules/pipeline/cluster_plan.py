@@ -57,19 +57,25 @@ class StageFacts(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    layers : its blocks, by path. schedules : how many of them run by which of the plan's schedules,
-        by its number; those with most recomputation come first. head : the schedule of what follows
-        all blocks, on the last stage. microbatches_in_flight, overhead : of the recomputation.
+    layers : paths of its blocks, by chunk of the model. schedules : how many of them run by which
+        of the plan's schedules, by its number; those with most recomputation come first. head : the
+        schedule of what follows all blocks, on the last stage. microbatches_in_flight : of all
+        blocks. overhead : of the recomputation.
     peak_bytes : in all. held_bytes : by holder.
     """
 
-    layers: tuple[str, ...]
+    layers: tuple[tuple[str, ...], ...]
     schedules: dict[int, int]
     head: int | None
     microbatches_in_flight: float
     overhead: float
     peak_bytes: int
     held_bytes: dict[str, int]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Of all chunks."""
+        return tuple(path for chunk in self.layers for path in chunk)
 
 
 class PartSchedule(msgspec.Struct, frozen=True):
@@ -140,7 +146,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
         """Number of blocks of each stage."""
-        return tuple(len(stage.layers) for stage in self.stages)
+        return tuple(len(stage.blocks) for stage in self.stages)
 
     def to_json(self) -> bytes:
         """Encode as JSON; `read_cluster_plan` reads it back to an equal plan."""
@@ -181,11 +187,13 @@ def _wrong(plan: ClusterFile) -> str:
         return f"its microbatches do not make a batch of {plan.batch}"
     if len(plan.stages) != mesh.pipeline_parallel_degree:
         return f"it has {len(plan.stages)} stages for {mesh.pipeline_parallel_degree} ranks"
-    paths = [path for stage in plan.stages for path in stage.layers]
+    paths = [path for stage in plan.stages for path in stage.blocks]
     if len(set(paths)) != len(paths):
         return "a block is in two stages"
     for number, stage in enumerate(plan.stages):
-        if sum(stage.schedules.values()) != len(stage.layers):
+        if len(stage.layers) != plan.chunks:
+            return f"stage {number} has {len(stage.layers)} chunks, not {plan.chunks}"
+        if sum(stage.schedules.values()) != len(stage.blocks):
             return f"stage {number} has not one schedule for each block"
         if stage.peak_bytes > plan.budget_bytes:
             return f"stage {number} is over the budget"

@@ -125,7 +125,7 @@ class _Ways:
             return [(PipelineAction(stage - 1, "F", microbatch),)] if stage else []
         if kind == "W":
             return [(PipelineAction(stage, "I", microbatch),)]
-        needs = [(PipelineAction(stage, "F", microbatch),)]
+        needs: list[tuple[PipelineAction, ...]] = [(PipelineAction(stage, "F", microbatch),)]
         if stage < self.stages - 1:
             behind = (PipelineAction(stage + 1, k, microbatch) for k in ("B", "I"))
             needs.append(tuple(behind))

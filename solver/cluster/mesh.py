@@ -93,7 +93,8 @@ def all_degrees(job: Job, cluster: Cluster, asked: Asked) -> Iterator[Degrees]:
     for tp, cp, pp in product(
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
-        if cluster.gpus % (tp * cp * pp) or not _is_context(job, asked, tp, cp):
+        is_split = cluster.gpus % (tp * cp * pp) == 0 and pp <= job.layers
+        if not is_split or not _is_context(job, asked, tp, cp):
             continue
         dp = cluster.gpus // (tp * cp * pp)
         for microbatch in asked.of("microbatch", MICROBATCHES):
@@ -112,7 +113,7 @@ def _is_context(job: Job, asked: Asked, tp: int, cp: int) -> bool:
 def _with_chunks(
     job: Job, asked: Asked, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
 ) -> Iterator[Degrees]:
-    if pp > 1 and m < pp:
+    if m < pp or (pp == 1 and not asked.allows(chunks=1)):
         return
     for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
         if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
@@ -133,6 +134,24 @@ def even_layers(layers: int, pp: int, chunks: int) -> tuple[int, ...] | None:
     found[-1] -= lacking > 0
     found[0] -= lacking > 1
     return tuple(found)
+
+
+def places_of_blocks(layers: tuple[int, ...], chunks: int) -> list[list[range]]:
+    """For each rank, and each of its chunks, which blocks of the model it has.
+
+    The chunks of all ranks come one after another: the first of each rank, then the second.
+    """
+    sizes = [[-(-n // chunks)] * chunks for n in layers]
+    # A first rank lacks a block beside the embedding, a last one beside the head.
+    sizes[0][0] -= sum(sizes[0]) - layers[0]
+    sizes[-1][-1] -= sum(sizes[-1]) - layers[-1]
+    places: list[list[range]] = [[] for _ in layers]
+    at = 0
+    for chunk in range(chunks):
+        for rank, of_rank in enumerate(sizes):
+            places[rank].append(range(at, at + of_rank[chunk]))
+            at += of_rank[chunk]
+    return places
 
 
 def all_states(degrees: Degrees, cluster: Cluster, asked: Asked) -> Iterator[Mesh]:

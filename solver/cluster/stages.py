@@ -84,9 +84,8 @@ class StageTable:
     @property
     def work_us(self) -> Floats:
         """Of one microbatch, by blocks."""
-        return np.arange(len(self.extra_us)) * self.block.work_us + sum(
-            end.work_us for end in self.ends
-        )
+        ends_us = sum(end.work_us for end in self.ends)
+        return np.arange(len(self.extra_us), dtype=np.float64) * self.block.work_us + ends_us
 
     @property
     def times_us(self) -> Floats:
@@ -132,7 +131,7 @@ def stage_table(
     open_forwards = chunks_in_flight(index, degrees.pp, degrees.microbatches, degrees.chunks)
     held = held_bytes(job, cluster, mesh, blocks, open_forwards, first=is_first, last=is_last)
     room = cluster.budget_bytes - sum(held.values(), np.zeros_like(blocks))
-    pairs = list(product(*(range(len(end.options)) for end in ends)))
+    pairs = list(product(range(len(ends[0].options)), range(len(ends[1].options))))
     extra, picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
     for pick, (i, j) in enumerate(pairs):
         first, last = ends[0].options[i], ends[1].options[j]

@@ -45,7 +45,7 @@ def test_the_file_speaks_torchtitans_words(planned: ClusterFile) -> None:
     assert (mesh.tensor_parallel_degree, mesh.pipeline_parallel_degree) == (2, 2)
     assert mesh.pipeline_parallel_schedule in ("1F1B", "Interleaved1F1B")
     assert sum(planned.layers_per_stage) == 4
-    assert [path for stage in planned.stages for path in stage.layers] == [
+    assert [path for stage in planned.stages for path in stage.blocks] == [
         f"layers.{i}" for i in range(4)
     ]
 
@@ -127,6 +127,9 @@ REFUSED = [
     ((SMALL, *SIZES, "--gpus", "10"), "10 GPUs are not whole nodes of 4"),
     ((f"{CHAINS}:small_gpt", *SIZES, "--cp", "2"), "cp 2 splits attention along the sequence"),
     ((SMALL, *SIZES, "--seq", "0"), "give --seq"),
+    ((SMALL, *SIZES, "--pp", "8"), "stages are at most 4 and have a microbatch each"),
+    ((SMALL, *SIZES, "--pp", "1", "--chunks", "2"), "no mesh splits 8 GPUs and a batch of 16 x 32"),
+    ((SMALL, *SIZES, "--batch", "17", "--pp", "2"), "a batch of 17 is not microbatches of 1 for 4"),
     ((f"{CHAINS}:made", *SIZES), "for a cluster write it as def factory(batch=1, seq=8192)"),
 ]
 

@@ -7,7 +7,14 @@ import math
 import msgspec
 import pytest
 
-from remat.solver.cluster.mesh import Asked, Mesh, all_degrees, all_states
+from remat.solver.cluster.mesh import (
+    Asked,
+    Mesh,
+    all_degrees,
+    all_states,
+    even_layers,
+    places_of_blocks,
+)
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from tests.solver.cluster.made_jobs import MadeParts, made_cluster, made_job
 
@@ -117,6 +124,19 @@ def test_tied_weights_leave_one_stage() -> None:
     search = search_of(16)
     search.job = msgspec.structs.replace(search.job, tied=("tok.weight",))
     assert {d.pp for d in all_degrees(search.job, search.cluster, Asked())} == {1}
+
+
+def test_chunks_go_round_the_ranks_and_the_ends_may_lack_a_block() -> None:
+    assert places_of_blocks((4, 4), 2) == [
+        [range(2), range(4, 6)], [range(2, 4), range(6, 8)]
+    ]  # fmt: skip
+    layers = even_layers(10, 2, 3)
+    assert layers == (5, 5)
+    assert places_of_blocks(layers, 3) == [
+        [range(1), range(3, 5), range(7, 9)], [range(1, 3), range(5, 7), range(9, 10)]
+    ]  # fmt: skip
+    assert places_of_blocks((2, 3, 1), 1) == [[range(2)], [range(2, 5)], [range(5, 6)]]
+    assert even_layers(9, 2, 3) is None
 
 
 def test_pipelines_hold_parameters_and_gradients_whole() -> None:
