@@ -25,15 +25,21 @@ from remat.graph_capture.prices.price_cache import cache_folder
 from remat.solver.cluster.job import Cluster, Job, Place
 from remat.solver.cluster.parts import Part, PartOption, part_of
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the files; those of another one are not read."""
 
 
 class KeptPart(msgspec.Struct, frozen=True):
-    """A part, and the graph that its options are of; None for what is not captured."""
+    """A graph, and its part.
 
-    part: Part
+    Attributes
+    ----------
+    graph : None for what is not captured. part : None while its options were not asked for, as of
+        a mesh that its work alone rules out.
+    """
+
     graph: TrainingGraph | None
+    part: Part | None = None
 
 
 @dataclass
@@ -55,12 +61,33 @@ class KeptParts:
         default_factory=dict[tuple[Place, int, int, int], KeptPart]
     )
 
+    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+        """As of `Parts`."""
+        found = self._begun(place, tp, cp, microbatch)
+        if found.graph is not None:
+            return found.graph.time_us
+        assert found.part is not None
+        return found.part.work_us
+
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
-        return self.kept(place, tp, cp, microbatch).part
+        key = place, tp, cp, microbatch
+        found = self._begun(*key)
+        if found.part is not None:
+            return found.part
+        assert found.graph is not None
+        part = part_of(found.graph)
+        self.known[key] = KeptPart(found.graph, part)
+        self._keep(key)
+        return part
 
-    def kept(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
-        """The part with its graph."""
+    def graph(self, place: Place, tp: int, cp: int, microbatch: int) -> TrainingGraph:
+        """What the options of a part are of, one that is captured."""
+        found = self._begun(place, tp, cp, microbatch).graph
+        assert found is not None
+        return found
+
+    def _begun(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
         key = place, tp, cp, microbatch
         if key not in self.known:
             self.known[key] = (
@@ -75,7 +102,7 @@ class KeptParts:
         rate = self.cluster.bytes_per_us
         forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
         need = int(rows) + table_bytes
-        return KeptPart(Part(forward_us, backward_us, (PartOption(0, need, 0.0),)), None)
+        return KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
 
     def _of_disk(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
         path = self._path(place, tp, cp, microbatch)
@@ -88,12 +115,16 @@ class KeptParts:
             else:
                 self.read += 1
                 return found
-        graph = self._captured(place, tp, cp, microbatch)
-        kept = KeptPart(part_of(graph), graph)
         self.captured += 1
+        key = place, tp, cp, microbatch
+        self.known[key] = KeptPart(self._captured(*key))
+        self._keep(key)
+        return self.known[key]
+
+    def _keep(self, key: tuple[Place, int, int, int]) -> None:
+        path = self._path(*key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_contents(path, msgspec.json.encode(kept))
-        return kept
+        write_contents(path, msgspec.json.encode(self.known[key]))
 
     def _captured(self, place: Place, tp: int, cp: int, microbatch: int) -> TrainingGraph:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)

@@ -25,12 +25,14 @@ from remat.schedules.pipeline.cluster_plan import (
     StageFacts,
 )
 from remat.schedules.plan import Versions
-from remat.solver.cluster.job import Cluster, Job
+from remat.solver.cluster.job import Cluster, Job, Place
 from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch
 from remat.solver.cluster.stages import Stage
 
+WRITTEN: tuple[Place, ...] = ("block", "last")
+"""Parts whose graphs and schedules a file has."""
 REPLAYED = 32
 """Most plans, of those near the best, whose pipelines are replayed to rank them."""
 
@@ -169,12 +171,11 @@ class _Schedules:
     def __init__(self, parts: KeptParts, judged: JudgedPlan) -> None:
         d = judged.plan.mesh.degrees
         self.judged = judged
-        self.kept = {
-            place: parts.kept(place, d.tp, d.cp, d.microbatch) for place in ("block", "last")
-        }
-        self.graphs = [one.graph for one in self.kept.values() if one.graph is not None]
+        key = d.tp, d.cp, d.microbatch
+        self.parts = [parts.part(place, *key) for place in WRITTEN]
+        self.graphs = [parts.graph(place, *key) for place in WRITTEN]
         self.schedules: list[PartSchedule] = []
-        self.numbers: dict[tuple[str, int], int] = {}
+        self.numbers: dict[tuple[Place, int], int] = {}
         self.paths = list(parts.chains.at(1, parts.job.seq)[0].blocks)
         self.places = places_of_blocks(judged.plan.layers, d.chunks)
 
@@ -189,12 +190,11 @@ class _Schedules:
             stage.held_bytes,
         )  # fmt: skip
 
-    def _number(self, place: str, option: int) -> int:
+    def _number(self, place: Place, option: int) -> int:
         key = place, option
         if key not in self.numbers:
-            kept = self.kept["block" if place == "block" else "last"]
-            assert kept.graph is not None
             self.numbers[key] = len(self.schedules)
-            schedule = schedule_of_option(kept.graph, kept.part.options[option])
-            self.schedules.append(PartSchedule(list(self.kept).index(place), schedule))
+            at = WRITTEN.index(place)
+            schedule = schedule_of_option(self.graphs[at], self.parts[at].options[option])
+            self.schedules.append(PartSchedule(at, schedule))
         return self.numbers[key]

@@ -67,22 +67,27 @@ class EqualBlocks:
                     np.minimum(least[n, step:], reached, out=least[n, step:])
         return least
 
-    def least_us(self, blocks: Counts, room_bytes: Counts, in_flight: float) -> Floats:
+    def least_us(
+        self, blocks: Counts, room_bytes: Counts, in_flight: float, beside_bytes: int = 0
+    ) -> Floats:
         """For each number of blocks and its room: the least extra time of one microbatch.
 
         Parameters
         ----------
         in_flight : microbatches whose saved bytes are live at once; a fraction where a rank has
             several chunks, of which one holds a part of the blocks.
+        beside_bytes : what something else needs at times beside all that blocks save.
         """
         out = np.full(blocks.shape, np.inf)
         for need_bytes, least in self.tables:
-            slot = self._slots(room_bytes - need_bytes, in_flight)
+            slot = self._slots(room_bytes - max(need_bytes, beside_bytes), in_flight)
             fits = slot >= 0
             out[fits] = np.minimum(out[fits], least[blocks[fits], slot[fits]])
-        return np.where((blocks == 0) & (room_bytes >= 0), 0.0, out)
+        return np.where((blocks == 0) & (room_bytes >= beside_bytes), 0.0, out)
 
-    def chosen(self, blocks: int, room_bytes: int, in_flight: float) -> dict[int, int]:
+    def chosen(
+        self, blocks: int, room_bytes: int, in_flight: float, beside_bytes: int = 0
+    ) -> dict[int, int]:
         """How many blocks take which option, in a room that is enough.
 
         Raises
@@ -91,7 +96,7 @@ class EqualBlocks:
         """
         if not blocks:
             return {}
-        need_bytes, least, slot = self._best_table(blocks, room_bytes, in_flight)
+        need_bytes, least, slot = self._best_table(blocks, room_bytes, in_flight, beside_bytes)
         count = Counter[int]()
         for n in range(blocks, 0, -1):
             i = next(
@@ -105,11 +110,11 @@ class EqualBlocks:
         return dict(sorted(count.items()))
 
     def _best_table(
-        self, blocks: int, room_bytes: int, in_flight: float
+        self, blocks: int, room_bytes: int, in_flight: float, beside_bytes: int
     ) -> tuple[int, Floats, int]:
         best: tuple[float, int, Floats, int] | None = None
         for need_bytes, least in self.tables:
-            left = np.array([room_bytes - need_bytes])
+            left = np.array([room_bytes - max(need_bytes, beside_bytes)])
             slot = int(self._slots(left, in_flight)[0])
             if slot >= 0 and (best is None or least[blocks, slot] < best[0] - CLOSE_US):
                 best = float(least[blocks, slot]), need_bytes, least, slot

@@ -89,6 +89,10 @@ class Cluster(msgspec.Struct, frozen=True):
 class Parts(Protocol):
     """Gives the parts of a job: captured when first asked for, or kept from before."""
 
+    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+        """Of one microbatch with nothing computed again; its options need not be known."""
+        ...
+
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """The part of one rank, for one microbatch."""
         ...

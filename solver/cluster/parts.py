@@ -61,11 +61,6 @@ class Part(msgspec.Struct, frozen=True):
         """Time of one microbatch with nothing computed again."""
         return self.forward_us + self.backward_us
 
-    @property
-    def least_us(self) -> float:
-        """Time of one microbatch with the quickest option: no plan takes less."""
-        return self.work_us + min(option.extra_us for option in self.options)
-
 
 NOTHING = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
 """A part that a model does not have."""

@@ -114,9 +114,11 @@ class ClusterSearch:
         return products_us(self.job, self.cluster, share) * degrees.rounds
 
     def _work_us(self, degrees: Degrees) -> float:
-        first, block, last = self._parts(degrees)
-        work_us = first.work_us + self.job.layers * block.work_us + last.work_us
-        return work_us * degrees.rounds
+        first_us, block_us, last_us = (
+            self.parts.work_us(place, degrees.tp, degrees.cp, degrees.microbatch)
+            for place in PLACES
+        )
+        return (first_us + self.job.layers * block_us + last_us) * degrees.rounds
 
     def _parts(self, degrees: Degrees) -> tuple[Part, Part, Part]:
         first, block, last = (

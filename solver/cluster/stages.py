@@ -98,7 +98,7 @@ class StageTable:
         pair = self.pairs[int(self.picks[blocks])]
         first, last = (end.options[i] for end, i in zip(self.ends, pair, strict=True))
         left = int(self.room_bytes[blocks]) - _saved_by_ends(self.mesh, self.index, first, last)
-        options = self.table.chosen(blocks, left, flight)
+        options = self.table.chosen(blocks, left, flight, max(first.need_bytes, last.need_bytes))
         chosen = [self.block.options[i] for i in options]
         by_blocks = sum(o.saved_bytes * n for o, n in zip(chosen, options.values(), strict=True))
         need = max((o.need_bytes for o in (*chosen, first, last)), default=0)
@@ -136,8 +136,8 @@ def stage_table(
     for pick, (i, j) in enumerate(pairs):
         first, last = ends[0].options[i], ends[1].options[j]
         left = room - _saved_by_ends(mesh, index, first, last)
-        found = table.least_us(blocks, left, flight) + first.extra_us + last.extra_us
-        found[left < max(first.need_bytes, last.need_bytes)] = np.inf
+        beside = max(first.need_bytes, last.need_bytes)
+        found = table.least_us(blocks, left, flight, beside) + first.extra_us + last.extra_us
         better = found < extra
         extra[better], picks[better] = found[better], pick
     return StageTable(

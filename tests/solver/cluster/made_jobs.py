@@ -38,6 +38,10 @@ class MadeParts:
         default_factory=set[tuple[Place, int, int, int]]
     )
 
+    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+        """As of `Parts`."""
+        return self.part(place, tp, cp, microbatch).work_us
+
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
         self.asked.add((place, tp, cp, microbatch))

@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 
+from remat.solver.cluster.job import Place
 from remat.solver.cluster.mesh import (
     Asked,
     Mesh,
@@ -15,6 +16,7 @@ from remat.solver.cluster.mesh import (
     even_layers,
     places_of_blocks,
 )
+from remat.solver.cluster.parts import Part
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from tests.solver.cluster.made_jobs import MadeParts, made_cluster, made_job
 
@@ -70,6 +72,26 @@ def test_each_stage_is_within_the_budget() -> None:
         stages = search.stages(plan)
         assert sum(stage.blocks for stage in stages) == 48
         assert all(stage.peak_bytes <= search.cluster.budget_bytes for stage in stages)
+
+
+def test_what_the_head_needs_is_there_beside_all_that_blocks_save() -> None:
+    """The head runs while every block of its microbatch waits for backward."""
+    search = search_of(16, asked=Asked(tp=1, cp=1, pp=1, microbatch=1))
+    before = search.run()[0].time_us
+    made = search.parts.part
+
+    def with_large_head(place: Place, tp: int, cp: int, microbatch: int) -> Part:
+        part = made(place, tp, cp, microbatch)
+        if place != "last":
+            return part
+        large = msgspec.structs.replace(part.options[0], need_bytes=40 << 30)
+        return msgspec.structs.replace(part, options=(large,))
+
+    after = search_of(16, asked=Asked(tp=1, cp=1, pp=1, microbatch=1))
+    after.parts.part = with_large_head  # type: ignore[method-assign]
+    plan = after.run()[0]
+    assert plan.time_us > before
+    assert after.stages(plan)[0].peak_bytes <= after.cluster.budget_bytes
 
 
 def test_first_stages_compute_more_again_and_are_not_longer() -> None:
