@@ -90,12 +90,12 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
-        alike = Counter(_facts(child) for child in module.children())
+        alike = Counter(_block_facts(child) for child in module.children())
         usual = next((facts for facts, _ in alike.most_common(1)), None)
         equal = {
             f"{path}.{name}" if path else name: child
             for name, child in module.named_children()
-            if _facts(child) == usual and any(True for _ in child.parameters())
+            if _block_facts(child) == usual and any(True for _ in child.parameters())
         }
         if len(equal) > len(found):
             found = equal
@@ -107,7 +107,7 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _facts(module: nn.Module) -> tuple[Any, ...]:
+def _block_facts(module: nn.Module) -> tuple[Any, ...]:
     state = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
     return type(module), state
 
@@ -121,7 +121,7 @@ def _require_equal(blocks: Mapping[str, nn.Module]) -> None:
             "--blocks, such as 'layers.*'"
         )
     for path in others:
-        if _facts(blocks[path]) != _facts(blocks[first]):
+        if _block_facts(blocks[path]) != _block_facts(blocks[first]):
             raise CaptureError(
                 f"block {path} differs from block {first} in class or parameters, and a cluster is "
                 "planned for a chain of equal blocks: name equal ones with --blocks"

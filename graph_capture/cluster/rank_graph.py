@@ -97,7 +97,7 @@ def _prepared(
     traced: Trace, groups: FakeGroups, links: Interconnect, tp: int, border: str
 ) -> TrainingGraph:
     graph = price_for(traced)
-    ops = tuple(_priced(op, traced, graph, groups, links, tp) for op in graph.ops)
+    ops = tuple(_over_links(op, traced, graph, groups, links, tp) for op in graph.ops)
     values = graph.values
     if border:
         ops = (Op("border", BORDER, "forward", (), (border,), pinned=BORDER), *ops)
@@ -115,14 +115,14 @@ def _prepared(
     )  # fmt: skip
 
 
-def _priced(
+def _over_links(
     op: Op, traced: Trace, graph: TrainingGraph, groups: FakeGroups, links: Interconnect, tp: int
 ) -> Op:
     node = traced.joint.node_of_op.get(op.name)
     if node is None or not is_collective(node):
         return op
     kind, ranks = groups.names()[cast("str", groups_of([node])[0])]
-    name = _kind_of(op)
+    name = _collective_of(op)
     sizes = [graph.value_by_name[v].size_bytes for v in op.outputs]
     whole = max(sizes, default=0) * (ranks if name == "reduce_scatter" else 1)
     cost_us = links.us(name, whole, ranks, apart=tp if kind == "cp" else 1)
@@ -130,7 +130,7 @@ def _priced(
     return msgspec.structs.replace(op, cost_us=cost_us, workspace_bytes=0, pinned=pinned)
 
 
-def _kind_of(op: Op) -> Collective:
+def _collective_of(op: Op) -> Collective:
     kinds: dict[str, Collective] = {
         "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"
     }  # fmt: skip

@@ -152,7 +152,7 @@ class _Watcher(TorchDispatchMode):
             self.split.update((id(t), t) for t in made)
         if self.inside in (None, 0):
             leaves = pytree.tree_leaves((args, kwargs))
-            told = [_told(leaf) for leaf in leaves]
+            told = [_in_words(leaf) for leaf in leaves]
             self.hash.update(f"{self.place} {func} {told}\n".encode())
         return result
 
@@ -303,7 +303,7 @@ def attended(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, 
     return query, key, value
 
 
-def _told(leaf: Any) -> str:
+def _in_words(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{tuple(leaf.shape)}"
     return repr(leaf)

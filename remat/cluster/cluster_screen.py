@@ -34,7 +34,7 @@ def show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
         f"{bytes_text(plan.budget_bytes)} a GPU\n"
     )
     console.print(Text.assemble((plan.model, "bold"), head))
-    console.print(_summary(plan, found))
+    console.print(_mesh_rows(plan, found))
     console.print()
     console.print(_stages(plan))
     if plan.runners_up:
@@ -53,7 +53,7 @@ def nothing_fits(gpus: int, budget_bytes: int) -> str:
     )
 
 
-def _summary(plan: ClusterFile, found: str) -> Table:
+def _mesh_rows(plan: ClusterFile, found: str) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("mesh", mesh_text(plan.parallelism, plan.chunks))
     table.add_row("states", states_text(plan))

@@ -8,7 +8,7 @@ from remat.cluster.torch_orders import torch_order
 from remat.schedules.pipeline.replay import PipelineReplay, StageCosts, replay_pipeline
 from remat.solver.cluster.job import PLACES
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
-from remat.solver.cluster.stages import Stage
+from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us
 
 
@@ -22,7 +22,7 @@ class JudgedPlan(msgspec.Struct, frozen=True):
     """
 
     plan: ClusterPlan
-    stages: tuple[Stage, ...]
+    stages: tuple[StagePlan, ...]
     schedule: str
     time_us: float
     formula_us: float
@@ -53,7 +53,7 @@ def judged_plan(search: ClusterSearch, plan: ClusterPlan) -> JudgedPlan:
 
 
 def replayed(
-    search: ClusterSearch, plan: ClusterPlan, stages: tuple[Stage, ...], schedule: str
+    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...], schedule: str
 ) -> PipelineReplay:
     """The pipeline of a plan in the order of one of torch's schedules."""
     d = plan.mesh.degrees
@@ -63,7 +63,7 @@ def replayed(
 
 
 def _chunks(
-    search: ClusterSearch, plan: ClusterPlan, stages: tuple[Stage, ...]
+    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...]
 ) -> list[list[StageCosts]]:
     """Costs of all stages: the first chunk of each rank, then the second, and so on."""
     chunks = plan.mesh.degrees.chunks
@@ -74,7 +74,7 @@ def _chunks(
 
 
 def _costs(
-    search: ClusterSearch, plan: ClusterPlan, stage: Stage, rank: int, chunk: int
+    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, rank: int, chunk: int
 ) -> StageCosts:
     """Of one chunk: its share of the rank's blocks, and the end of the model that it has."""
     d = plan.mesh.degrees
@@ -99,7 +99,7 @@ def _costs(
     )  # fmt: skip
 
 
-def _states_bytes(stage: Stage) -> int:
+def _states_bytes(stage: StagePlan) -> int:
     """What is live beside the microbatches."""
     moving = ("saved activations", "while a block runs")
     return sum(size for name, size in stage.held_bytes.items() if name not in moving)

@@ -29,7 +29,7 @@ from remat.solver.cluster.job import Cluster, Job, Place
 from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch
-from remat.solver.cluster.stages import Stage
+from remat.solver.cluster.stages import StagePlan
 
 WRITTEN: tuple[Place, ...] = ("block", "last")
 """Parts whose graphs and schedules a file has."""
@@ -179,7 +179,7 @@ class _Schedules:
         self.paths = list(parts.chains.at(1, parts.job.seq)[0].blocks)
         self.places = places_of_blocks(judged.plan.layers, d.chunks)
 
-    def stage(self, index: int, stage: Stage) -> StageFacts:
+    def stage(self, index: int, stage: StagePlan) -> StageFacts:
         """One stage."""
         paths = tuple(tuple(self.paths[i] for i in chunk) for chunk in self.places[index])
         dearest = sorted(stage.options, reverse=True)

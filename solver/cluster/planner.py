@@ -28,7 +28,7 @@ from remat.solver.cluster.job import PLACES, Cluster, Job, Parts, products_us
 from remat.solver.cluster.mesh import Asked, Degrees, Mesh, all_degrees, all_states, even_layers
 from remat.solver.cluster.parts import Part
 from remat.solver.cluster.stage_borders import best_borders
-from remat.solver.cluster.stages import Stage, StageTable, stage_table
+from remat.solver.cluster.stages import StagePlan, StageTable, stage_table
 from remat.solver.cluster.step_time import (
     behind_pipeline_us,
     data_parallel_us,
@@ -48,14 +48,13 @@ class ClusterPlan(msgspec.Struct, frozen=True):
     ----------
     time_us : of a step, by the formula. pipeline_us : of that, what a replay of the pipeline's
         actions also gives; 0 without a pipeline.
-    layers : blocks of each stage. waits_us : of each stage, of one microbatch, for neighbours.
+    layers : blocks of each stage.
     """
 
     mesh: Mesh
     time_us: float
     pipeline_us: float
     layers: tuple[int, ...]
-    waits_us: tuple[float, ...] = ()
 
 
 @dataclass
@@ -98,7 +97,7 @@ class ClusterSearch:
                 if plan is not None:
                     self.found.append(plan)
                     limit_us = min(limit_us, plan.time_us * (1 + self.close))
-        self.found.sort(key=_rank)
+        self.found.sort(key=_quickest_first)
         return [one for one in self.found if one.time_us < limit_us]
 
     def _in_turn(self) -> list[Degrees]:
@@ -149,7 +148,7 @@ class ClusterSearch:
         times = np.array([one.times_us + wait for one, wait in zip(tables, waits, strict=True)])
         times[:, 0] = np.inf
         cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
-        return cut and self._with_tail(mesh, cut.time_us, cut.layers, waits)
+        return cut and self._with_tail(mesh, cut.time_us, cut.layers)
 
     def _without_pipeline(self, mesh: Mesh, table: StageTable) -> ClusterPlan | None:
         layers = self.job.layers
@@ -178,15 +177,13 @@ class ClusterSearch:
         if not math.isfinite(slowest_us):
             return None
         pipeline_us = slowest_us * (d.microbatches + (d.pp - 1) / d.chunks)
-        return self._with_tail(mesh, pipeline_us, layers, waits)
+        return self._with_tail(mesh, pipeline_us, layers)
 
-    def _with_tail(
-        self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...], waits: tuple[float, ...]
-    ) -> ClusterPlan:
+    def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
         block = self._parts(mesh.degrees)[1]
         elements = self._most_parameters(mesh, layers)
         tail_us = behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), elements)
-        return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers, waits)
+        return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)
 
     def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
         """Of a rank, on the stage that has most."""
@@ -207,7 +204,7 @@ class ClusterSearch:
             return (2 * once_us * d.chunks,) * d.pp
         return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
 
-    def stages(self, plan: ClusterPlan) -> list[Stage]:
+    def stages(self, plan: ClusterPlan) -> list[StagePlan]:
         """What each stage of a plan does."""
         tables = self.stage_tables(plan.mesh)
         return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
@@ -226,7 +223,7 @@ class ClusterSearch:
         return flops / (time_us * self.cluster.flops_per_us * self.cluster.gpus)
 
 
-def _rank(plan: ClusterPlan) -> tuple[float, int, int, int, int]:
+def _quickest_first(plan: ClusterPlan) -> tuple[float, int, int, int, int]:
     """Quickest first; of equals the mesh with least of what is hard to set up."""
     d = plan.mesh.degrees
     return plan.time_us, d.pp, d.cp, d.tp, d.chunks

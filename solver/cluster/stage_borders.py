@@ -74,7 +74,7 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> Borders | None
         pick = np.zeros(layers + 1, np.int64)
         for n in np.flatnonzero(row <= limit_us):
             if np.isfinite(row[n]):
-                _take(sums, pick, reached, int(n), row[n])
+                _put_blocks(sums, pick, reached, int(n), row[n])
         reached = sums
         picks.append(pick)
     if not np.isfinite(reached[layers]):
@@ -86,7 +86,7 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> Borders | None
     return Borders(float(reached[layers]), tuple(reversed(chosen)))
 
 
-def _take(
+def _put_blocks(
     sums: Floats, pick: npt.NDArray[np.int64], reached: Floats, blocks: int, time_us: float
 ) -> None:
     """Let a stage have so many blocks, wherever that is better."""

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StagePlan(msgspec.Struct, frozen=True):
     """A stage as planned.
 
     Attributes
@@ -92,7 +92,7 @@ class StageTable:
         """Of one microbatch, by blocks."""
         return self.work_us + self.extra_us
 
-    def stage(self, blocks: int) -> Stage:
+    def stage(self, blocks: int) -> StagePlan:
         """With so many blocks, which fit."""
         flight = _flight(self.mesh, self.index)
         pair = self.pairs[int(self.picks[blocks])]
@@ -104,7 +104,7 @@ class StageTable:
         need = max((o.need_bytes for o in (*chosen, first, last)), default=0)
         held = {name: int(sizes[blocks]) for name, sizes in self.held.items()}
         saved = int(flight * by_blocks) + _saved_by_ends(self.mesh, self.index, first, last)
-        return Stage(
+        return StagePlan(
             blocks, flight, options,
             pair[0] if self.ends[0] is not NOTHING else None,
             pair[1] if self.ends[1] is not NOTHING else None,
