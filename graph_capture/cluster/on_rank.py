@@ -200,7 +200,7 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
     sizes = (out // tp, into) if role == "columns" else (out, into // tp)
     linear.weight = nn.Parameter(linear.weight.new_empty(sizes))
     linear.out_features, linear.in_features = sizes
-    bias: nn.Parameter | None = linear.bias
+    bias = dict(linear.named_parameters(recurse=False)).get("bias")
     if bias is not None and role == "columns":
         linear.bias = nn.Parameter(bias.new_empty(sizes[0]))
 
