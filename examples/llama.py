@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
+        self.group = sizes.heads // sizes.kv_heads
         self.features = sizes.width // sizes.heads
         self.q = nn.Linear(sizes.width, sizes.width, bias=False)
         self.k = nn.Linear(sizes.width, sizes.kv_heads * self.features, bias=False)
@@ -70,15 +70,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix the positions of ``x``, [batch, seq, width]."""
-        batch, seq, width = x.shape
-        q = self.q(x).view(batch, seq, self.heads, self.features).transpose(1, 2)
-        k = self.k(x).view(batch, seq, self.kv_heads, self.features).transpose(1, 2)
-        v = self.v(x).view(batch, seq, self.kv_heads, self.features).transpose(1, 2)
-        group = self.heads // self.kv_heads
-        k = self.rotary(k).repeat_interleave(group, dim=1)
-        v = v.repeat_interleave(group, dim=1)
+        batch, seq, _ = x.shape
+        # A tensor parallel rank has a part of the heads, so their number is not named.
+        q = self.q(x).view(batch, seq, -1, self.features).transpose(1, 2)
+        k = self.k(x).view(batch, seq, -1, self.features).transpose(1, 2)
+        v = self.v(x).view(batch, seq, -1, self.features).transpose(1, 2)
+        k = self.rotary(k).repeat_interleave(self.group, dim=1)
+        v = v.repeat_interleave(self.group, dim=1)
         y = functional.scaled_dot_product_attention(self.rotary(q), k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, seq, width))
+        return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Block(nn.Module):

@@ -20,6 +20,7 @@ from remat.cli.report import export_verb, report_verb
 from remat.cli.run import check_verb, run_verb
 from remat.cli.sweep import sweep_verb
 from remat.cli.terminal import open_closed_streams, use_simple_letters
+from remat.cluster.command import plan_cluster_verb
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -27,7 +28,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-PLANNING = {"run": run_verb, "capture": capture_verb, "solve": solve_verb, "sweep": sweep_verb}
+PLANNING = {
+    "run": run_verb, "capture": capture_verb, "solve": solve_verb, "sweep": sweep_verb,
+    "plan-cluster": plan_cluster_verb,
+}  # fmt: skip
 READING = {
     "inspect": inspect_verb, "explain": explain_verb, "compare": compare_verb, "fit": fit_verb
 }  # fmt: skip

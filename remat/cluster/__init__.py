@@ -1,0 +1,1 @@
+"""One plan for a cluster, from a factory to a file and a screen."""

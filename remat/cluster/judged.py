@@ -1,0 +1,105 @@
+"""Plans as the judge of pipelines finds them: their stages replayed in torch's own order."""
+
+from __future__ import annotations
+
+import msgspec
+
+from remat.cluster.torch_orders import torch_order
+from remat.schedules.pipeline.replay import PipelineReplay, StageCosts, replay_pipeline
+from remat.solver.cluster.job import PLACES
+from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
+from remat.solver.cluster.stages import StagePlan
+from remat.solver.cluster.step_time import hop_us
+
+
+class JudgedPlan(msgspec.Struct, frozen=True):
+    """A plan with its stages, replayed.
+
+    Attributes
+    ----------
+    schedule : torch's name of it; empty without a pipeline. time_us : of the step, as replayed.
+    formula_us : of the step, by which the search ranked it. bubble : share of time that ranks wait.
+    """
+
+    plan: ClusterPlan
+    stages: tuple[StagePlan, ...]
+    schedule: str
+    time_us: float
+    formula_us: float
+    mfu: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+
+
+def judged_plan(search: ClusterSearch, plan: ClusterPlan) -> JudgedPlan:
+    """The plan, its pipeline replayed for time and bytes."""
+    stages = tuple(search.stages(plan))
+    degrees = plan.mesh.degrees
+    if degrees.pp == 1:
+        peaks = tuple(stage.peak_bytes for stage in stages)
+        return JudgedPlan(
+            plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks
+        )
+    schedule = "1F1B" if degrees.chunks == 1 else "Interleaved1F1B"
+    replay = replayed(search, plan, stages, schedule)
+    time_us = replay.time_us + plan.time_us - plan.pipeline_us
+    peaks = tuple(
+        rank.peak_bytes + _states_bytes(stage)
+        for rank, stage in zip(replay.ranks, stages, strict=True)
+    )
+    return JudgedPlan(
+        plan, stages, schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble, peaks
+    )
+
+
+def replayed(
+    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...], schedule: str
+) -> PipelineReplay:
+    """The pipeline of a plan in the order of one of torch's schedules."""
+    d = plan.mesh.degrees
+    order = torch_order(schedule, d.pp, d.microbatches, d.chunks)
+    costs = [cost for stage in _chunks(search, plan, stages) for cost in stage]
+    return replay_pipeline(order, costs, hop_us(search.job, search.cluster, plan.mesh))
+
+
+def _chunks(
+    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...]
+) -> list[list[StageCosts]]:
+    """Costs of all stages: the first chunk of each rank, then the second, and so on."""
+    chunks = plan.mesh.degrees.chunks
+    return [
+        [_costs(search, plan, stage, rank, chunk) for rank, stage in enumerate(stages)]
+        for chunk in range(chunks)
+    ]
+
+
+def _costs(
+    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, rank: int, chunk: int
+) -> StageCosts:
+    """Of one chunk: its share of the rank's blocks, and the end of the model that it has."""
+    d = plan.mesh.degrees
+    first, block, last = (search.parts.part(place, d.tp, d.cp, d.microbatch) for place in PLACES)
+    blocks = stage.blocks / d.chunks
+    forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
+    ends = (first, stage.first, chunk == 0), (last, stage.last, chunk == d.chunks - 1)
+    extra_us = stage.extra_us
+    for part, option, is_here in ends:
+        if option is None:
+            continue
+        again_us = part.options[option].extra_us
+        extra_us -= again_us
+        if is_here:
+            forward += part.forward_us
+            backward += part.backward_us + again_us
+            saved += part.options[option].saved_bytes
+    need = stage.held_bytes["while a block runs"]
+    return StageCosts(
+        forward, backward + extra_us / d.chunks,
+        saved_bytes=int(stage.saved_bytes / d.chunks) + saved, need_bytes=need,
+    )  # fmt: skip
+
+
+def _states_bytes(stage: StagePlan) -> int:
+    """What is live beside the microbatches."""
+    moving = ("saved activations", "while a block runs")
+    return sum(size for name, size in stage.held_bytes.items() if name not in moving)

@@ -1,0 +1,143 @@
+"""Parts of a job, captured and solved when first asked for, and kept on disk for the next plan.
+
+A file is named by all that its part depends on: the ops of one forward with their shapes and
+numbers, the split, the device, the links, and the versions of torch and remat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from remat import __version__
+from remat.cluster.opened_chain import Chains
+from remat.graph_capture.cluster.fake_group import FakeGroups
+from remat.graph_capture.cluster.rank_graph import behind_graph_on_rank, block_graph_on_rank
+from remat.graph_capture.errors import TextError
+from remat.graph_capture.files.contents import read_contents, write_contents
+from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.prices.price_cache import cache_folder
+from remat.solver.cluster.job import Cluster, Job, Place
+from remat.solver.cluster.parts import Part, PartOption, part_of
+
+SCHEMA = 2
+"""Of the files; those of another one are not read."""
+
+
+class KeptPart(msgspec.Struct, frozen=True):
+    """A graph, and its part.
+
+    Attributes
+    ----------
+    graph : None for what is not captured. part : None while its options were not asked for, as of
+        a mesh that its work alone rules out.
+    """
+
+    graph: TrainingGraph | None
+    part: Part | None = None
+
+
+@dataclass
+class KeptParts:
+    """The parts of one job on one cluster.
+
+    Attributes
+    ----------
+    captured, read : how many were captured now, and how many came from disk.
+    """
+
+    chains: Chains
+    job: Job
+    cluster: Cluster
+    groups: FakeGroups
+    captured: int = 0
+    read: int = 0
+    known: dict[tuple[Place, int, int, int], KeptPart] = field(
+        default_factory=dict[tuple[Place, int, int, int], KeptPart]
+    )
+
+    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+        """As of `Parts`."""
+        found = self._begun(place, tp, cp, microbatch)
+        if found.graph is not None:
+            return found.graph.time_us
+        assert found.part is not None
+        return found.part.work_us
+
+    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+        """As of `Parts`."""
+        key = place, tp, cp, microbatch
+        found = self._begun(*key)
+        if found.part is not None:
+            return found.part
+        assert found.graph is not None
+        part = part_of(found.graph)
+        self.known[key] = KeptPart(found.graph, part)
+        self._keep(key)
+        return part
+
+    def graph(self, place: Place, tp: int, cp: int, microbatch: int) -> TrainingGraph:
+        """What the options of a part are of, one that is captured."""
+        found = self._begun(place, tp, cp, microbatch).graph
+        assert found is not None
+        return found
+
+    def _begun(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
+        key = place, tp, cp, microbatch
+        if key not in self.known:
+            self.known[key] = (
+                self._embedding(tp, cp, microbatch) if place == "first" else self._of_disk(*key)
+            )
+        return self.known[key]
+
+    def _embedding(self, tp: int, cp: int, microbatch: int) -> KeptPart:
+        """A look-up is priced by its bytes: rows read and written, a gradient filled and added."""
+        rows = microbatch * self.job.border_bytes / (tp * cp)
+        table_bytes = 2 * self.job.weights["first"].on_rank(tp)
+        rate = self.cluster.bytes_per_us
+        forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
+        need = int(rows) + table_bytes
+        return KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
+
+    def _of_disk(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
+        path = self._path(place, tp, cp, microbatch)
+        if path.exists():
+            try:
+                found = decoded(read_contents(path), KeptPart)
+            except TextError:
+                # Cut short, as when a disk was full: it is made anew, and written over.
+                path.unlink(missing_ok=True)
+            else:
+                self.read += 1
+                return found
+        self.captured += 1
+        key = place, tp, cp, microbatch
+        self.known[key] = KeptPart(self._captured(*key))
+        self._keep(key)
+        return self.known[key]
+
+    def _keep(self, key: tuple[Place, int, int, int]) -> None:
+        path = self._path(*key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_contents(path, msgspec.json.encode(self.known[key]))
+
+    def _captured(self, place: Place, tp: int, cp: int, microbatch: int) -> TrainingGraph:
+        chain, shape = self.chains.at(microbatch, self.job.seq // cp)
+        device, links = self.cluster.device, self.cluster.links
+        if place == "block":
+            return block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
+        return behind_graph_on_rank(chain, shape, tp, self.groups, device, links)
+
+    def _path(self, place: Place, tp: int, cp: int, microbatch: int) -> Path:
+        _, shape = self.chains.at(1, self.job.seq)
+        said = (
+            SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
+            self.cluster.links, str(torch.__version__), __version__,
+        )  # fmt: skip
+        name = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]
+        return cache_folder() / "cluster" / f"{name}.json"

@@ -1,0 +1,200 @@
+"""Plans a cluster: a factory in, the best mesh with its runners-up out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from remat import __version__
+from remat.cluster.judged import JudgedPlan, judged_plan
+from remat.cluster.kept_parts import KeptParts
+from remat.cluster.opened_chain import Chains, job_of
+from remat.cluster.request import ClusterRequest
+from remat.graph_capture.cluster.fake_group import fake_world
+from remat.graph_capture.cluster.interconnect import interconnect_table
+from remat.graph_capture.devices.device_table import device_table
+from remat.graph_capture.errors import DeviceError
+from remat.job.stopwatch import Stopwatch
+from remat.schedules.pipeline.cluster_plan import (
+    ClusterFigures,
+    ClusterFile,
+    Parallelism,
+    PartSchedule,
+    RunnerUp,
+    StageFacts,
+)
+from remat.schedules.plan import Versions
+from remat.solver.cluster.job import Cluster, Job, Place
+from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
+from remat.solver.cluster.parts import Part, schedule_of_option
+from remat.solver.cluster.planner import ClusterSearch
+from remat.solver.cluster.stages import StagePlan
+
+WRITTEN: tuple[Place, ...] = ("block", "last")
+"""Parts whose graphs and schedules a file has."""
+REPLAYED = 32
+"""Most plans, of those near the best, whose pipelines are replayed to rank them."""
+
+
+@dataclass(frozen=True)
+class ClusterOutcome:
+    """What was found.
+
+    Attributes
+    ----------
+    ranked : the best plan and its runners-up, as replayed, quickest first; empty if nothing fits.
+    block : of the best plan. file : of the best plan; None if nothing fits.
+    evaluated, pruned, captured, read : meshes, and parts captured now or read from disk.
+    """
+
+    job: Job
+    cluster: Cluster
+    ranked: tuple[JudgedPlan, ...]
+    block: Part | None
+    file: ClusterFile | None
+    evaluated: int
+    pruned: int
+    captured: int
+    read: int
+
+
+def plan_cluster(
+    source: str, request: ClusterRequest, runners_up: int = 5, stopwatch: Stopwatch | None = None
+) -> ClusterOutcome:
+    """Find the fastest mesh, and what each stage of it holds and computes again.
+
+    Raises
+    ------
+    DeviceError, BudgetError : a number of the request cannot be. FactoryError : of the factory.
+    CaptureError : the model is no chain, or cannot be split as it is asked.
+    """
+    request.check()
+    cluster = request.cluster()
+    watch = stopwatch or Stopwatch()
+    with fake_world() as groups:
+        chains = Chains(source, request.blocks)
+        with watch.stage("capture", "reading the model"):
+            job = job_of(
+                chains, request.batch, request.seq, request.asked, groups, request.node_size
+            )
+        _require_some_mesh(job, cluster, request)
+        parts = KeptParts(chains, job, cluster, groups)
+        search = ClusterSearch(job, cluster, parts, request.asked)
+        with watch.stage("solve", "searching meshes") as shown:
+            near = search.run(lambda done: shown(done))
+            ranked = sorted(
+                (judged_plan(search, plan) for plan in near[:REPLAYED]),
+                key=lambda one: (one.time_us, one.formula_us),
+            )
+        kept = tuple(ranked[: runners_up + 1])
+        file = _file(request, search, parts, kept) if kept else None
+        block = None
+        if kept:
+            d = kept[0].plan.mesh.degrees
+            block = parts.part("block", d.tp, d.cp, d.microbatch)
+    return ClusterOutcome(
+        job, cluster, kept, block, file, search.evaluated, search.pruned, parts.captured,
+        parts.read,
+    )  # fmt: skip
+
+
+def _require_some_mesh(job: Job, cluster: Cluster, request: ClusterRequest) -> None:
+    """Raise `DeviceError` where no numbers go together, whatever the memory."""
+    if next(all_degrees(job, cluster, request.asked), None) is None:
+        raise DeviceError(
+            f"no mesh splits {request.gpus} GPUs and a batch of {request.batch} x {request.seq} as "
+            "it is asked: degrees divide the GPUs, microbatches and data parallel ranks the batch, "
+            f"stages are at most {job.layers} and have a microbatch each, tp and cp divide the "
+            "sequence; fix less, or choose another --batch"
+        )
+
+
+def parallelism_of(mesh: Mesh, schedule: str) -> Parallelism:
+    """A mesh in torchtitan's words: its shard groups span context parallel ranks too."""
+    d = mesh.degrees
+    shard = mesh.shard // d.cp if mesh.shard >= d.cp else 1
+    held = {1: "never", mesh.shard: "always"} if mesh.shard > 1 else {1: "never"}
+    return Parallelism(
+        d.dp // shard, shard, d.tp, d.cp, d.pp, schedule, d.microbatch,
+        held.get(mesh.keep, str(mesh.keep)),
+    )  # fmt: skip
+
+
+def _file(
+    request: ClusterRequest, search: ClusterSearch, parts: KeptParts, ranked: tuple[JudgedPlan, ...]
+) -> ClusterFile:
+    best, job = ranked[0], search.job
+    d = best.plan.mesh.degrees
+    writer = _Schedules(parts, best)
+    stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
+    figures = ClusterFigures(
+        best.time_us, best.time_us + search.overlapped_us(best.plan), best.mfu, best.bubble
+    )
+    return ClusterFile(
+        job.name, job.parameters, request.device, request.node_size, request.gpus,
+        search.cluster.budget_bytes, job.batch, job.seq, d.microbatches, d.chunks,
+        parallelism_of(best.plan.mesh, best.schedule),
+        "each" if best.plan.mesh.reduce_each else "once",
+        stages, tuple(writer.graphs), tuple(writer.schedules), figures,
+        tuple(
+            RunnerUp(
+                parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.chunks,
+                one.time_us, one.mfu,
+            )
+            for one in ranked[1:]
+        ),
+        modelled_notes(search.cluster, request), Versions(str(torch.__version__), __version__),
+    )  # fmt: skip
+
+
+def modelled_notes(cluster: Cluster, request: ClusterRequest) -> tuple[str, ...]:
+    """What stands behind the figures, in words."""
+    table, links = device_table(), cluster.links
+    rate = table.classes["matmul"].rate
+    where = f"as measured in {request.links}" if request.links else "by model"
+    return (
+        f"all times are modelled, none is measured: products at {100 * rate:.0f} % of the peak "
+        f"that the maker states, collectives {where}",
+        f"links of {links.inside_gb_s:.0f} GB/s in a node and {links.between_gb_s:.0f} GB/s "
+        f"between, {links.source}",
+        f"computations beside a collective take {links.beside:.2f} times as long"
+        + ("" if request.links else f" ({interconnect_table().beside_reason})"),
+        "tensor and context parallel collectives are waited for, as are gradients behind a "
+        "pipeline; a cluster without stragglers and without congestion",
+    )
+
+
+class _Schedules:
+    """Writes stages, and each distinct schedule of theirs once."""
+
+    def __init__(self, parts: KeptParts, judged: JudgedPlan) -> None:
+        d = judged.plan.mesh.degrees
+        self.judged = judged
+        key = d.tp, d.cp, d.microbatch
+        self.parts = [parts.part(place, *key) for place in WRITTEN]
+        self.graphs = [parts.graph(place, *key) for place in WRITTEN]
+        self.schedules: list[PartSchedule] = []
+        self.numbers: dict[tuple[Place, int], int] = {}
+        self.paths = list(parts.chains.at(1, parts.job.seq)[0].blocks)
+        self.places = places_of_blocks(judged.plan.layers, d.chunks)
+
+    def stage(self, index: int, stage: StagePlan) -> StageFacts:
+        """One stage."""
+        paths = tuple(tuple(self.paths[i] for i in chunk) for chunk in self.places[index])
+        dearest = sorted(stage.options, reverse=True)
+        return StageFacts(
+            paths, {self._number("block", i): stage.options[i] for i in dearest},
+            None if stage.last is None else self._number("last", stage.last),
+            stage.in_flight, stage.overhead, self.judged.peak_bytes[index],
+            stage.held_bytes,
+        )  # fmt: skip
+
+    def _number(self, place: Place, option: int) -> int:
+        key = place, option
+        if key not in self.numbers:
+            self.numbers[key] = len(self.schedules)
+            at = WRITTEN.index(place)
+            schedule = schedule_of_option(self.graphs[at], self.parts[at].options[option])
+            self.schedules.append(PartSchedule(at, schedule))
+        return self.numbers[key]

@@ -1,0 +1,84 @@
+"""The graph of one rank: its sizes, its collectives and their prices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from remat.graph_capture.cluster.chain import chain_of
+from remat.graph_capture.cluster.fake_group import FakeGroups, fake_world
+from remat.graph_capture.cluster.interconnect import interconnect_of
+from remat.graph_capture.cluster.rank_graph import (
+    BORDER,
+    behind_graph_on_rank,
+    block_graph_on_rank,
+)
+from remat.graph_capture.cluster.watching import watch
+from remat.graph_capture.graph import TrainingGraph
+from tests.graph_capture.cluster import chains
+
+LINKS = interconnect_of("h100", 8)
+SEQ, WIDTH = 32, 64
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[FakeGroups]:
+    with fake_world() as made:
+        yield made
+
+
+def block(tp: int, cp: int, groups: FakeGroups) -> TrainingGraph:
+    built = chains.small_llama(batch=2, seq=SEQ // cp)
+    chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
+    return block_graph_on_rank(chain, watch(chain), tp, cp, groups, "h100", LINKS)
+
+
+def collectives(graph: TrainingGraph) -> list[tuple[str, float]]:
+    return [(op.target.split(".")[1], op.cost_us) for op in graph.ops if "c10d" in op.target]
+
+
+def test_a_block_on_one_rank_has_no_collective(groups: FakeGroups) -> None:
+    graph = block(1, 1, groups)
+    assert collectives(graph) == []
+    assert graph.ops[0].target == BORDER
+    assert graph.value_by_name[graph.ops[0].outputs[0]].shape == (2, SEQ, WIDTH)
+    assert graph.resident.total_bytes == 0
+
+
+def test_two_gathers_and_two_scatters_each_way(groups: FakeGroups) -> None:
+    """Sequence parallel: backward of a gather is a scatter, and the other way round."""
+    graph = block(2, 1, groups)
+    found = collectives(graph)
+    assert sum("all_gather" in name for name, _ in found) == 4
+    assert sum("reduce_scatter" in name for name, _ in found) == 4
+    whole_bytes = 2 * SEQ * WIDTH * 2
+    once = LINKS.us("all_gather", whole_bytes, 2)
+    assert all(cost == pytest.approx(once, rel=0.01) for _, cost in found)
+    assert all(not op.pinned for op in graph.ops if "c10d" in op.target)
+    assert graph.value_by_name[graph.ops[0].outputs[0]].shape == (2, SEQ // 2, WIDTH)
+
+
+def test_context_parallel_ranks_gather_keys_and_values(groups: FakeGroups) -> None:
+    graph = block(1, 2, groups)
+    found = collectives(graph)
+    assert sum("all_gather" in name for name, _ in found) == 2
+    assert sum("reduce_scatter" in name for name, _ in found) == 2
+
+
+def test_products_take_a_share_of_the_time(groups: FakeGroups) -> None:
+    def weights(graph: TrainingGraph) -> int:
+        return sum(v.size_bytes for v in graph.values if v.kind == "parameter")
+
+    assert weights(block(2, 1, groups)) < 0.6 * weights(block(1, 1, groups))
+
+
+def test_behind_the_blocks_each_rank_has_a_part_of_the_vocabulary(groups: FakeGroups) -> None:
+    built = chains.small_llama(batch=2, seq=SEQ)
+    chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
+    shape = watch(chain)
+    for tp in (1, 2):
+        graph = behind_graph_on_rank(chain, shape, tp, groups, "h100", LINKS)
+        shapes = [v.shape for v in graph.values]
+        assert (2 * SEQ, 96 // tp) in shapes
+        assert not any("embedding" in op.target for op in graph.ops)

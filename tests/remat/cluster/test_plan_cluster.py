@@ -1,0 +1,178 @@
+"""`remat plan-cluster` on a small decoder: the screen, the file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from remat.cli.main import app
+from remat.cluster.planning import plan_cluster
+from remat.cluster.request import ClusterRequest
+from remat.graph_capture.errors import PlanError
+from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
+from remat.schedules.simulate import simulate
+from remat.solver.cluster.mesh import Asked
+
+CHAINS = "tests.graph_capture.cluster.chains"
+SMALL = f"{CHAINS}:small_llama"
+SIZES = ("--gpus", "8", "--node-size", "4", "--batch", "16", "--seq", "32")
+
+
+def remat(*words: str, columns: int = 160) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["plan-cluster", *words])
+
+
+@pytest.fixture(scope="module")
+def planned() -> ClusterFile:
+    asked = Asked(tp=2, cp=1, pp=2, microbatch=4, chunks=1)
+    request = ClusterRequest(8, 16, 32, "h100", 4, "1200KiB", asked=asked)
+    found = plan_cluster(SMALL, request)
+    assert found.file is not None
+    return found.file
+
+
+def test_the_file_is_read_back_to_the_same_plan(planned: ClusterFile) -> None:
+    assert read_cluster_plan(planned.to_json()) == planned
+
+
+def test_the_file_speaks_torchtitans_words(planned: ClusterFile) -> None:
+    mesh = planned.parallelism
+    assert mesh.gpus == 8
+    assert (mesh.tensor_parallel_degree, mesh.pipeline_parallel_degree) == (2, 2)
+    assert mesh.pipeline_parallel_schedule in ("1F1B", "Interleaved1F1B")
+    assert sum(planned.layers_per_stage) == 4
+    assert [path for stage in planned.stages for path in stage.blocks] == [
+        f"layers.{i}" for i in range(4)
+    ]
+
+
+def test_each_schedule_is_what_the_judge_says(planned: ClusterFile) -> None:
+    for one in planned.schedules:
+        graph = planned.graphs[one.graph]
+        assert one.schedule.graph_hash == graph.hash
+        found = simulate(graph, one.schedule)
+        assert found.time_us >= graph.time_us
+    for stage in planned.stages:
+        assert stage.peak_bytes <= planned.budget_bytes
+        assert stage.peak_bytes == pytest.approx(sum(stage.held_bytes.values()), rel=0.02)
+
+
+def test_less_room_is_more_recomputation(planned: ClusterFile) -> None:
+    asked = Asked(tp=2, cp=1, pp=2, microbatch=4, chunks=1)
+    overheads: list[float] = []
+    for budget in ("64MiB", "1200KiB", "1MiB"):
+        request = ClusterRequest(8, 16, 32, "h100", 4, budget, asked=asked)
+        found = plan_cluster(SMALL, request, 0)
+        overheads.append(found.ranked[0].stages[0].overhead if found.ranked else 1.0)
+    assert overheads == sorted(overheads)
+    assert overheads[0] == 0.0
+    assert overheads[-1] > 0
+
+
+def test_a_second_plan_reads_its_parts_from_disk() -> None:
+    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=Asked(tp=1, cp=1))
+    first, second = (plan_cluster(SMALL, request) for _ in range(2))
+    assert second.captured == 0
+    assert second.read > 0
+    assert first.file == second.file
+
+
+def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:
+    kept = tmp_path / "cluster.json"
+    done = remat(SMALL, *SIZES, "--tp", "2", "--pp", "2", "-o", str(kept))
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "modelled all times are modelled, none is measured" in said
+    assert "overlap without any" in said
+    assert "mesh tp 2" in said
+    for column in ("blocks", "in flight", "recompute", "OS", "borders", "peak"):
+        assert column in said
+    again = remat(str(kept))
+    assert again.exit_code == 0, again.stderr
+    assert "mesh tp 2" in " ".join(again.stdout.split())
+
+
+def test_json_is_one_object() -> None:
+    done = remat(SMALL, *SIZES, "--json", "--tp", "1", "--cp", "1", "--pp", "1")
+    said = json.loads(done.stdout)
+    assert said["parallelism"]["tensor_parallel_degree"] == 1
+    assert said["layers_per_stage"] == [4]
+    assert len(said["graph_hashes"]) == 2
+
+
+def test_nothing_fits_ends_with_3() -> None:
+    done = remat(SMALL, *SIZES, "--budget", "100KiB", "--tp", "1", "--cp", "1")
+    assert done.exit_code == 3
+    assert "no mesh of 8 GPUs fits 100.0 KiB each" in " ".join(done.stderr.split())
+
+
+REFUSED = [
+    ((SMALL, "--gpus", "8"), "give --batch"),
+    ((SMALL, *SIZES, "--tp", "3"), "tp 3 x cp 1 x pp 1 do not divide 8 GPUs"),
+    ((SMALL, *SIZES, "--tp", "4"), "cannot be split over tp 4: with a part of its heads"),
+    ((SMALL, *SIZES, "--tp", "8"), "--tp 8 reaches over nodes of 4 GPUs"),
+    (
+        (SMALL, *SIZES[:-3], "2", "--seq", "32", "--tp", "1", "--cp", "1", "--pp", "4"),
+        "1 microbatches of 1 are fewer than 4 stages",
+    ),
+    ((f"{CHAINS}:skip", *SIZES), "what block layers.0 makes is read by aten.add.Tensor"),
+    ((f"{CHAINS}:tied_chain", *SIZES, "--pp", "2"), "tok.weight are in two stages"),
+    ((SMALL, *SIZES, "--budget", "60%"), "budget '60%' is of one step on one device"),
+    ((SMALL, *SIZES, "--device", "t4"), "no links between t4 GPUs are known"),
+    ((SMALL, *SIZES, "--device", "cpu"), "'cpu' is no device of the table"),
+    ((SMALL, *SIZES, "--gpus", "10"), "10 GPUs are not whole nodes of 4"),
+    ((f"{CHAINS}:small_gpt", *SIZES, "--cp", "2"), "cp 2 splits attention along the sequence"),
+    ((SMALL, *SIZES, "--seq", "0"), "give --seq"),
+    ((SMALL, *SIZES, "--pp", "8"), "stages are at most 4 and have a microbatch each"),
+    ((SMALL, *SIZES, "--pp", "1", "--chunks", "2"), "no mesh splits 8 GPUs and a batch of 16 x 32"),
+    ((SMALL, *SIZES, "--batch", "17", "--pp", "2"), "a batch of 17 is not microbatches of 1 for 4"),
+    ((f"{CHAINS}:made", *SIZES), "for a cluster write it as def factory(batch=1, seq=8192)"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_refused_in_one_line(words: tuple[str, ...], said: str) -> None:
+    done = remat(*words)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.output
+
+
+def test_a_plan_for_another_world_is_refused(planned: ClusterFile, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(planned.to_json())
+    done = remat(str(path), "--gpus", "16")
+    assert done.exit_code == 2
+    assert "is for 8 GPUs, not 16: plan again with --gpus 16" in " ".join(done.stderr.split())
+
+
+def changed(plan: ClusterFile, **fields: object) -> bytes:
+    return msgspec.structs.replace(plan, **fields).to_json()
+
+
+def test_a_file_that_was_changed_is_refused(planned: ClusterFile) -> None:
+    stage = planned.stages[0]
+    cases = {
+        "its degrees make 8 ranks, not 16": {"gpus": 16},
+        "its microbatches do not make a batch of 17": {"batch": 17},
+        "it has 1 stages for 2 ranks": {"stages": planned.stages[:1]},
+        "a block is in two stages": {"stages": (stage, stage)},
+        "stage 0 is over the budget": {"budget_bytes": 1},
+        "a stage names a schedule that is not there": {"schedules": ()},
+    }
+    for said, fields in cases.items():
+        with pytest.raises(PlanError, match=said):
+            read_cluster_plan(changed(planned, **fields))
+    steps = planned.schedules[0].schedule.steps
+    cut = msgspec.structs.replace(planned.schedules[0].schedule, steps=steps[:-3])
+    one = msgspec.structs.replace(planned.schedules[0], schedule=cut)
+    with pytest.raises(PlanError, match="schedule 0 is none of its graph"):
+        read_cluster_plan(changed(planned, schedules=(one, *planned.schedules[1:])))
+    with pytest.raises(PlanError, match="is no plan for a cluster"):
+        read_cluster_plan(planned.to_json()[:-9])
+    with pytest.raises(PlanError, match="is of kind 'other'"):
+        read_cluster_plan(changed(planned, kind="other"))

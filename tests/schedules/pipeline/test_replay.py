@@ -1,0 +1,132 @@
+"""The judge of pipelines, on torch's own lists of actions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from remat.cluster.torch_orders import torch_order
+from remat.graph_capture.errors import ScheduleError
+from remat.schedules.pipeline.actions import PipelineAction, parse_order
+from remat.schedules.pipeline.replay import StageCosts, replay_pipeline
+from remat.solver.cluster.in_flight import chunks_in_flight
+
+SEVEN = {
+    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2, "DualPipeV": 2,
+}  # fmt: skip
+"""torch's schedules, with their stages a rank."""
+EVEN = StageCosts(1.0, 1.0, 1.0, saved_bytes=10, for_weights_bytes=4, need_bytes=3)
+
+
+@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_each_schedule_of_torch_is_complete_and_takes_its_work_at_least(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    chunks = SEVEN[name]
+    order = torch_order(name, ranks, microbatches, chunks)
+    found = replay_pipeline(order, [EVEN] * ranks * chunks)
+    work_us = 3.0 * chunks * microbatches
+    assert [rank.busy_us for rank in found.ranks] == [work_us] * ranks
+    assert found.time_us >= work_us
+    assert 0 <= found.bubble < 1
+
+
+def test_bubbles_of_even_stages_are_those_of_the_papers() -> None:
+    m, ranks = 16, 4
+    times = {
+        name: replay_pipeline(
+            torch_order(name, ranks, m, chunks), [EVEN] * ranks * chunks
+        ).time_us / chunks
+        for name, chunks in SEVEN.items()
+    }  # fmt: skip
+    assert times["GPipe"] == times["1F1B"] == 3 * (m + ranks - 1)
+    assert times["Interleaved1F1B"] == 3 * (m + (ranks - 1) / 2)
+    assert times["LoopedBFS"] == 3 * (m + (ranks - 1) / 2)
+    assert times["InterleavedZeroBubble"] < times["Interleaved1F1B"]
+    assert times["ZBVZeroBubble"] < times["Interleaved1F1B"]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_formula_of_1f1b_is_never_below_and_at_most_7_percent_above(seed: int) -> None:
+    rng = random.Random(seed)
+    stages = rng.randint(2, 8)
+    m = rng.randint(stages, 6 * stages)
+    costs = [
+        StageCosts(forward := rng.uniform(0.9, 1.1), 2 * forward + rng.uniform(0, 0.4))
+        for _ in range(stages)
+    ]
+    times = [cost.forward_us + cost.input_us for cost in costs]
+    formula = sum(times) + (m - 1) * max(times)
+    found = replay_pipeline(torch_order("1F1B", stages, m), costs).time_us
+    assert formula / found + 1e-12 >= 1.0
+    assert formula / found <= 1.07
+
+
+@pytest.mark.parametrize(("ranks", "m", "chunks"), [(4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 9, 3)])
+def test_as_many_microbatches_are_in_flight_as_the_planner_counts(
+    ranks: int, m: int, chunks: int
+) -> None:
+    name = "1F1B" if chunks == 1 else "Interleaved1F1B"
+    if chunks == 1 and m < ranks:
+        with pytest.raises(ScheduleError, match="does not take 2 microbatches on 4 ranks"):
+            torch_order(name, ranks, m)
+        return
+    found = replay_pipeline(torch_order(name, ranks, m, chunks), [EVEN] * ranks * chunks)
+    counted = [chunks_in_flight(s, ranks, m, chunks) for s in range(ranks)]
+    assert [rank.most_open for rank in found.ranks] == counted
+    assert [rank.peak_bytes for rank in found.ranks] == [10 * k + 3 for k in counted]
+
+
+def test_gpipe_holds_all_microbatches_and_1f1b_one_for_each_stage_behind() -> None:
+    def most(name: str) -> list[int]:
+        found = replay_pipeline(torch_order(name, 4, 8), [EVEN] * 4)
+        return [rank.most_open for rank in found.ranks]
+
+    assert most("GPipe") == [8] * 4
+    assert most("1F1B") == [4, 3, 2, 1]
+
+
+def test_what_weights_need_is_live_until_their_gradients_are_done() -> None:
+    order = parse_order([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
+    found = replay_pipeline(order, [EVEN])
+    assert found.ranks[0].peak_bytes == 23
+    late = replay_pipeline(order, [StageCosts(1, 1, 1, 10, 10, 3)])
+    assert late.ranks[0].peak_bytes == 23
+
+
+def test_a_way_between_ranks_is_waited_for_and_one_on_a_rank_is_not() -> None:
+    order = parse_order([["0F0", "0B0"], ["1F0", "1B0"]])
+    costs = [StageCosts(1, 2)] * 2
+    assert replay_pipeline(order, costs, hop_us=5).time_us == 6 + 10
+    on_one = parse_order([["0F0", "1F0", "1B0", "0B0"]])
+    assert replay_pipeline(on_one, costs, hop_us=5).time_us == 6
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([["0B0", "0F0"]], "wait for ever: 0B0"),
+        ([["0F0", "0F0", "0B0"]], "action 0F0 of the pipeline runs twice"),
+        ([["0F0", "0B0", "0F1"]], "microbatch 1 of the pipeline has actions F on stage 0"),
+        ([["0F0", "0I0"]], "has actions FI on stage 0"),
+        ([["1F0", "1B0"]], r"has stages \[1\], and 1 costs"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused(texts: list[list[str]], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        replay_pipeline(parse_order(texts), [EVEN])
+
+
+def test_texts_of_torch_are_read() -> None:
+    order = parse_order([["0F0", None, "", "0SEND_F0", "0REDUCE_GRAD", "(0F1;3B2)OVERLAP_F_B"]])
+    first, both = (
+        (PipelineAction(0, "F", 0),),
+        (PipelineAction(0, "F", 1), PipelineAction(3, "B", 2)),
+    )
+    assert order == ((first, both),)
+    assert str(both[1]) == "3B2"
+    with pytest.raises(ScheduleError, match="'0X0' is no action of a pipeline"):
+        parse_order([["0X0"]])
