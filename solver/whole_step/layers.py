@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,14 +31,23 @@ UNLIMITED_S = 1e9
 busy the machine is."""
 
 
-def microbatch_of(graph: TrainingGraph) -> Microbatch:
+def microbatch_of(
+    graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None
+) -> Microbatch:
     """The layers of a captured graph of one batch, each with its options.
+
+    Parameters
+    ----------
+    gradient_of : by the name of each trained parameter, the name of its gradient. Left out, they
+        are told by their order and shapes, which frozen parameters of the same shapes confuse.
 
     Raises
     ------
     SolverError : the graph has no repeated layers, or its layers do not run one after the other
         and back, or the gradients of one layer's parameters come from several places.
     """
+    if gradient_of is not None:
+        return _Layers.of(graph, gradient_of).microbatch()
     return kept_with(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
 
 
@@ -59,9 +68,10 @@ class _Layers:
     layer_of: dict[str, int]
     group_of: dict[str, int]
     readers: list[tuple[int, ...]]
+    known: Mapping[str, str] | None
 
     @classmethod
-    def of(cls, graph: TrainingGraph) -> _Layers:
+    def of(cls, graph: TrainingGraph, known: Mapping[str, str] | None = None) -> _Layers:
         problem = Problem.of(graph)
         reads = Reads.of(problem)
         ranges = find_blocks(problem, reads)
@@ -80,7 +90,7 @@ class _Layers:
         keys = {name: tuple(sorted(found)) for name, found in read_by.items()}
         readers = list(dict.fromkeys(keys.values()))
         group_of = {name: readers.index(key) for name, key in keys.items()}
-        return cls(graph, problem, reads, ranges, layer_of, group_of, readers)
+        return cls(graph, problem, reads, ranges, layer_of, group_of, readers, known)
 
     def microbatch(self) -> Microbatch:
         """Layers, groups and values between layers."""
@@ -92,13 +102,19 @@ class _Layers:
         )
         outputs = tuple(name for name in graph.forward_outputs if name in crossing)
         resident = msgspec.structs.replace(
-            graph.resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0
-        )
+            graph.resident, parameters_bytes=self._unread_bytes(), gradients_bytes=0,
+            optimizer_bytes=0,
+        )  # fmt: skip
         forward = {op.name for op in graph.ops if op.phase == "forward"}
         return Microbatch(
             graph.name, layers, self._groups(gives), crossing, outputs, resident, graph.device,
             graph.inputs, graph.prices, draws=not forward.isdisjoint(graph.ordered_ops),
         )  # fmt: skip
+
+    def _unread_bytes(self) -> int:
+        """Bytes of parameters that no op reads: they stay where they are."""
+        parameters = (value for value in self.graph.values if value.kind == "parameter")
+        return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
 
     def _crossing(self) -> dict[str, int]:
         """Bytes of what one layer makes and another reads, and of what forward returns."""
@@ -124,6 +140,8 @@ class _Layers:
 
         Both stand in the order of the model's parameters. Those that are frozen have none.
         """
+        if self.known is not None:
+            return {name: self.known[name] for name in self.group_of if name in self.known}
         values, found = self.graph.value_by_name, dict[str, str]()
         waiting = [v for v in self.graph.values if v.name in self.group_of]
         for name in self.graph.outputs:
@@ -152,6 +170,7 @@ class _Layers:
                     parameter_bytes=sum(one.size_bytes for one in mine),
                     gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
                     item_bytes=max((_item_bytes(one) for one in trained), default=0),
+                    gradient_of={one.name: gives.get(one.name, "") for one in mine},
                 )
             )
         return tuple(groups)
@@ -213,6 +232,7 @@ class _Layers:
             sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
             tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
             tuple(worth_having(found)), turns,
+            *(tuple(op.name for op in half) for half in halves),
         )  # fmt: skip
 
 
