@@ -75,6 +75,7 @@ class _Writer:
     touches : by value, the places in the step at which an op makes it (True) or reads it (False).
     saved : of each layer and microbatch whose saved values go down, these values.
     left : values of layers that have a copy below and are still to be dropped from the device.
+    fetched_at : of each value of the plan that comes back, how many runs are done by then.
     """
 
     parts: OpByOp
@@ -82,6 +83,7 @@ class _Writer:
     touches: dict[str, dict[int, bool]] = field(default_factory=dict[str, dict[int, bool]])
     saved: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     left: set[str] = field(default_factory=set[str])
+    fetched_at: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         self.captured = self.parts.captured
@@ -93,6 +95,11 @@ class _Writer:
         runs = [list(self._runs(step)) for step in planned]
         self._note_touches([run for each in runs for run in each])
         found, at = list[Step](), 0
+        for step, each in zip(planned, runs, strict=True):
+            at += len(each)
+            if isinstance(step, Fetch) and step.to == "device":
+                self.fetched_at[step.value] = at
+        at = 0
         for step, each in zip(planned, runs, strict=True):
             for run in each:
                 found.append(Compute(run))
@@ -227,7 +234,10 @@ class _Writer:
             yield _with_value(step, name if kind == "W" else f"{kind}:{name}")
 
     def _members(self, value: str, at: int) -> list[str]:
-        """The values that one of the plan stands for, which forward has made and backward reads."""
+        """The values that one of the plan stands for which forward has made and backward reads.
+
+        The plan of layers has a layer's backward read all that its forward read, since it may.
+        """
         if value not in self.saved:
             *name, i = value.split(".")
             if name[0] == "S":
@@ -237,10 +247,15 @@ class _Writer:
             else:
                 names = [".".join(name)]
             found = [self.parts.value(v, int(i)) for v in names]
-            self.saved[value] = [
-                v for v in found if v in self.touches and self._is_read_after(v, at - 1)
-            ]
+            self.saved[value] = [v for v in found if self._comes_back(v, at, value)]
         return self.saved[value]
+
+    def _comes_back(self, name: str, at: int, value: str) -> bool:
+        """Whether a value stays as it is from now until it has come back, and is then read."""
+        touches, back = self.touches.get(name, {}), self.fetched_at[value]
+        if any(is_made for place, is_made in touches.items() if at <= place < back):
+            return False
+        return any(place < at for place in touches) and self._is_read_after(name, back - 1)
 
 
 def _with_value(step: Free | Fetch | Offload, value: str) -> Step:

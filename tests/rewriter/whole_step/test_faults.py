@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def made(count: int = 2) -> tuple[Training, Training, WholeStep]:
     """A training, its twin in eager, and its step; all below the device that can be."""
     training = chain(count)
-    return training, training.twin(), training.planned(budget="90KiB", host="64MiB")
+    return training, training.twin(), training.planned(budget=160_000, host="64MiB")
 
 
 def test_what_is_below_is_empty_between_steps_and_comes_back_when_read() -> None:

@@ -24,19 +24,11 @@ from tests.rewriter.whole_step.loops import (
 )
 from tests.sized_models import Residual
 
-TIGHT, AMPLE = 0.35, 1.2
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the host tier."""
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
     return tmp_path
-
-
-def state_bytes(training: Training) -> int:
-    """Parameters and two moments of each."""
-    return 3 * sum(one.nbytes for one in training.model.parameters())
 
 
 def trained_alike(training: Training, step: WholeStep, steps: int = 5) -> None:
@@ -59,10 +51,10 @@ def homes(graph: TrainingGraph) -> set[str | None]:
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_gpt_with_dropout_trains_as_in_eager(count: int, tier: str, folder: Path) -> None:
     training = gpt(count)
-    below = {"host": "64MiB"}
+    below: dict[str, Any] = {"host": "64MiB"}
     if tier == "nvme":  # no room on the host for all states
-        below = {"host": str(state_bytes(training) * 2 // 3), "nvme": f"{folder}:64MiB"}
-    step = training.planned(budget=400_000, **below)
+        below = {"host": 800_000, "nvme": f"{folder}:64MiB"}
+    step = training.planned(budget=450_000, **below)
     assert "host" in homes(step.graph)
     assert (tier == "nvme") == ("nvme" in homes(step.graph))
     trained_alike(training, step)
@@ -71,13 +63,13 @@ def test_a_gpt_with_dropout_trains_as_in_eager(count: int, tier: str, folder: Pa
 @pytest.mark.parametrize("optimizer", [momentum, torch.optim.SGD, torch.optim.Adam])
 def test_other_optimizers(optimizer: Callable[..., Any]) -> None:
     training = chain(2, optimizer=optimizer)
-    trained_alike(training, training.planned(budget="150KiB", host="64MiB"))
+    trained_alike(training, training.planned(budget=160_000, host="64MiB"))
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_take_all_microbatches_before_the_next_layer(count: int) -> None:
     training = chain(count)
-    step = training.planned(budget="110KiB", host="64MiB")
+    step = training.planned(budget=160_000, host="64MiB")
     order = [s.op for s in step.schedule.steps if type(s).__name__ == "Compute"]
     first_of_last = next(k for k, name in enumerate(order) if name.endswith(f".{count - 1}"))
     assert not any(name.startswith("tangents") for name in order[:first_of_last])
@@ -86,7 +78,7 @@ def test_layers_take_all_microbatches_before_the_next_layer(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("training", "budget"),
-    [(gpt(2), 400_000), (chain(1), 120_000), (chain(4), 120_000), (chain(2), 1 << 24)],
+    [(gpt(2), 450_000), (chain(1), 160_000), (chain(4), 160_000), (chain(2), 1 << 24)],
 )
 def test_the_measured_peak_is_the_judged_one(training: Training, budget: int) -> None:
     step = training.planned(budget=budget, host="64MiB")
@@ -136,13 +128,13 @@ def test_frozen_layers_and_a_loss_that_is_a_mean() -> None:
     training = chain(2)
     training.model[1].requires_grad_(False)
     training.loss_fn = lambda out, y: nn.functional.mse_loss(out, y) / 2
-    trained_alike(training, training.planned(budget="120KiB", host="64MiB"))
+    trained_alike(training, training.planned(budget=160_000, host="64MiB"))
 
 
 def test_a_schedule_of_the_learning_rate_is_followed() -> None:
     training = chain(2)
     other = training.twin()
-    step = training.planned(budget="120KiB", host="64MiB")
+    step = training.planned(budget=160_000, host="64MiB")
     rates = [
         torch.optim.lr_scheduler.StepLR(one.optimizer, 1, 0.5) for one in (training, other)
     ]
