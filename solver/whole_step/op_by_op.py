@@ -150,19 +150,21 @@ class _Writer:
                 self.touches.setdefault(name, {})[at] = True
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
-        """Refuse an op that reads a gradient to which others may have been added in place.
+        """Refuse an op that reads a gradient to which others are added, or an updated parameter.
 
-        `whole` are the gradients that are, or hold, the sum from now on; added to here.
+        `whole` are these gradients and parameters; added to here.
         """
-        if ":" in run:
+        kind, _, rest = run.partition(":")
+        if rest:
+            whole.update([rest] if kind == "update" else ())
             return
-        for name in read:
-            if name in whole:
-                raise SolverError(
-                    f"{run} of {self.captured.name} reads the gradient of a parameter after others "
-                    "were added to it: plan one batch, without microbatches"
-                )
         name, i = run.rsplit(".", 1)
+        for one in (*read, *self.ops[name].inputs):
+            if one in whole:
+                raise SolverError(
+                    f"{run} of {self.captured.name} reads {one} after it was changed in place: "
+                    "plan one batch, without microbatches"
+                )
         if i == "0":
             whole.update(f"G:{one}" for one in self.parts.finished_by.get(name, ()))
 
@@ -252,8 +254,8 @@ class _Writer:
 
     def _comes_back(self, name: str, at: int, value: str) -> bool:
         """Whether a value stays as it is from now until it has come back, and is then read."""
-        touches, back = self.touches.get(name, {}), self.fetched_at[value]
-        if any(is_made for place, is_made in touches.items() if at <= place < back):
+        touches, back = self.touches.get(name, {}), self.fetched_at.get(value, -1)
+        if back < 0 or any(is_made for place, is_made in touches.items() if at <= place < back):
             return False
         return any(place < at for place in touches) and self._is_read_after(name, back - 1)
 
