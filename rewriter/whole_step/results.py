@@ -103,10 +103,11 @@ def _require_own_tensors(joint: Joint, gradient_of: Mapping[str, str], name: str
     values = joint.graph.value_by_name
     owner = dict[str, str]()
     for parameter, gradient in gradient_of.items():
-        if not values[gradient].producer or gradient in owner:
-            other = owner.get(gradient, "what backward is given")
+        is_given = not values[gradient].producer or values[gradient].kind == "tangent"
+        if is_given or gradient in owner:
+            other = "what backward is given" if is_given else f"the gradient of {owner[gradient]}"
             raise CaptureError(
-                f"the gradients of {parameter} and {other} of {name} are one tensor, which a whole "
-                f"step would update twice: {WAY_OUT}"
+                f"the gradient of {parameter} of {name} and {other} are one tensor, which a whole "
+                f"step would change twice: {WAY_OUT}"
             )
         owner[gradient] = parameter

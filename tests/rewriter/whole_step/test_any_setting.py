@@ -15,6 +15,8 @@ from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.memory_events import measure_regions
 from remat.levers.step_request import StepRequest
 from remat.levers.whole_step_here import StepHere
+from remat.schedules.schedule import Compute
+from remat.solver.whole_step.named_systems import full_recompute
 from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_step
 from remat.solver.whole_step.setting import Pass, Setting
 from tests.rewriter.whole_step.loops import Training, chain, gpt, same
@@ -23,11 +25,11 @@ COUNT, STEPS, AMPLE_BYTES = 3, 3, 1 << 24
 
 
 @functools.cache
-def captured(name: str, folder: str) -> tuple[Training, StepHere]:
-    training = {"chain": chain, "gpt": gpt}[name](COUNT, STEPS + 1)
+def captured(name: str, folder: str, count: int = COUNT) -> tuple[Training, StepHere]:
+    training = {"chain": chain, "gpt": gpt}[name](count, STEPS + 1)
     args, target = training.calls[0]
     request = StepRequest(
-        "cpu", COUNT, "adamw", AMPLE_BYTES, "64MiB", f"{folder}:64MiB", "parameter", is_run=True
+        "cpu", count, "adamw", AMPLE_BYTES, "64MiB", f"{folder}:64MiB", "parameter", is_run=True
     )
     found = StepHere.captured(
         training.model, args, None, request, training.optimizer, loss_fn=training.loss_fn,
@@ -97,3 +99,26 @@ def test_a_setting_trains_as_in_eager(
     assert measured.peak_bytes == step.simulation.peak_bytes - step.resting_bytes
     step.close()
 
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_layers_that_take_all_microbatches_before_the_next_layer(
+    count: int, tier: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path_factory.getbasetemp())
+    monkeypatch.setenv(HOST_FOLDER, folder)
+    training, here = captured("chain", folder, count)
+    options = full_recompute(here.task.microbatch)
+    states = (tier,) * len(here.task.microbatch.groups)
+    setting = here.task.feasible(Setting((Pass(count, options, 3),), states, keeping="stream"))
+    step, other = here.ready(tightest(here.task, setting)), training.twin()
+    runs = [one.op for one in step.schedule.steps if isinstance(one, Compute)]
+    turns = [k for k, name in enumerate(runs) if name.startswith("tangents")]
+    assert len(turns) == count
+    first = {name.rpartition(".")[2] for name in runs[: turns[0]]}
+    assert first == set(map(str, range(count)))
+    losses = other.eager(0, STEPS)
+    assert all(map(torch.equal, training.whole(step, 0, STEPS), losses))
+    assert same(training, other)
+    step.close()

@@ -66,16 +66,6 @@ def test_other_optimizers(optimizer: Callable[..., Any]) -> None:
     trained_alike(training, training.planned(budget=160_000, host="64MiB"))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_layers_take_all_microbatches_before_the_next_layer(count: int) -> None:
-    training = chain(count)
-    step = training.planned(budget=160_000, host="64MiB")
-    order = [s.op for s in step.schedule.steps if type(s).__name__ == "Compute"]
-    first_of_last = next(k for k, name in enumerate(order) if name.endswith(f".{count - 1}"))
-    assert not any(name.startswith("tangents") for name in order[:first_of_last])
-    trained_alike(training, step)
-
-
 @pytest.mark.parametrize(
     ("training", "budget"),
     [(gpt(2), 450_000), (chain(1), 160_000), (chain(4), 160_000), (chain(2), 1 << 24)],
@@ -122,6 +112,26 @@ def test_batch_norm_counts_each_microbatch() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     training = Training(model, optimizer, nn.functional.mse_loss, calls, 2)
     trained_alike(training, training.planned(budget="400KiB", host="64MiB"))
+
+
+class SharedGradient(nn.Module):
+    """Two parameters that are added to the same tensor, so that their gradients are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList(torch.zeros(8, 32) for _ in range(2))
+        self.rest = chain(1, 1).model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(x + self.shifts[0] + self.shifts[1])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parameters_with_the_same_gradient(count: int) -> None:
+    training = chain(count)
+    training.model = SharedGradient()
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    trained_alike(training, training.planned(budget=180_000, host="64MiB"))
 
 
 def test_frozen_layers_and_a_loss_that_is_a_mean() -> None:
