@@ -95,9 +95,7 @@ class StepHere:
         trained = {name: parameters[name][1] for name in results.gradient_of}
         updates = parameter_updates(optimizer, request.optimizer, trained, request.device)
         task = _task(graph, request, optimizer, trained, updates, results)
-        return cls(
-            request, optimizer, traced, guards, results, parameters, graph, task, updates
-        )
+        return cls(request, optimizer, traced, guards, results, parameters, graph, task, updates)
 
     def planned(self) -> PlannedStep:
         """The fastest plan that is found.
@@ -128,9 +126,7 @@ class StepHere:
                 f"op by op, this step of {self.graph.name} has a peak of {found.peak_bytes} bytes, "
                 f"above the budget of {self.task.budget_bytes}: give a little more"
             )
-        tier = FileTier(
-            found.host_peak_bytes, found.nvme_peak_bytes, self.task.links.nvme_path
-        )
+        tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, self.task.links.nvme_path)
         tier.require_room()
         actions = actions_of(step.parts, step.graph, step.schedule)
         codes = codes_of(self.traced.joint, actions, results.place_of_gradient, tier)
@@ -190,8 +186,7 @@ def _require_in_optimizer(
             "amsgrad keeps a third number of each parameter, which is not planned: leave it out, "
             "or update during backward with remat.training_step without microbatches"
         )
-    named = {path: parameter for path, parameter in parameters.values()}
-    require_own_storages({**named, **dict(guards.model.named_buffers())})
+    require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 
 
 def _task(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from remat.graph_capture.optimizer_step.op_by_op import ADD, FORWARD_ENDS, STEP, OpByOp
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.optimizer_step.op_by_op import ADD, FORWARD_ENDS, STEP, OpByOp
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 

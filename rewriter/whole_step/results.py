@@ -1,4 +1,4 @@
-"""What a joint graph of one microbatch takes and gives: parameters, gradients, the loss, buffers."""
+"""What a joint graph of one microbatch takes and gives: parameters, gradients, loss, buffers."""
 
 from __future__ import annotations
 

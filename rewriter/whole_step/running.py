@@ -17,7 +17,7 @@ from remat.rewriter.whole_step.microbatch_code import MicrobatchCode
 from remat.rewriter.whole_step.program import Action, Add, Resume, StepOf
 from remat.rewriter.whole_step.residents import Residents, moments
 from remat.rewriter.whole_step.uninterrupted import uninterrupted
-from remat.schedules.schedule import Fetch, Free, Offload
+from remat.schedules.schedule import Fetch, Offload
 
 _C: Any = torch._C
 

@@ -156,9 +156,7 @@ class WholeStep:
                     f"a microbatch of this {kind} is a tuple of positional arguments, and a "
                     f"{type(one).__name__} is given: write [(x,) for x in batches]"
                 )
-        return [
-            (one, dict(two), aim) for one, two, aim in zip(calls, named, aims, strict=True)
-        ]
+        return [(one, dict(two), aim) for one, two, aim in zip(calls, named, aims, strict=True)]
 
     def _step(self, batches: list[Any]) -> list[Tensor]:
         run: StepRun | None = None

@@ -31,9 +31,7 @@ UNLIMITED_S = 1e9
 busy the machine is."""
 
 
-def microbatch_of(
-    graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None
-) -> Microbatch:
+def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None) -> Microbatch:
     """The layers of a captured graph of one batch, each with its options.
 
     Parameters
@@ -189,9 +187,7 @@ class _Layers:
             tables.append(known[shape])
         return tables
 
-    def _layer(
-        self, at: int, block: Block, options: Options, crossing: dict[str, int]
-    ) -> Layer:
+    def _layer(self, at: int, block: Block, options: Options, crossing: dict[str, int]) -> Layer:
         ops = [self.graph.ops[op] for op in block.ops]
         halves = [[op for op in ops if op.phase == phase] for phase in ("forward", "backward")]
         reads, makes = list[list[str]](), list[list[str]]()

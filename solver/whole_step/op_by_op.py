@@ -48,12 +48,8 @@ def op_by_op(
     updates : by the captured name of each trained parameter, what its update takes.
     """
     microbatch, setting = task.microbatch, planned.setting
-    places = [
-        GroupPlace("device" if tier == "device" else "host", tier) for tier in setting.state
-    ]
-    parts = OpByOp(
-        captured, microbatch, places, task.update, updates, planned.setting.microbatches
-    )
+    places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in setting.state]
+    parts = OpByOp(captured, microbatch, places, task.update, updates, planned.setting.microbatches)
     options = [one.options for one in setting.passes for _ in range(one.microbatches)]
     writer = _Writer(parts, options)
     steps = writer.steps(planned.schedule.steps)

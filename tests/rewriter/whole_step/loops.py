@@ -90,9 +90,7 @@ def chain(count: int, steps: int = 5, **changed: Any) -> Training:
     torch.manual_seed(0)
     make = changed.get("layer", mlp_layer)
     model = nn.Sequential(*(make() for _ in range(6)), nn.Linear(32, 5))
-    calls = [
-        ((torch.randn(8, 32),), torch.randn(8, 5)) for _ in range(count * steps)
-    ]
+    calls = [((torch.randn(8, 32),), torch.randn(8, 5)) for _ in range(count * steps)]
     optimizer = changed.get("optimizer", adamw)(model.parameters())
     return Training(model, optimizer, nn.functional.mse_loss, calls, count)
 

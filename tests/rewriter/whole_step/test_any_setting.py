@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,7 +97,6 @@ def test_a_setting_trains_as_in_eager(
     assert same(training, other)
     assert measured.peak_bytes == step.simulation.peak_bytes - step.resting_bytes
     step.close()
-
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -24,6 +24,7 @@ from tests.rewriter.whole_step.loops import (
 )
 from tests.sized_models import Residual
 
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the host tier."""
@@ -85,7 +86,9 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(40, 32)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(5)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(5))
+        )
         self.head = nn.Linear(32, 40, bias=False)
         self.head.weight = self.words.weight
 
@@ -145,9 +148,7 @@ def test_a_schedule_of_the_learning_rate_is_followed() -> None:
     training = chain(2)
     other = training.twin()
     step = training.planned(budget=160_000, host="64MiB")
-    rates = [
-        torch.optim.lr_scheduler.StepLR(one.optimizer, 1, 0.5) for one in (training, other)
-    ]
+    rates = [torch.optim.lr_scheduler.StepLR(one.optimizer, 1, 0.5) for one in (training, other)]
     for at in range(3):
         training.whole(step, at, 1)
         training.optimizer.step()
