@@ -89,7 +89,7 @@ class StepHere:
         results = results_of(traced.joint, traced.recipe.name)
         module = traced.joint.module
         guards = Guards(model, traced.recipe, traced.python_state, (), module, module)
-        parameters = _parameters(guards, results)
+        parameters = _parameters_of(guards, results)
         _require_in_optimizer(guards, results, parameters, optimizer)
         graph = whole(price_for(traced, profile=profile, tiers=tiers))
         trained = {name: parameters[name][1] for name in results.gradient_of}
@@ -155,7 +155,7 @@ def step_here(
     return captured.ready(captured.planned())
 
 
-def _parameters(guards: Guards, results: JointResults) -> Parameters:
+def _parameters_of(guards: Guards, results: JointResults) -> Parameters:
     """All parameters of the step, each once."""
     from torch import nn
 

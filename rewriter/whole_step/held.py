@@ -92,7 +92,7 @@ class Held:
         if to == "host":
             addresses = [one.untyped_storage().data_ptr() for one in self.whole]
             given = [self, to, addresses]
-            self._leaving.append(link_thread("d2h").begin(_fill_files, given))
+            self._leaving.append(link_thread("d2h").begin(_files_from_memory, given))
         else:
             after = self._leaving[-1] if self._leaving else None
             copy = link_thread("write").begin(_copy_files, [self, "host", to], after)
@@ -106,7 +106,9 @@ class Held:
         if to == "host":
             copy = link_thread("read").begin(_copy_files, [self, "nvme", to], before)
         else:
-            copy = link_thread("h2d").begin(_fill_memory, [self, "host", self._room()], before)
+            copy = link_thread("h2d").begin(
+                _memory_from_files, [self, "host", self._room()], before
+            )
         self._arriving.append(copy)
 
     def arrive(self) -> None:
@@ -149,10 +151,15 @@ class Held:
         self.settle()
         if not self.is_in_memory:
             tier: Tier = "host" if "host" in self.copied else "nvme"
-            copy = link_thread("h2d").begin(_fill_memory, [self, tier, self._room()])
+            copy = link_thread("h2d").begin(_memory_from_files, [self, tier, self._room()])
             copy.wait()
             self.is_in_memory = True
         self.attach()
+
+    def close(self) -> None:
+        """Let go of all files; the bytes are in memory."""
+        self.copied.clear()
+        self._files.clear()
 
     def _room(self) -> list[int]:
         for whole, size_bytes in zip(self.whole, self.sizes_bytes, strict=True):
@@ -167,14 +174,14 @@ class Held:
         return self._files[tier]
 
 
-def _fill_files(held: Held, to: Tier, addresses: list[int]) -> None:
+def _files_from_memory(held: Held, to: Tier, addresses: list[int]) -> None:
     held.copied.discard(to)
     for file, address in zip(held.files_at(to), addresses, strict=True):
         file.write_from(address)
     held.copied.add(to)
 
 
-def _fill_memory(held: Held, source: Tier, addresses: list[int]) -> None:
+def _memory_from_files(held: Held, source: Tier, addresses: list[int]) -> None:
     for file, address in zip(held.files_at(source), addresses, strict=True):
         file.read_to(address)
 

@@ -85,10 +85,10 @@ def _emitter(joint: Joint, steps: tuple[Step, ...], tier: Tier) -> EagerEmitter:
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again, none = set[str](), frozenset[str]()
     if not schedule.moves:
-        return EagerEmitter(joint, _refuse, again, repeated, none, True)
+        return EagerEmitter(joint, _refuse_dead, again, repeated, none, True)
     moving = Moving(tier, copy_times(schedule, lambda op: written_by(joint, op)))
-    return MovingEmitter(joint, _refuse, again, repeated, none, True, moving)
+    return MovingEmitter(joint, _refuse_dead, again, repeated, none, True, moving)
 
 
-def _refuse(what: Demanded) -> NoReturn:
+def _refuse_dead(what: Demanded) -> NoReturn:
     raise RewriteError(f"the plan of the whole step reads {what} where it is not live")

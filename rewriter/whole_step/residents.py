@@ -101,6 +101,11 @@ class Residents:
             for one in self.held.values():
                 one.restore()
 
+    def close(self) -> None:
+        """Let go of all files, once all is back."""
+        for one in self.held.values():
+            one.close()
+
 
 class Watch:
     """The hooks of one model and its optimizer, while something is below.

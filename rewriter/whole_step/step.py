@@ -217,4 +217,5 @@ class WholeStep:
 def _end(watch: Watch, residents: Residents) -> None:
     residents.attach()
     residents.bring_back()
+    residents.close()
     watch.end()

@@ -61,13 +61,14 @@ def test_a_state_that_is_loaded_is_trained_on() -> None:
     assert same(training, other)
 
 
-def test_close_and_deletion_bring_all_back() -> None:
+def test_close_and_deletion_bring_all_back(folder: Path) -> None:
     for end in ("close", "deletion", "with"):
         training, other, step = made()
         training.whole(step, 0, 1)
         other.eager(0, 1)
         if end == "close":
             step.close()
+            assert is_clean(folder)
             with pytest.raises(RewriteError, match="is closed: make another one"):
                 training.whole(step, 1, 1)
         elif end == "with":
