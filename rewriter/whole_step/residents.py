@@ -8,7 +8,7 @@ forward. The next step sends them down again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from remat.graph_capture.errors import RewriteError, TierError
 from remat.graph_capture.links import Tier
 from remat.rewriter.whole_step.held import Folders, Held
 from remat.rewriter.whole_step.uninterrupted import uninterrupted
@@ -96,10 +97,26 @@ class Residents:
                 one.rest()
 
     def bring_back(self) -> None:
-        """Bring all into memory, and into the user's tensors; may be called again if it fails."""
+        """Bring all into memory, and into the user's tensors; may be called again if it fails.
+
+        Raises
+        ------
+        TierError : a file cannot be read. All others are back, and what is in that file is empty.
+        """
+        failed = list[tuple[str, TierError]]()
         with uninterrupted():
             for one in self.held.values():
-                one.restore()
+                try:
+                    one.restore()
+                except TierError as error:
+                    one.rest()
+                    failed.append((one.name, error))
+        if failed:
+            names = ", ".join(name for name, _ in failed)
+            raise TierError(
+                f"{names} could not be brought back from below the device, and stay empty: call "
+                "bring_back() again, or load them from a checkpoint"
+            ) from failed[0][1]
 
     def close(self) -> None:
         """Let go of all files, once all is back."""
@@ -124,7 +141,7 @@ class Watch:
         model, optimizer = self._model(), self._optimizer()
         if self._handles or model is None or optimizer is None:
             return
-        hear = _hearing(self.residents)
+        hear = _BringBack(self.residents)
         self._handles += [
             model.register_state_dict_pre_hook(hear),
             model.register_load_state_dict_pre_hook(hear),
@@ -140,8 +157,21 @@ class Watch:
         self._handles.clear()
 
 
-def _hearing(residents: Residents) -> Callable[..., None]:
-    def bring_back(*_: Any, **__: Any) -> None:
-        residents.bring_back()
+class _BringBack:
+    """The hook. A copy of a model has one that does nothing, as its tensors are its own."""
 
-    return bring_back
+    def __init__(self, residents: Residents | None = None) -> None:
+        self.residents = residents
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self.residents is not None:
+            self.residents.bring_back()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse copies of tensors that are empty, which would be empty for good."""
+        if self.residents is not None and not self.residents.are_all_here:
+            raise RewriteError(
+                "a model whose parameters are below the device is copied or pickled: call "
+                "bring_back() of its step first, or save its state_dict()"
+            )
+        return _BringBack, ()

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -201,6 +202,8 @@ class _Layers:
         groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
                                if v in self.group_of)  # fmt: skip
         given = dict.fromkeys(self.group_of[p] for p, layer in self.given_by.items() if layer == at)
+        lasting = self._makers_of_outputs(block)
+        options = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
         found = [
@@ -213,6 +216,19 @@ class _Layers:
             tuple(worth_having(found)), turns,
             *(tuple(op.name for op in half) for half in halves),
         )  # fmt: skip
+
+    def _makers_of_outputs(self, block: Block) -> set[int]:
+        """Ops of a block, counted with its turn, that make a gradient or a loss.
+
+        A block by itself may drop these and make them again at its end. In a whole step they are
+        added to the sum, or given to the caller, as soon as they are there.
+        """
+        ends, turn = set(self.graph.outputs), block.stop - block.start
+        return {
+            place + (place >= turn)
+            for place, op in enumerate(block.ops)
+            if not ends.isdisjoint(self.graph.ops[op].outputs)
+        }
 
 
 def _gradients(graph: TrainingGraph, parameters: Mapping[str, Any]) -> dict[str, str]:

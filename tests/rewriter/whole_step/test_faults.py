@@ -50,6 +50,36 @@ def test_what_is_below_is_empty_between_steps_and_comes_back_when_read() -> None
     assert same(training, other)
 
 
+def test_copies_of_the_model_are_whole_or_refused() -> None:
+    training, other, step = made()
+    training.whole(step, 0, 1)
+    other.eager(0, 1)
+    with pytest.raises(RewriteError, match=r"is copied or pickled: call bring_back\(\)"):
+        copy.deepcopy(training.model)
+    step.bring_back()
+    copied = copy.deepcopy(training.model)
+    training.whole(step, 1, 1)
+    assert all(map(torch.equal, copied.state_dict().values(), other.model.state_dict().values()))
+
+
+def test_what_cannot_be_read_back_stays_empty_until_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training, other, step = made()
+    training.whole(step, 0, 1)
+    other.eager(0, 1)
+
+    def failing(file: File, address: int) -> None:
+        raise OSError(5, "the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(File, "read_to", failing)
+        with pytest.raises(TierError, match=r"could not be brought back .* and stay empty"):
+            step.bring_back()
+    assert all(one.numel() == 0 or one.sum() is not None for one in training.model.parameters())
+    assert same(training, other)
+
+
 def test_a_state_that_is_loaded_is_trained_on() -> None:
     training, other, step = made()
     kept = copy.deepcopy((other.model.state_dict(), other.optimizer.state_dict()))
