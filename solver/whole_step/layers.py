@@ -203,11 +203,11 @@ class _Layers:
                                if v in self.group_of)  # fmt: skip
         given = dict.fromkeys(self.group_of[p] for p, layer in self.given_by.items() if layer == at)
         lasting = self._makers_of_outputs(block)
-        options = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
+        kept = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
         found = [
-            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in options
+            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
         ]
         return Layer(
             self._name(at), tuple(groups), tuple(given),
