@@ -17,7 +17,7 @@ from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_
 from remat.solver.whole_step.setting import Pass, Setting
 from tests.graphs import UNLIMITED_BYTES
 from tests.links import links
-from tests.solver.whole_step.test_layers import captured, small_llama
+from tests.solver.whole_step.llama import captured, small_llama
 
 COUNT = 3
 BYTES = 2
