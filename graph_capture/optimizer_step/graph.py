@@ -141,8 +141,9 @@ class _Made:
             state = (f"O.{at}",) if self.update.state_bytes(group) else ()
             yield Op(
                 f"update.{at}", GROUP_UPDATE, "update", (f"G.{at}", *state, f"W.{at}"), (),
-                self.update.device_us(group), module=group.name, price="modelled",
-                host_cost_us=self.update.host_us(group), updates=(*state, f"W.{at}"),
+                self.update.device_us(group), group.update_workspace_bytes, module=group.name,
+                price="modelled", host_cost_us=self.update.host_us(group),
+                updates=(*state, f"W.{at}"),
             )  # fmt: skip
 
     def values(self) -> Iterator[Value]:

@@ -27,12 +27,15 @@ class LayerOption(msgspec.Struct, frozen=True):
     forward_workspace_bytes, backward_workspace_bytes : the most that is live in each phase beside
         what it reads, what it saves and what it hands on. That of backward holds the gradients
         of its parameters, which it makes anew before they are added.
+    recomputed : what runs again right before each op of the layer, and after the last; an entry is
+        an index into its ops, which are its forward ops, the turn, and its backward ops.
     """
 
     saved_bytes: int
     extra_us: float
     forward_workspace_bytes: int
     backward_workspace_bytes: int
+    recomputed: tuple[tuple[int, ...], ...] = ()
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -48,6 +51,7 @@ class Layer(msgspec.Struct, frozen=True):
         the same of its backward.
     options : ways to run it, fastest first.
     turns : whether backward begins in it, so that both its phases run as one op.
+    forward_ops, backward_ops : names of its ops in the captured graph, in order.
     """
 
     name: str
@@ -61,6 +65,8 @@ class Layer(msgspec.Struct, frozen=True):
     back_makes: tuple[str, ...]
     options: tuple[LayerOption, ...]
     turns: bool = False
+    forward_ops: tuple[str, ...] = ()
+    backward_ops: tuple[str, ...] = ()
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -71,6 +77,9 @@ class Group(msgspec.Struct, frozen=True):
     name : of the layer that reads them. trained : how many numbers of them are updated.
     parameter_bytes : of all. gradient_bytes : of the gradients. Both as the allocator rounds.
     item_bytes : of one trained number.
+    gradient_of : by the name of each parameter in the captured graph, the name of its gradient;
+        empty for one that is frozen.
+    update_workspace_bytes : what the update of any one of them takes meanwhile.
     """
 
     name: str
@@ -78,6 +87,8 @@ class Group(msgspec.Struct, frozen=True):
     parameter_bytes: int
     gradient_bytes: int
     item_bytes: int
+    gradient_of: dict[str, str] = {}
+    update_workspace_bytes: int = 0
 
 
 class Microbatch(msgspec.Struct, frozen=True):

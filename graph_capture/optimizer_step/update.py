@@ -29,6 +29,18 @@ HOST_GB_S = 60.0
 of DDR5-4800 have (76.8, JEDEC JESD79-5)."""
 
 
+class ParameterUpdate(msgspec.Struct, frozen=True):
+    """What the update of one parameter takes, where it is run here.
+
+    Attributes
+    ----------
+    state_bytes : kept between steps. workspace_bytes : taken meanwhile.
+    """
+
+    state_bytes: int
+    workspace_bytes: int
+
+
 class Update(msgspec.Struct, frozen=True):
     """An optimizer's update.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import msgspec
 
 from remat.budgets import parse_budget
-from remat.graph_capture.devices.device_table import device_table, is_in_table
+from remat.graph_capture.devices.device_table import CPU, device_table, is_in_table
 from remat.graph_capture.devices.lower_tiers import lower_tiers
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError
 from remat.graph_capture.graph import Optimizer
@@ -31,6 +31,7 @@ class StepRequest:
     budget : of the device, in bytes or ``auto``. host, nvme : as of `remat.capture`.
     nvme_gb_s : sustained rate of NVMe each way, in 10^9 bytes a second; None for that of the drive
         in the table.
+    is_run : whether the step is to be run here too, rather than planned alone.
     """
 
     device: str
@@ -41,17 +42,19 @@ class StepRequest:
     nvme: str | None = None
     state: StateKind = "float32"
     nvme_gb_s: float | None = None
+    is_run: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise BudgetError(
                 f"microbatches {self.microbatches} leave nothing to train on: give 1 or more"
             )
-        if not is_in_table(self.device):
+        if not is_in_table(self.device) and not (self.is_run and self.device == CPU):
             raise DeviceError(
-                "a whole step over the host is planned and not run, so it is for a device of the "
-                f"table ({', '.join(device_table().devices)}), and not {self.device}: name one, or "
-                "train here with remat.rematerialize(model, ..., host=...), which moves activations"
+                "a whole step over the host is run on a CPU, by remat.training_step in Python, and "
+                f"planned for devices of the table ({', '.join(device_table().devices)}), not for "
+                f"{self.device}: name one, or train here with remat.rematerialize(model, ..., "
+                "host=...), which moves activations"
             )
         if self.host is None:
             raise BudgetError(
@@ -113,6 +116,7 @@ def step_request(
     moments = "adamw" if "betas" in optimizer.defaults else "sgd"
     if optimizer.defaults.get("momentum"):
         moments = "momentum"
+    where = resolved_device(device, model)
     return StepRequest(
-        resolved_device(device, model), microbatches, moments, budget, host, nvme, "parameter"
+        where, microbatches, moments, budget, host, nvme, "parameter", is_run=where == CPU
     )

@@ -18,6 +18,7 @@ from remat.levers.refused_updates import (
 )
 from remat.levers.step_request import step_request
 from remat.levers.whole_step import StepPlan, plan_step
+from remat.levers.whole_step_here import step_here
 from remat.one_call import solve
 from remat.solved import Solved, facts_of
 from remat.solver.pins.globs import Globs
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Split
+    from remat.rewriter.whole_step.step import WholeStep
 
 
 @overload
@@ -47,7 +49,23 @@ def training_step(
     loss_fn: Callable[..., Any] | None = ...,
     target: Any = ...,
     profile: Profile | str | Path | None = ...,
-) -> StepPlan: ...
+) -> StepPlan | WholeStep: ...
+@overload
+def training_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    optimizer: Optimizer,
+    budget: str | SupportsIndex,
+    microbatches: int,
+    device: None = ...,
+    host: str | SupportsIndex,
+    nvme: str | None = ...,
+    loss_fn: Callable[..., Any] | None = ...,
+    target: Any = ...,
+    profile: Profile | str | Path | None = ...,
+) -> WholeStep: ...
 @overload
 def training_step(
     model: nn.Module,
@@ -96,7 +114,7 @@ def training_step(
     host: str | SupportsIndex | None = None,
     nvme: str | None = None,
     **options: Any,
-) -> fx.GraphModule | StepPlan:
+) -> fx.GraphModule | StepPlan | WholeStep:
     """A module that trains as `model` does, and updates parameters during backward.
 
     ``backward()`` takes the optimizer's step for each parameter as soon as its gradient is there
@@ -122,9 +140,11 @@ def training_step(
     check : as of `remat.rematerialize`, of outputs and gradients. Parameters stay as they are, so
         that the peak is not compared.
     microbatches, device, host, nvme : with these, plan a whole optimizer step of so many batches
-        like this one on a device of the table. Parameters, gradients and the optimizer's state are
-        on the device, the host or NVMe, as is best; sizes are as of `remat.capture`. Nothing is
-        run, and the result is a `StepPlan`; `repr` says what it takes.
+        like this one. Parameters, gradients and the optimizer's state are on the device, the host
+        or NVMe, as is best; sizes are as of `remat.capture`. On a CPU, the result is a `WholeStep`
+        (`rewriter/whole_step/step.py`): called with that many batches, it takes one step of
+        eager's. On a device of the table nothing is run, and the result is a `StepPlan`; `repr`
+        says what it takes.
 
     The other arguments are those of `remat.rematerialize`.
 
@@ -150,6 +170,11 @@ def training_step(
             model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
             nvme=nvme,
         )  # fmt: skip
+        if asked.is_run:
+            return step_here(
+                model, args, kwargs, asked, optimizer, loss_fn=loss_fn, target=target,
+                profile=known,
+            )  # fmt: skip
         plan = plan_step(model, args, kwargs, asked, loss_fn=loss_fn, target=target, profile=known)
         if plan.shortage:
             raise BudgetError(plan.shortage)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.unnamed_files import host_folder
+from remat.graph_capture.links import Tier as TierName
 from remat.rewriter.tiers.copying import Copy, link_thread
 from remat.rewriter.tiers.files import File, Folder
 from remat.rewriter.tiers.handles import Shown, Store, handle_of, store_of
@@ -46,6 +47,11 @@ class FileTier:
         self._needs = [(self._host, host_bytes), (self._nvme, nvme_bytes)]
         if self._nvme is self._host:
             self._needs = [(self._host, host_bytes + nvme_bytes)]
+
+    @property
+    def folders(self) -> dict[TierName, Folder]:
+        """Where the files of each tier below the device are made."""
+        return {"host": self._host, "nvme": self._nvme}
 
     def require_room(self) -> None:
         """As of `Tier`. What other steps take meanwhile is not known."""

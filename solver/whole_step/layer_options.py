@@ -29,6 +29,7 @@ def layer_option(
         extra_us=option.extra_us,
         forward_workspace_bytes=max(int(forward.max(initial=0)) - beside, 0),
         backward_workspace_bytes=max(int(backward.max()) - beside - back_bytes, 0),
+        recomputed=option.recomputed,
     )
 
 

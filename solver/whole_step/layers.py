@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -31,14 +32,21 @@ UNLIMITED_S = 1e9
 busy the machine is."""
 
 
-def microbatch_of(graph: TrainingGraph) -> Microbatch:
+def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None) -> Microbatch:
     """The layers of a captured graph of one batch, each with its options.
+
+    Parameters
+    ----------
+    gradient_of : by the name of each trained parameter, the name of its gradient. Left out, they
+        are told by their order and shapes, which frozen parameters of the same shapes confuse.
 
     Raises
     ------
     SolverError : the graph has no repeated layers, or its layers do not run one after the other
         and back, or the gradients of one layer's parameters come from several places.
     """
+    if gradient_of is not None:
+        return _Layers.of(graph, gradient_of).microbatch()
     return kept_with(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
 
 
@@ -49,7 +57,10 @@ class _Layers:
     Attributes
     ----------
     ranges : of each layer, its ops. layer_of : of each op, its layer.
-    group_of : of each parameter, the group of those that the same layers read.
+    group_of : of each parameter, the group of those that the same layers read and whose gradients
+        the same layer makes whole. readers : of each group, the layers that read it.
+    gradient_of : of each trained parameter, its gradient. given_by : the layer in whose backward
+        that is whole, and after which nothing reads the parameter.
     """
 
     graph: TrainingGraph
@@ -59,9 +70,11 @@ class _Layers:
     layer_of: dict[str, int]
     group_of: dict[str, int]
     readers: list[tuple[int, ...]]
+    gradient_of: Mapping[str, str]
+    given_by: dict[str, int]
 
     @classmethod
-    def of(cls, graph: TrainingGraph) -> _Layers:
+    def of(cls, graph: TrainingGraph, known: Mapping[str, str] | None = None) -> _Layers:
         problem = Problem.of(graph)
         reads = Reads.of(problem)
         ranges = find_blocks(problem, reads)
@@ -77,28 +90,46 @@ class _Layers:
             for name in op.inputs:
                 if graph.value_by_name[name].kind == "parameter":
                     read_by.setdefault(name, {})[layer_of[op.name]] = None
-        keys = {name: tuple(sorted(found)) for name, found in read_by.items()}
-        readers = list(dict.fromkeys(keys.values()))
-        group_of = {name: readers.index(key) for name, key in keys.items()}
-        return cls(graph, problem, reads, ranges, layer_of, group_of, readers)
+        gradient_of = _gradients(graph, read_by) if known is None else known
+        last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
+        # Of tied parameters, a later layer adds in place to what an earlier one made.
+        given_by = {
+            name: min(last[gradient], *read_by[name])
+            for name, gradient in gradient_of.items()
+            if name in read_by
+        }
+        keys = {n: (tuple(sorted(found)), given_by.get(n, -1)) for n, found in read_by.items()}
+        groups = list(dict.fromkeys(keys.values()))
+        return cls(
+            graph, problem, reads, ranges, layer_of,
+            {name: groups.index(key) for name, key in keys.items()},
+            [readers for readers, _ in groups],
+            {name: gradient_of[name] for name in read_by if name in gradient_of}, given_by,
+        )  # fmt: skip
 
     def microbatch(self) -> Microbatch:
         """Layers, groups and values between layers."""
-        graph, gives = self.graph, self._gradients()
+        graph = self.graph
         crossing = self._crossing()
         tables = self._tables()
         layers = tuple(
-            self._layer(at, one, tables[at], crossing, gives) for at, one in enumerate(self.ranges)
+            self._layer(at, one, tables[at], crossing) for at, one in enumerate(self.ranges)
         )
         outputs = tuple(name for name in graph.forward_outputs if name in crossing)
         resident = msgspec.structs.replace(
-            graph.resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0
-        )
+            graph.resident, parameters_bytes=self._unread_bytes(), gradients_bytes=0,
+            optimizer_bytes=0,
+        )  # fmt: skip
         forward = {op.name for op in graph.ops if op.phase == "forward"}
         return Microbatch(
-            graph.name, layers, self._groups(gives), crossing, outputs, resident, graph.device,
+            graph.name, layers, self._groups(), crossing, outputs, resident, graph.device,
             graph.inputs, graph.prices, draws=not forward.isdisjoint(graph.ordered_ops),
         )  # fmt: skip
+
+    def _unread_bytes(self) -> int:
+        """Bytes of parameters that no op reads: they stay where they are."""
+        parameters = (value for value in self.graph.values if value.kind == "parameter")
+        return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
 
     def _crossing(self) -> dict[str, int]:
         """Bytes of what one layer makes and another reads, and of what forward returns."""
@@ -113,35 +144,8 @@ class _Layers:
                 found[name] = values[name].size_bytes
         return found
 
-    @cached_property
-    def _last_touch(self) -> dict[str, int]:
-        """The layer that makes or reads each value last."""
-        ops = self.graph.ops
-        return {v: self.layer_of[op.name] for op in ops for v in (*op.inputs, *op.outputs)}
-
-    def _gradients(self) -> dict[str, str]:
-        """The gradient of each parameter that has one.
-
-        Both stand in the order of the model's parameters. Those that are frozen have none.
-        """
-        values, found = self.graph.value_by_name, dict[str, str]()
-        waiting = [v for v in self.graph.values if v.name in self.group_of]
-        for name in self.graph.outputs:
-            gradient = values[name]
-            if gradient.kind != "gradient" or not gradient.producer:
-                continue
-            at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
-            if at is None:
-                raise SolverError(
-                    f"gradient {name} of {self.graph.name} is of no parameter, and a whole step "
-                    "keeps those of parameters alone: give inputs that require no grad"
-                )
-            found[waiting[at].name] = name
-            del waiting[: at + 1]
-        return found
-
-    def _groups(self, gives: dict[str, str]) -> tuple[Group, ...]:
-        values, groups = self.graph.value_by_name, list[Group]()
+    def _groups(self) -> tuple[Group, ...]:
+        values, groups, gives = self.graph.value_by_name, list[Group](), self.gradient_of
         for at, readers in enumerate(self.readers):
             mine = [values[name] for name, group in self.group_of.items() if group == at]
             trained = [one for one in mine if one.name in gives]
@@ -152,6 +156,7 @@ class _Layers:
                     parameter_bytes=sum(one.size_bytes for one in mine),
                     gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
                     item_bytes=max((_item_bytes(one) for one in trained), default=0),
+                    gradient_of={one.name: gives.get(one.name, "") for one in mine},
                 )
             )
         return tuple(groups)
@@ -183,10 +188,7 @@ class _Layers:
             tables.append(known[shape])
         return tables
 
-    def _layer(
-        self, at: int, block: Block, options: Options, crossing: dict[str, int],
-        gives: dict[str, str],
-    ) -> Layer:  # fmt: skip
+    def _layer(self, at: int, block: Block, options: Options, crossing: dict[str, int]) -> Layer:
         ops = [self.graph.ops[op] for op in block.ops]
         halves = [[op for op in ops if op.phase == phase] for phase in ("forward", "backward")]
         reads, makes = list[list[str]](), list[list[str]]()
@@ -199,21 +201,56 @@ class _Layers:
         turns = at == len(self.ranges) - 1
         groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
                                if v in self.group_of)  # fmt: skip
-        # Of tied parameters, a later layer adds in place to what an earlier one made.
-        given = dict.fromkeys(
-            self.group_of[p] for p, gradient in gives.items() if self._last_touch[gradient] == at
-        )
+        given = dict.fromkeys(self.group_of[p] for p, layer in self.given_by.items() if layer == at)
+        lasting = self._makers_of_outputs(block)
+        kept = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
         found = [
-            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in options
+            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
         ]
         return Layer(
             self._name(at), tuple(groups), tuple(given),
             sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
             tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
             tuple(worth_having(found)), turns,
+            *(tuple(op.name for op in half) for half in halves),
         )  # fmt: skip
+
+    def _makers_of_outputs(self, block: Block) -> set[int]:
+        """Ops of a block, counted with its turn, that make a gradient or a loss.
+
+        A block by itself may drop these and make them again at its end. In a whole step they are
+        added to the sum, or given to the caller, as soon as they are there.
+        """
+        ends, turn = set(self.graph.outputs), block.stop - block.start
+        return {
+            place + (place >= turn)
+            for place, op in enumerate(block.ops)
+            if not ends.isdisjoint(self.graph.ops[op].outputs)
+        }
+
+
+def _gradients(graph: TrainingGraph, parameters: Mapping[str, Any]) -> dict[str, str]:
+    """The gradient of each parameter that has one.
+
+    Both stand in the order of the model's parameters. Those that are frozen have none.
+    """
+    values, found = graph.value_by_name, dict[str, str]()
+    waiting = [v for v in graph.values if v.name in parameters]
+    for name in graph.outputs:
+        gradient = values[name]
+        if gradient.kind != "gradient" or not gradient.producer:
+            continue
+        at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
+        if at is None:
+            raise SolverError(
+                f"gradient {name} of {graph.name} is of no parameter, and a whole step keeps those "
+                "of parameters alone: give inputs that require no grad"
+            )
+        found[waiting[at].name] = name
+        del waiting[: at + 1]
+    return found
 
 
 def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:

@@ -106,10 +106,13 @@ def _updating_otherwise(microbatch: Microbatch, setting: Setting) -> Iterator[Se
     if len(setting.passes) > 1:
         yield more_gradients_kept(microbatch, setting)
         yield msgspec.structs.replace(setting, kept_gradients=setting.kept_gradients[:-1])
-        sums: Tier = "host" if setting.sums == "device" else "device"
-        yield msgspec.structs.replace(setting, sums=sums)
+        if setting.updates == "host":
+            sums: Tier = "host" if setting.sums == "device" else "device"
+            yield msgspec.structs.replace(setting, sums=sums)
         largest = tuple(gradients_by_size(microbatch)[: len(setting.kept_gradients) + COUNTS[-1]])
         yield msgspec.structs.replace(setting, kept_gradients=largest)
+    if setting.updates == "device":
+        return
     for count in (*COUNTS, *(-one for one in COUNTS)):
         yield msgspec.structs.replace(
             setting, device_updates=max(setting.device_updates + count, 0)

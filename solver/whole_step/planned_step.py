@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
@@ -30,12 +31,20 @@ class StepTask:
     Attributes
     ----------
     budget_bytes : on the device's true peak. links : with the room on the host and on NVMe.
+    host_computes : whether the host has a processor of its own; else the device makes all updates.
     """
 
     microbatch: Microbatch
     update: Update
     links: Links
     budget_bytes: int
+    host_computes: bool = True
+
+    def feasible(self, setting: Setting) -> Setting:
+        """The setting with nothing computed on a host that cannot."""
+        if self.host_computes:
+            return setting
+        return msgspec.structs.replace(setting, sums="device", updates="device")
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ class Setting(msgspec.Struct, frozen=True):
         these groups are spread over the updates, rather than the first that are updated.
     device_updates : groups, the last that backward reaches, that the device updates though their
         state is on the host.
+    updates : where groups are updated whose state is below the device; ``device`` for each of them
+        right after its last backward, as where the host has no processor of its own.
     """
 
     passes: tuple[Pass, ...]
@@ -59,6 +61,7 @@ class Setting(msgspec.Struct, frozen=True):
     slots: int = 3
     spread: bool = False
     device_updates: int = 0
+    updates: Tier = "host"
 
     @property
     def microbatches(self) -> int:
@@ -106,7 +109,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     def updated_on_device(self, microbatch: Microbatch) -> list[int]:
         """Groups that the device updates though their state is on the host, in order."""
-        if not self.device_updates:
+        if not self.device_updates or self.updates == "device":
             return []
         late = [at for layer in reversed(microbatch.layers) for at in layer.gives]
         here = [at for at in late if self.state[at] == "host" and self._adds_on_device(at)]
@@ -116,6 +119,12 @@ class Setting(msgspec.Struct, frozen=True):
         return self.sums == "device" or group in self.kept_gradients
 
     def _own_updates(self, microbatch: Microbatch, layer: int) -> list[str]:
-        """Updates of groups that are on the device, as soon as their gradients are whole."""
+        """Updates that the device makes as soon as gradients are whole."""
         gives = microbatch.layers[layer].gives
-        return [f"update.{at}" for at in gives if self.state[at] == "device"]
+        here = [at for at in gives if "device" in (self.state[at], self.updates)]
+        return [f"update.{at}" for at in here if microbatch.groups[at].trained]
+
+    def state_is_on_nvme(self, value: str) -> bool:
+        """Whether a value is the state of a group that is on NVMe between steps."""
+        kind, _, at = value.partition(".")
+        return kind == "O" and self.state[int(at)] == "nvme"

@@ -59,7 +59,7 @@ def starts(task: StepTask, order: Order) -> list[Setting]:
         # Microbatches of one pass would draw by turns, and eager's draw one after the other.
         return []
     passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
-    below = Setting(passes, ("host",) * len(microbatch.groups))
+    below = task.feasible(Setting(passes, ("host",) * len(microbatch.groups)))
     above = msgspec.structs.replace(below, state=("device",) * len(microbatch.groups))
     found = [above] if device_peak_bytes(task, above) <= task.budget_bytes else []
     return [_enriched(task, setting) for setting in (*found, below)]

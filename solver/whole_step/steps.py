@@ -82,6 +82,8 @@ class StepWriter:
                 yield Offload(name)
             if self.streams.ends[k] == k:
                 yield Free(name)
+            if self.home.get(name) == "nvme":
+                yield from self._back_to_nvme(name)
             if name.startswith("G.") and self.last_leave[name] == k:
                 yield from self._on_host(name)
 
@@ -101,14 +103,19 @@ class StepWriter:
         yield Free(total, "host")
         for name in op.updates:
             if self.home[name] == "nvme":
-                yield Offload(name, "nvme")
-                yield Free(name, "host")
-                yield from self._next_state()
+                yield from self._back_to_nvme(name)
+
+    def _back_to_nvme(self, state: str) -> Iterator[Step]:
+        yield Offload(state, "nvme")
+        yield Free(state, "host")
+        yield from self._next_state()
 
     def _states_on_nvme(self) -> Iterator[str]:
         """States below the host, in the order of their updates."""
         left = dict(self.sums_left)
         for k, (kind, name) in enumerate(self.residence.items):
+            if kind == "arrive" and self.home.get(name) == "nvme":
+                yield name
             if kind != "leave" or not name.startswith("G.") or self.last_leave[name] != k:
                 continue
             total = name

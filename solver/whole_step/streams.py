@@ -121,18 +121,25 @@ def _begins_of_arrivals(
 def _earliest(residence: Residence, setting: Setting, ends: dict[int, int]) -> dict[int, int]:
     """The first event before which each arrival may be issued.
 
-    What was there before must be gone; with a window, so must all but the last parameters.
+    What was there before must be gone; with a window, so must all but the last parameters. States
+    that are on NVMe go through slots on the host.
     """
     gone, dropped, may, fetched = dict[str, int](), list[int](), dict[int, int](), 0
+    read, written = 0, list[int]()
     for k, item in enumerate(residence.items):
         is_weight = item.name.startswith("W.")
+        is_read = item.kind in ("arrive", "leave") and setting.state_is_on_nvme(item.name)
         if item.kind == "drop":
             gone[item.name] = k + 1
             dropped += [k + 1] if is_weight else []
         elif item.kind == "leave":
             gone[item.name] = max(ends[k], k + 1)
+            written += [k + 1] if is_read else []
         elif item.kind == "arrive":
             may[k] = gone.get(item.name, 0)
+            if is_read:  # it is read from NVMe once a state before it has made room on the host
+                may[k] = written[read - setting.slots] if read >= setting.slots else 0
+                read += 1
             if is_weight:
                 before = fetched - setting.window
                 if setting.window and 0 <= before < len(dropped):

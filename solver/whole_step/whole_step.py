@@ -86,7 +86,7 @@ def plan_whole_step(
     search, systems = StepSearch(task, microbatches, most, progress), dict[str, Outcome]()
     for name, system in NAMED_SYSTEMS.items():
         progress(f"judging {system.title}")
-        setting = system.setting(task.microbatch, microbatches)
+        setting = task.feasible(system.setting(task.microbatch, microbatches))
         if task.microbatch.draws and not setting.is_batch_major:
             systems[name] = OTHER_DRAWS
             continue

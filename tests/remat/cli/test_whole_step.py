@@ -60,7 +60,10 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--host", ""), "give host='120GiB' too"),
         (("--nvme-gb-s", "5"), "a rate of 5 GB/s is that of NVMe"),
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
-        (("--device", "cpu"), "a whole step over the host is planned and not run"),
+        (
+            ("--device", "cpu"),
+            "a whole step over the host is run on a CPU, by remat.training_step in Python",
+        ),
         (("--solver", "cut"), "--solver is of the step of one batch"),
         (("--time-limit", "5"), "--time-limit is of the step of one batch"),
         (("--keep", "blocks.*"), "--keep is of the step of one batch"),

@@ -49,9 +49,6 @@ def test_a_whole_step_is_planned_and_judged() -> None:
     [
         ({"microbatches": 0, "host": "1GiB", "device": "rtx4090"}, BudgetError,
          "microbatches 0 leave nothing to train on: give 1 or more"),
-        ({"microbatches": 2, "host": "1GiB"}, DeviceError,
-         "planned and not run, so it is for a device of the table .* and not cpu: name one, or "
-         "train here with remat.rematerialize"),
         ({"microbatches": 2, "device": "rtx4090"}, BudgetError, "give host='120GiB' too"),
         ({"host": "1GiB"}, BudgetError, "give microbatches=8 too. .* remat.rematerialize"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "50%"}, BudgetError,
@@ -80,6 +77,14 @@ def test_an_optimizer_that_is_not_known_is_refused() -> None:
         )  # fmt: skip
     with pytest.raises(CaptureError, match="optimizer 'none' has no update to plan: name one, sgd"):
         StepRequest("rtx4090", 2, "none", host="1GiB")
+
+
+def test_a_cpu_runs_whole_steps_in_python_alone() -> None:
+    says = "run on a CPU, by remat.training_step in Python, and planned for devices of the table"
+    with pytest.raises(DeviceError, match=says):
+        StepRequest("cpu", 2, "adamw", host="1GiB")
+    with pytest.raises(DeviceError, match="not for cuda:0: name one, or train here with"):
+        StepRequest("cuda:0", 2, "adamw", host="1GiB", is_run=True)
 
 
 def test_nvme_without_a_rate_or_a_rate_without_nvme_is_refused() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from remat.graph_capture.capturing import capture
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.optimizer_step.update import Update
@@ -20,29 +16,12 @@ from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_
 from remat.solver.whole_step.setting import Pass, Setting
 from tests.graphs import UNLIMITED_BYTES
 from tests.links import links
-from tests.paths import ROOT
-
-SIZES = {
-    "LAYERS": 3, "WIDTH": 64, "HEADS": 4, "KV_HEADS": 2, "HIDDEN": 128, "SEQ": 32, "VOCAB": 96,
-}  # fmt: skip
+from tests.solver.whole_step.llama import captured, small_llama
 
 
 @pytest.fixture(scope="module")
 def llama() -> TrainingGraph:
     return captured(**small_llama())
-
-
-def small_llama() -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SIZES.items():
-            patch.setenv(f"LLAMA_{name}", str(value))
-        return runpy.run_path(str(ROOT / "examples" / "llama.py"))["factory"]()
-
-
-def captured(model: nn.Module, args: tuple[Any, ...], loss_fn: Any, target: Any) -> TrainingGraph:
-    return capture(
-        model, args, loss_fn=loss_fn, target=target, device="rtx4090", split="none", host="1GiB"
-    )
 
 
 def test_layers_are_the_modules_and_hold_all_of_the_graph(llama: TrainingGraph) -> None:

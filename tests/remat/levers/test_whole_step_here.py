@@ -1,0 +1,88 @@
+"""What cannot be run as a whole step here: one line, before anything runs, with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.graph_capture.errors import BudgetError, CaptureError, RematError, SolverError
+from remat.rewriter.whole_step.step import WholeStep
+
+
+def chain() -> nn.Sequential:
+    layers = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(8))
+    return nn.Sequential(*layers)
+
+
+def asked(model: nn.Module, **changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW(model.parameters()), "budget": "1GiB", "microbatches": 2,
+        "loss_fn": nn.functional.mse_loss, "target": torch.zeros(8, 32), "host": "64MiB",
+    }  # fmt: skip
+    return remat.training_step(model, (torch.zeros(8, 32),), **{**given, **changed})
+
+
+def test_a_cpu_gets_a_step_that_runs() -> None:
+    step = asked(chain())
+    assert isinstance(step, WholeStep)
+    assert repr(step).startswith("WholeStep(Sequential: 2 microbatches, peak ")
+
+
+class Counting(nn.Sequential):
+    """Sets an attribute at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+class GivenGradient(nn.Module):
+    """A parameter whose gradient is what backward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.rest = nn.Parameter(torch.zeros(())), chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(x).mean() + self.shift
+
+
+def partly(make: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+    """An optimizer of all parameters but the first."""
+    return lambda model: make([*model.parameters()][1:])
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "kind", "says"),
+    [
+        (chain(), {"loss_fn": None, "target": None}, CaptureError,
+         "needs one loss, a single number, .*: give loss_fn="),
+        (chain(), {"optimizer": partly(torch.optim.AdamW)}, CaptureError,
+         "0.0.weight of Sequential gets a gradient and the optimizer does not have it"),
+        (chain(), {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True)},
+         CaptureError, "amsgrad keeps a third number"),
+        (chain(), {"optimizer": lambda m: torch.optim.Adagrad(m.parameters())}, CaptureError,
+         "a Adagrad cannot update parameters one by one"),
+        (nn.Linear(32, 32), {}, SolverError, "no layers that repeat one after the other"),
+        (Counting(*chain()), {}, CaptureError, "forward of Counting sets"),
+        (GivenGradient(), {"loss_fn": None, "target": None}, CaptureError,
+         "and what backward is given are one tensor, which a whole step would change twice"),
+        (chain(), {"budget": 32768}, BudgetError, "no plan of this step fits: the device needs"),
+        (chain(), {"host": 1024, "budget": 200_000}, BudgetError,
+         "no plan of this step fits: the host needs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused(
+    model: nn.Module, changed: dict[str, Any], kind: type[RematError], says: str
+) -> None:
+    if "optimizer" in changed:
+        changed = {**changed, "optimizer": changed["optimizer"](model)}
+    with pytest.raises(kind, match=says) as refused:
+        asked(model, **changed)
+    assert "\n" not in str(refused.value)
+    assert all(one.numel() and one.grad is None for one in model.parameters())
