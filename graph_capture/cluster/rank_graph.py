@@ -4,8 +4,7 @@ It is traced over a fake group, priced for a device of the table, and its collec
 between ranks. What is resident does not count: states are held apart. The border that a block reads
 is made by an op of its own, so that it counts as saved where backward reads it.
 
-A collective may be computed again here: all ranks of a group follow one schedule of a block. A plan
-that is carried out today pins it.
+Each collective may be computed again here: all ranks of a group follow one schedule of a block.
 """
 
 from __future__ import annotations
@@ -24,7 +23,12 @@ from remat.graph_capture.cluster.on_rank import behind_on_rank, block_on_rank, b
 from remat.graph_capture.cluster.watching import ChainShape
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
-from remat.graph_capture.joint.collectives import PINNED, groups_of, is_collective
+from remat.graph_capture.over_ranks.collectives import (
+    PINNED,
+    RETURNED,
+    groups_of,
+    is_collective,
+)
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 
@@ -126,7 +130,7 @@ def _over_links(
     sizes = [graph.value_by_name[v].size_bytes for v in op.outputs]
     whole = max(sizes, default=0) * (ranks if name == "reduce_scatter" else 1)
     cost_us = links.us(name, whole, ranks, apart=tp if kind == "cp" else 1)
-    pinned = "" if op.pinned == PINNED else op.pinned
+    pinned = "" if op.pinned in (PINNED, RETURNED) else op.pinned
     return msgspec.structs.replace(op, cost_us=cost_us, workspace_bytes=0, pinned=pinned)
 
 
