@@ -37,6 +37,7 @@ def show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
     console.print(_mesh_rows(plan, found))
     console.print()
     console.print(_stages(plan))
+    console.print("bytes in GiB; flight: microbatches in flight; again: time of recomputation")
     if plan.runners_up:
         console.print()
         console.print(_runners_up(plan))
@@ -55,7 +56,8 @@ def nothing_fits(gpus: int, budget_bytes: int) -> str:
 
 def _mesh_rows(plan: ClusterFile, found: str) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("mesh", mesh_text(plan.parallelism, plan.chunks))
+    mesh = mesh_text(plan.parallelism, plan.chunks)
+    table.add_row("mesh", f"{mesh} (dp: replicate x shard)")
     table.add_row("states", states_text(plan))
     table.add_row(
         "batch", f"{plan.microbatches} microbatches of "
@@ -80,7 +82,7 @@ def mesh_text(mesh: Parallelism, chunks: int) -> str:
     text = (
         f"tp {mesh.tensor_parallel_degree}  cp {mesh.context_parallel_degree}  "
         f"pp {mesh.pipeline_parallel_degree}  dp {mesh.data_parallel_replicate_degree} x "
-        f"{mesh.data_parallel_shard_degree} (replicate x shard)"
+        f"{mesh.data_parallel_shard_degree}"
     )
     schedule = mesh.pipeline_parallel_schedule
     if schedule:
@@ -100,8 +102,8 @@ def states_text(plan: ClusterFile) -> str:
 
 
 def _stages(plan: ClusterFile) -> Table:
-    columns = ("blocks", "in flight", "recompute", *HELD.values(), "peak")
-    table = plain_table("stage, GiB", *columns)
+    columns = ("blocks", "flight", "again", *HELD.values(), "peak")
+    table = plain_table("stage", *columns)
     for number in shown_stages(len(plan.stages)):
         stage = plan.stages[number]
         held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in HELD]

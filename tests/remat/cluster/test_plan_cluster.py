@@ -89,7 +89,7 @@ def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:
     assert "modelled all times are modelled, none is measured" in said
     assert "overlap without any" in said
     assert "mesh tp 2" in said
-    for column in ("blocks", "in flight", "recompute", "OS", "borders", "peak"):
+    for column in ("blocks", "flight", "again", "OS", "borders", "peak"):
         assert column in said
     again = remat(str(kept))
     assert again.exit_code == 0, again.stderr
