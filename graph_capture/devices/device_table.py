@@ -39,7 +39,7 @@ class Efficiency(msgspec.Struct, frozen=True):
     bandwidth: float
 
 
-class Device(msgspec.Struct, frozen=True):
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     """One device, as its maker states it.
 
     Attributes

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from remat.cli.main import PLANNING, READING, SHOWING, USING, app
 from remat.cli.verb import FIELDS
 from tests.files.faults import CALLS, require_unharmed, verb
+from tests.graph_capture.cluster import chains
 from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
 from tests.rows import rows
@@ -37,6 +38,20 @@ WRITERS = {
     "sweep": ("sweep", "MODEL", "--budgets", "100%", "--solver", "store_all", "-o", "OUT"),
     "fit": ("fit", "MODEL", "--budget", "1MiB", "--most", "8", "--no-check", "-o", "OUT"),
     "profile": ("profile", "MODEL", "-o", "OUT"),
+    "plan-cluster": (
+        "plan-cluster",
+        f"{chains.__name__}:small_llama",
+        "--gpus",
+        "8",
+        "--node-size",
+        "4",
+        "--batch",
+        "16",
+        "--seq",
+        "32",
+        "-o",
+        "OUT",
+    ),
     "rewrite": ("rewrite", "MODEL", "PLAN", "-o", "OUT"),
     "report": ("report", "MODEL", "--plan", "PLAN", "-o", "OUT"),
     "export": ("export", "MODEL", "--as", "trace", "--plan", "PLAN", "-o", "OUT"),
@@ -66,7 +81,7 @@ def test_a_write_that_fails_leaves_all_as_it_was(
     name: str, call: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model / ("out.pt2" if "archive" in name else "out.json")
-    if name == "fit":  # of sizes whose prices are kept already: their file is not the first written
+    if name in ("fit", "plan-cluster"):  # what they keep is there then, and not written first
         verb(*WRITERS[name])(path)
     try:
         require_unharmed(path, verb(*WRITERS[name]), call, monkeypatch)

@@ -18,6 +18,7 @@ import pytest
 
 from remat.cli.main import PLANNING, READING, SHOWING, USING
 from remat.cli.session import STOPPED
+from tests.graph_capture.cluster import chains
 from tests.paths import ROOT
 from tests.remat.cli.conftest import EXAMPLES, SIZES
 
@@ -30,6 +31,8 @@ EARLY = 5
 SILENT = ("doctor", "inspect", "export")
 """Verbs that say nothing of what they do."""
 GPT = f"{EXAMPLES / 'gpt.py'}:factory"
+CHAIN = f"{chains.__name__}:small_llama"
+CLUSTER = ("--gpus", "8", "--node-size", "4", "--batch", "16", "--seq", "32")
 BEGUN = "begun"
 CODE = f"""
 import sys
@@ -65,6 +68,7 @@ def verbs(folder: Path) -> list[list[str]]:
         ["export", plan, "-o", "out.trace.json"],
         ["run", GPT, "--budget", "70%", "--price-of-gib", *kept],
         ["doctor"],
+        ["plan-cluster", CHAIN, *CLUSTER, *kept],
     ]
 
 
