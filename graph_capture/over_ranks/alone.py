@@ -16,6 +16,8 @@ from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.over_ranks.collectives import is_collective_target
 
 _C: Any = torch._C
+ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+"""Under which a kernel for several devices is registered."""
 Result = TypeVar("Result")
 
 
@@ -45,13 +47,19 @@ class _Alone(TorchDispatchMode):
 
 
 def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
-    """Where the kernel of an op is that is not torch's; None of torch's, and of one without."""
+    """Where the kernel of an op is that is not torch's; None of torch's, and of one without.
+
+    An op of `torch.library.custom_op` has one for all devices under an alias. To call another key
+    than that of the registration ends the process.
+    """
     tensors = [leaf for leaf in read if isinstance(leaf, Tensor)]
     if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
         return None
-    name = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
-    has_kernel = _C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)
-    return getattr(DispatchKey, name) if has_kernel else None
+    own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
+    for key in (own, *ALIASES):
+        if _C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return getattr(DispatchKey, key)
+    return None
 
 
 def alone(run: Callable[[], Result]) -> Result:

@@ -25,16 +25,38 @@ def test_a_rank_alone_fails_where_it_would_wait() -> None:
         assert alone(lambda: torch.ones(2).sum().item()) == 2
 
 
+KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_an_op_of_somebodys_is_looked_into_wherever_its_kernel_is(key: str) -> None:
+    with torch.library._scoped_library("remat_test", "FRAGMENT") as library, fake_ranks(2):
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: 2 * x, key)
+        library.define("reduced(Tensor x) -> Tensor")
+        library.impl("reduced", _reduced, key)
+        ops = torch.ops.remat_test
+        assert alone(lambda: ops.doubled(torch.ones(2))).tolist() == [2, 2]
+        with pytest.raises(NeedsOtherRanksError):
+            alone(lambda: ops.reduced(torch.ones(2)))
+
+
+def test_an_op_of_custom_op_is_looked_into() -> None:
+    made = torch.library.custom_op("remat_test::reduced_again", _reduced, mutates_args=())
+    with fake_ranks(2), pytest.raises(NeedsOtherRanksError):
+        alone(lambda: made(torch.ones(2)))
+
+
+def _reduced(x: torch.Tensor) -> torch.Tensor:
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
 def test_a_custom_op_with_a_collective_inside_has_an_estimated_price() -> None:
     with torch.library._scoped_library("remat_test", "FRAGMENT") as library:
         library.define("summed(Tensor x) -> Tensor")
-
-        def summed(x: torch.Tensor) -> torch.Tensor:
-            total = x.clone()
-            dist.all_reduce(total)
-            return total
-
-        library.impl("summed", summed, "CPU")
+        library.impl("summed", _reduced, "CPU")
         library.impl("summed", torch.empty_like, "Meta")
 
         class Hiding(nn.Module):
