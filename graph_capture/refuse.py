@@ -148,7 +148,7 @@ def _elements_at_a_time(module: nn.Module) -> int:
 def distributed_message(path: str) -> str:
     """The refusal of a parameter that is no longer what was planned, or a shard of FSDP2's."""
     return (
-        f"parameter {path} is a DTensor that it was not, or a shard of FSDP2's, which gathers "
+        f"parameter {path} has become a DTensor, or is a shard of FSDP2's, which gathers "
         "parameters by hooks outside of a plan: make the plan first, then call fully_shard on the "
         "rewritten modules, and call them through the sharded root. parallelize_module comes "
         "before the plan"

@@ -58,7 +58,7 @@ def require_the_predicted_peak_of_one_plan(ranks_found: Found, case: str) -> Non
 REFUSED = {
     "another_step": ("AgreementError", r"the step captured on rank 1 is not that of rank 0"),
     "too_little": ("BudgetError", r"the least that a schedule is known to reach"),
-    "sharded_first": ("CaptureError", r"parameter scale is a DTensor: .* make the plan first"),
+    "sharded_first": ("CaptureError", r"scale has become a DTensor.*FSDP2.*make the plan first"),
     "cast_later": ("SignatureError", r"within torch\.autocast, or plan model\.to\(torch\.bfloat16"),
     "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
 }
