@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from remat.graph_capture.cluster.chain import ChainModel, chain_of
-from remat.graph_capture.cluster.fake_group import FakeGroups
 from remat.graph_capture.cluster.rank_graph import runs_split
 from remat.graph_capture.cluster.watching import ChainShape, watch
 from remat.graph_capture.errors import CaptureError, FactoryError
+from remat.graph_capture.over_ranks.fake_group import FakeGroups
 from remat.job.factory import Loaded, call
 from remat.job.named_function import NamedFunction, function_named
 from remat.solver.cluster.job import Job, Place, Weights

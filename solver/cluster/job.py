@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from remat.graph_capture.cluster.interconnect import Interconnect
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.solver.cluster.parts import Part
 
 Place = Literal["first", "block", "last"]
@@ -77,7 +77,7 @@ class Cluster(msgspec.Struct, frozen=True):
     flops_per_us: float
     reached_flops_per_us: float
     bytes_per_us: float
-    links: Interconnect
+    links: RankLinks
     receive_ring: bool = False
 
     @property
