@@ -16,8 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from remat.graph_capture.cluster.chain import ChainModel
+from remat.graph_capture.cluster.chain_shape import ChainShape
 from remat.graph_capture.cluster.on_rank import behind_on_rank, block_on_rank, border_on_rank
-from remat.graph_capture.cluster.watching import ChainShape
 from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph

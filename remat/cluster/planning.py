@@ -11,6 +11,7 @@ from remat.cluster.judged import JudgedPlan, judged_plan
 from remat.cluster.kept_parts import KeptParts
 from remat.cluster.opened_chain import Chains, job_of
 from remat.cluster.request import ClusterRequest
+from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.devices.device_table import device_table
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.over_ranks.fake_group import fake_ranks
@@ -24,7 +25,7 @@ from remat.schedules.pipeline.cluster_plan import (
     StageFacts,
 )
 from remat.schedules.plan import Versions
-from remat.solver.cluster.job import Cluster, Job, Place
+from remat.solver.cluster.job import Cluster, Job
 from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.devices.device_links import stated_links
-from remat.solver.cluster.job import Cluster, Job, Place, Weights
+from remat.solver.cluster.job import Cluster, Job, Weights
 from remat.solver.cluster.parts import Part, PartOption
 
 RATE = 989.4e6 * 0.7
