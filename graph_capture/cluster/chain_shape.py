@@ -1,4 +1,4 @@
-"""What one forward of a chain shows: its border, how its layers are split, and its operations. No torch."""
+"""What one forward of a chain shows: border, split layers, operations. Without torch itself."""
 
 from __future__ import annotations
 

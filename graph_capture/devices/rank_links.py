@@ -93,7 +93,7 @@ class Measured(msgspec.Struct, frozen=True):
         return float(np.interp(size_bytes, self.size_bytes, self.time_us))
 
 
-class RankLinks(msgspec.Struct, frozen=True):
+class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
     """Links of one rank, which has a GPU of its own, one way, and what collectives reach over them.
 
     Attributes

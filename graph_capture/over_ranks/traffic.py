@@ -34,10 +34,10 @@ def traffic_of(node: fx.Node, node_size: int) -> Traffic:
     here = max(Counter(rank // node_size for rank in ranks).values())
     read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
     whole_bytes = max(read_bytes, _tensor_bytes(node))
-    return Traffic(_kind_of(node), whole_bytes, len(ranks), here)
+    return Traffic(_collective_of(node), whole_bytes, len(ranks), here)
 
 
-def _kind_of(node: fx.Node) -> Collective:
+def _collective_of(node: fx.Node) -> Collective:
     name = op_name(node)
     kinds = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
     # By `permute_tensor` each rank gives all that it has to one other.

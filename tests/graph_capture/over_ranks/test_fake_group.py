@@ -59,7 +59,7 @@ def test_a_rank_of_a_thousand_on_a_device_of_the_table() -> None:
         graph = remat.capture(model, args, device="h100")
         assert remat.solve(graph, "75%", "cut").schedule is not None
     assert all(op.price == "modelled" for op in collectives(graph))
-    assert any("450 GB/s" in note for note in graph.notes)
+    assert any("356 GB/s in a node and 47.5 GB/s between" in note for note in graph.notes)
 
 
 def test_parts_of_parameters_are_what_a_rank_holds() -> None:
