@@ -39,7 +39,7 @@ def traffic_of(node: fx.Node, node_size: int) -> Traffic:
 
 def _collective_of(node: fx.Node) -> Collective:
     name = op_name(node)
-    kinds = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
+    kinds: list[Collective] = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
     # By `permute_tensor` each rank gives all that it has to one other.
     parts = node.args[2] if kinds == ["all_to_all"] and len(node.args) > 3 else None
     is_to_one = isinstance(parts, (list, tuple)) and len([n for n in parts if n != 0]) <= 1
