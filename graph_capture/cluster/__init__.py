@@ -1,1 +1,1 @@
-"""Blocks of a model as one rank of a cluster runs them, and links between ranks."""
+"""Blocks of a model as one rank of a cluster runs them."""

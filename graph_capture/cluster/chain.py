@@ -13,6 +13,7 @@ from torch import nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.block_calls import matching_blocks
+from remat.graph_capture.tracing.step_module import apply_loss
 
 LEAST_BLOCKS = 2
 
@@ -45,14 +46,7 @@ class ChainModel:
 
     def loss(self) -> Any:
         """What one forward gives, with the loss where there is one."""
-        return loss_of(self.model(*self.args, **self.kwargs), self.loss_fn, self.target)
-
-
-def loss_of(output: Any, loss_fn: Callable[..., Any] | None, target: Any) -> Any:
-    """The loss of an output, or the output where the loss is inside the model."""
-    if loss_fn is None:
-        return output
-    return loss_fn(output) if target is None else loss_fn(output, target)
+        return apply_loss(self.loss_fn, self.model(*self.args, **self.kwargs), self.target)
 
 
 def chain_of(

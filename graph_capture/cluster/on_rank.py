@@ -19,9 +19,11 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from remat.graph_capture.cluster.chain import ChainModel, loss_of
-from remat.graph_capture.cluster.watching import ChainShape, SplitRole, attended
+from remat.graph_capture.cluster.chain import ChainModel
+from remat.graph_capture.cluster.chain_shape import ChainShape, SplitRole
+from remat.graph_capture.cluster.watched_attention import attended
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.tracing.step_module import apply_loss
 
 SEQUENCE = 1
 """The dimension of a border along which it is split."""
@@ -136,7 +138,7 @@ class Behind(nn.Module):
 
     def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
         """The loss of the border."""
-        return loss_of(self.model(*args, **kwargs), self.loss_fn, target)
+        return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
 
 class _Passes(nn.Module):

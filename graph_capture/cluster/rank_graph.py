@@ -9,18 +9,16 @@ Each collective may be computed again here: all ranks of a group follow one sche
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 import torch.utils._pytree as pytree
 
-from remat.graph_capture.capturing import price_for
 from remat.graph_capture.cluster.chain import ChainModel
-from remat.graph_capture.cluster.fake_group import FakeGroups
-from remat.graph_capture.cluster.interconnect import Collective, Interconnect
+from remat.graph_capture.cluster.chain_shape import ChainShape
 from remat.graph_capture.cluster.on_rank import behind_on_rank, block_on_rank, border_on_rank
-from remat.graph_capture.cluster.watching import ChainShape
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
 from remat.graph_capture.over_ranks.collectives import (
@@ -28,7 +26,10 @@ from remat.graph_capture.over_ranks.collectives import (
     RETURNED,
     groups_of,
     is_collective,
+    is_collective_target,
 )
+from remat.graph_capture.over_ranks.fake_group import FakeGroups
+from remat.graph_capture.prices.modelled import price_modelled
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 
@@ -38,26 +39,26 @@ BORDER = "remat.border"
 
 def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
-    links: Interconnect,
+    links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
     """The priced graph of one rank's block."""
-    tp_group, cp_group = groups.group("tp", tp), groups.group("cp", cp)
+    tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
     module = block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
     args = (border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored(((border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
-    return _prepared(traced, groups, links, tp, _first_input(traced))
+    return _prepared(traced, groups, links, _first_input(traced))
 
 
 def behind_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
-    links: Interconnect,
+    links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
     """The priced graph of what one rank runs behind the last block, with the loss."""
-    module = behind_on_rank(chain, shape, tp, groups.group("tp", tp))
+    module = behind_on_rank(chain, shape, tp, groups.group(tp))
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
-    return _prepared(traced, groups, links, tp, "")
+    return _prepared(traced, groups, links, "")
 
 
 def _stored(batch: Any) -> Any:
@@ -79,7 +80,7 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
     assert shape.border is not None
     if shape.border.dim() != 3 or shape.border.shape[1] % tp:
         return f"its border {list(shape.border.shape)} has no {tp} parts of a sequence"
-    group = groups.group("tp", tp)
+    group = groups.group(tp)
     try:
         module = block_on_rank(chain, shape, tp, 1, group, group)
         border = border_on_rank(shape, tp)
@@ -97,11 +98,10 @@ def _first_input(traced: Trace) -> str:
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
 
 
-def _prepared(
-    traced: Trace, groups: FakeGroups, links: Interconnect, tp: int, border: str
-) -> TrainingGraph:
-    graph = price_for(traced)
-    ops = tuple(_over_links(op, traced, graph, groups, links, tp) for op in graph.ops)
+def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
+    _refuse_other_groups(traced, groups)
+    graph = price_modelled(traced, traced.recipe.device, ranks=links)
+    ops = tuple(map(_free_to_repeat, graph.ops))
     values = graph.values
     if border:
         ops = (Op("border", BORDER, "forward", (), (border,), pinned=BORDER), *ops)
@@ -119,26 +119,17 @@ def _prepared(
     )  # fmt: skip
 
 
-def _over_links(
-    op: Op, traced: Trace, graph: TrainingGraph, groups: FakeGroups, links: Interconnect, tp: int
-) -> Op:
-    node = traced.joint.node_of_op.get(op.name)
-    if node is None or not is_collective(node):
+def _refuse_other_groups(traced: Trace, groups: FakeGroups) -> None:
+    for name, node in traced.joint.node_of_op.items():
+        if is_collective(node) and not groups.has(groups_of([node])):
+            raise CaptureError(
+                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
+                "that there are: leave it out of the model"
+            )
+
+
+def _free_to_repeat(op: Op) -> Op:
+    if not is_collective_target(op.target):
         return op
-    kind, ranks = groups.names()[cast("str", groups_of([node])[0])]
-    name = _collective_of(op)
-    sizes = [graph.value_by_name[v].size_bytes for v in op.outputs]
-    whole = max(sizes, default=0) * (ranks if name == "reduce_scatter" else 1)
-    cost_us = links.us(name, whole, ranks, apart=tp if kind == "cp" else 1)
     pinned = "" if op.pinned in (PINNED, RETURNED) else op.pinned
-    return msgspec.structs.replace(op, cost_us=cost_us, workspace_bytes=0, pinned=pinned)
-
-
-def _collective_of(op: Op) -> Collective:
-    kinds: dict[str, Collective] = {
-        "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"
-    }  # fmt: skip
-    for part, kind in kinds.items():
-        if part in op.target:
-            return kind
-    raise CaptureError(f"a block runs {op.target}, whose time over links is not known")
+    return msgspec.structs.replace(op, workspace_bytes=0, pinned=pinned)

@@ -13,60 +13,22 @@ One forward runs on the meta device, which computes shapes alone. It tells
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.graph_capture.cluster.chain import ChainModel
+from remat.graph_capture.cluster.chain_shape import ChainShape, Place, SplitRole
+from remat.graph_capture.cluster.watched_attention import WatchedAttention
 from remat.graph_capture.errors import CaptureError
 
-ChainPlace = Literal["first", "block", "last"]
-SplitRole = Literal["columns", "rows"]
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 NO_CHAIN = "so the model is no chain of blocks, which is all that a cluster is planned for"
-
-
-@dataclass
-class ChainShape:
-    """What one forward showed.
-
-    Attributes
-    ----------
-    block_args, block_kwargs : of the first block. border : what it returns.
-    roles : of linear layers in the first block and behind the last, by path.
-    gathered : modules whose result is read whole by layers that are split by columns, and layers
-        that read something else.
-    parameters : names by place. products_flops, attention_flops : of forward, of one block.
-    has_fused_attention, has_open_attention : whether attention is torch's fused op, or products of
-        its own. unsplit : why a block cannot be split over tensor parallel ranks; empty if it can.
-    digest : of all ops with shapes and numbers.
-    """
-
-    block_args: tuple[Any, ...] = ()
-    block_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    border: Tensor | None = None
-    roles: dict[str, SplitRole] = field(default_factory=dict[str, SplitRole])
-    gathered: dict[str, bool] = field(default_factory=dict[str, bool])
-    parameters: dict[ChainPlace, set[str]] = field(
-        default_factory=lambda: defaultdict[ChainPlace, set[str]](set)
-    )
-    products_flops: dict[ChainPlace, int] = field(
-        default_factory=lambda: defaultdict[Any, int](int)
-    )
-    attention_flops: int = 0
-    has_fused_attention: bool = False
-    has_open_attention: bool = False
-    masks: bool = False
-    unsplit: str = ""
-    digest: str = ""
 
 
 def watch(chain: ChainModel) -> ChainShape:
@@ -79,7 +41,7 @@ def watch(chain: ChainModel) -> ChainShape:
     watcher = _Watcher(chain)
     handles = list(_hooks(watcher, chain))
     try:
-        with torch.no_grad(), _Attention(watcher), watcher:
+        with torch.no_grad(), WatchedAttention(watcher), watcher:
             chain.loss()
     finally:
         for handle in handles:
@@ -119,7 +81,7 @@ class _Watcher(TorchDispatchMode):
         self.hash = hashlib.sha256()
 
     @property
-    def place(self) -> ChainPlace:
+    def place(self) -> Place:
         if self.inside is not None:
             return "block"
         return "last" if self.after == len(self.paths) - 1 else "first"
@@ -266,41 +228,6 @@ class _Watcher(TorchDispatchMode):
                 self.made_by[id(result)] = path, result
 
         return note
-
-
-class _Attention(TorchFunctionMode):
-    """Counts torch's fused attention, of which meta tensors would run the open form."""
-
-    def __init__(self, watcher: _Watcher) -> None:
-        super().__init__()
-        self.watcher = watcher
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **given)
-        query, key, value = attended(args, given)
-        shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
-        if self.watcher.inside in (None, 0):
-            whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
-                key.shape[-2] * value.shape[-1]
-            )
-            shape.attention_flops += whole // 2 if is_causal else whole
-            shape.has_fused_attention = True
-            shape.masks |= given.get("attn_mask") is not None or len(args) > 3
-        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        if id(query) in self.watcher.split:
-            self.watcher.split[id(result)] = result
-        return result
-
-
-def attended(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a call of torch's fused attention."""
-    named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-    query, key, value = (*args, *named)[:3]
-    return query, key, value
 
 
 def _in_words(leaf: Any) -> str:

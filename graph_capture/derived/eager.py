@@ -11,6 +11,7 @@ import math
 import msgspec
 
 from remat.graph_capture.derived.own_checkpoints import DROPOUTS, MASK, with_own_checkpoints
+from remat.graph_capture.derived.sharding import element_bytes
 from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
 
 
@@ -82,9 +83,4 @@ def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
 
 def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
     result, mask = (graph.value_by_name[name] for name in dropout.outputs[:2])
-    return math.prod(mask.shape) * _element_bytes(result)
-
-
-def _element_bytes(value: Value) -> int:
-    n_elements = math.prod(value.shape)
-    return value.size_bytes // n_elements if n_elements else 0
+    return math.prod(mask.shape) * element_bytes(result.dtype)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.errors import DeviceError
 
 CPU, CUDA = "cpu", "cuda"
@@ -47,7 +48,9 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     title : in full. source : of its figures.
     memory_gb, bandwidth_gb_s : of its memory. link_gb_s : of the link to the host, one way.
     tflops : peak arithmetic by dtype. ``tf32`` is float32 as tensor cores may round it.
-    peer_gb_s : of the links to others of a machine, one way; 0 where they go by the host's.
+    peer_gb_s : of the links to others of a node, one way; 0 where they go by the host's.
+    network_gb_s : of its own card to other nodes, one way; 0 where none is stated.
+    ranks_source : of both.
     """
 
     title: str
@@ -57,6 +60,8 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     tflops: dict[str, float]
     source: str
     peer_gb_s: float = 0.0
+    network_gb_s: float = 0.0
+    ranks_source: str = ""
 
     @property
     def memory_bytes(self) -> int:
@@ -83,22 +88,24 @@ class Drive(msgspec.Struct, frozen=True):
     source: str
 
 
-class Network(msgspec.Struct, frozen=True):
-    """What collectives go through, beside the links between devices of one machine.
+class BetweenRanks(msgspec.Struct, frozen=True):
+    """What collectives reach between GPUs, whatever the GPU: see `RankLinks`.
 
     Attributes
     ----------
-    gb_s : between machines, one way, of each device. devices : in a machine.
-    start_us, inside_us, between_us : of any collective; of each device of a machine that it goes
-        on to, and of each further machine. source : of all these.
+    inside_share, between_share : of the rates that makers state. node_size : GPUs of a node.
+    share_reason, beside_reason : how that is known.
     """
 
-    gb_s: float
-    devices: int
-    start_us: float
+    inside_share: float
+    between_share: float
     inside_us: float
     between_us: float
-    source: str
+    hop_us: float
+    share_reason: str
+    beside: float
+    beside_reason: str
+    node_size: int
 
 
 class DeviceTable(msgspec.Struct, frozen=True):
@@ -109,7 +116,7 @@ class DeviceTable(msgspec.Struct, frozen=True):
     classes : efficiency by class of ops. launch_us : least time of any op.
     link_share, link_reason : share of a stated rate that copies reach, and how that is known.
     link_latency_us : of a copy to the host or back. nvme : the drive in a machine that is not here.
-    network : between machines. loopback : between processes of one machine, over gloo.
+    between_ranks : what collectives reach. loopback : between processes of one CPU, over gloo.
     """
 
     classes: dict[str, Efficiency]
@@ -118,8 +125,8 @@ class DeviceTable(msgspec.Struct, frozen=True):
     link_latency_us: float
     link_reason: str
     nvme: Drive
-    network: Network
-    loopback: Network
+    between_ranks: BetweenRanks
+    loopback: RankLinks
     devices: dict[str, Device]
 
 

@@ -79,36 +79,6 @@ class LinkSpeeds(msgspec.Struct, frozen=True):
     nvme: LinkPair | None = None
 
 
-class RankLinks(msgspec.Struct, frozen=True):
-    """Links between ranks, each with a device of its own.
-
-    Attributes
-    ----------
-    inside_gb_s, between_gb_s : what a rank moves, one way: in its machine, and out of it.
-    start_us, inside_us, between_us : of any collective; of each rank of a machine that it goes on
-        to, and of each further machine. devices : of a machine. source : how this is known.
-    """
-
-    inside_gb_s: float
-    between_gb_s: float
-    start_us: float
-    inside_us: float
-    between_us: float
-    devices: int
-    source: str
-
-
-def are_rank_links(links: RankLinks) -> bool:
-    """Whether links can be so; a file that was edited may say anything."""
-    rates = links.inside_gb_s, links.between_gb_s
-    latencies_us = links.start_us, links.inside_us, links.between_us
-    return (
-        all(0 < gb_s <= MOST_GB_S for gb_s in rates)
-        and all(0 <= us <= MOST_US for us in latencies_us)
-        and links.devices > 0
-    )
-
-
 def are_speeds(pair: LinkPair) -> bool:
     """Whether a link can be so; a file that was edited may say anything."""
     ways = pair.down, pair.up

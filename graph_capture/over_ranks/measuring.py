@@ -9,12 +9,14 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from remat.graph_capture.devices.device_table import device_table
-from remat.graph_capture.devices.link_speeds import RankLinks, fitted
+from remat.graph_capture.devices.device_links import links_between_ranks
+from remat.graph_capture.devices.link_speeds import fitted
+from remat.graph_capture.devices.rank_links import RankLinks
 
 SIZES = tuple(1 << shift for shift in (14, 16, 18, 20, 22, 24))
 """Bytes of the gathered whole: 16 KiB to 16 MiB."""
@@ -26,7 +28,7 @@ WARM = 2
 def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> RankLinks:
     """The links between the ranks of a group, which must all call; the slowest rank counts.
 
-    They are taken to be inside of one machine, and those between machines as the table has them.
+    They are taken to be inside of one node, and those between nodes as the table has them.
 
     Parameters
     ----------
@@ -35,11 +37,13 @@ def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> Ra
     n = group.size()
     moved_us = {size * (n - 1) // n: _gather_us(group, device, size) for size in SIZES}
     gb_s, latency_us = fitted(moved_us)
-    table = device_table().network
-    return RankLinks(
-        gb_s, device_table().link_share * table.gb_s, latency_us, 0.0, table.between_us, n,
-        f"measured over {n} ranks by {dist.get_backend(group)} on {title}: {gb_s:.3g} GB/s",
-    )  # fmt: skip
+    return msgspec.structs.replace(
+        links_between_ranks(device, title),
+        inside_gb_s=gb_s,
+        inside_us=latency_us,
+        node_size=n,
+        source=f"in a node measured over {n} ranks by {dist.get_backend(group)} on {title}",
+    )
 
 
 def _gather_us(group: dist.ProcessGroup, device: str, size_bytes: int) -> float:

@@ -1,71 +1,49 @@
-"""What a collective moves: its kind, its bytes, and the ranks and machines that take part."""
+"""What a collective moves: its kind, its bytes, and the ranks and nodes that take part."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch.distributed as dist
 from torch import fx
 
+from remat.graph_capture.devices.rank_links import Collective, Traffic
 from remat.graph_capture.joint.nodes import tensors_of
 from remat.graph_capture.over_ranks.collectives import groups_of, op_name
 
-Way = Literal["gather", "reduce", "exchange", "send"]
-"""How bytes go: each rank gets the parts of all (or gives them, which is as long); first one, then
-the other; each rank sends every other one a part of its own; all of it goes from rank to rank."""
-
-_WAYS: dict[str, Way] = {
-    "all_gather_into_tensor": "gather",
-    "reduce_scatter_tensor": "gather",
-    "all_reduce": "reduce",
-    "all_to_all_single": "exchange",
-    "shard_dim_alltoall": "exchange",
+_KINDS: dict[str, Collective] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
 }
 """By how the names of ops begin; all others send."""
-MACHINE = "LOCAL_WORLD_SIZE"
-"""The variable in which torchrun says how many ranks a machine has."""
 
 
-class Traffic(msgspec.Struct, frozen=True):
-    """One collective.
-
-    Attributes
-    ----------
-    way : how its bytes go. whole_bytes : of the whole tensor, on the side where it is whole.
-    ranks : that take part. here : the most of them that one machine has.
-    """
-
-    way: Way
-    whole_bytes: int
-    ranks: int
-    here: int
-
-    @property
-    def machines(self) -> int:
-        """How many machines take part."""
-        return -(-self.ranks // self.here)
-
-
-def traffic_of(node: fx.Node, ranks_of_a_machine: int) -> Traffic:
-    """What a node moves that is a collective.
+def traffic_of(node: fx.Node, node_size: int) -> Traffic:
+    """What a node of a graph moves that is a collective.
 
     Parameters
     ----------
-    ranks_of_a_machine : where torchrun does not say it.
+    node_size : ranks of a node of the cluster.
     """
-    name = op_name(node)
-    ways: list[Way] = [way for begin, way in _WAYS.items() if name.startswith(begin)]
     ranks = members_of(node)
-    per_machine = int(os.environ.get(MACHINE, ranks_of_a_machine))
-    here = max(Counter(rank // per_machine for rank in ranks).values())
+    here = max(Counter(rank // node_size for rank in ranks).values())
     read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
-    return Traffic(
-        ways[0] if ways else "send", max(read_bytes, _tensor_bytes(node)), len(ranks), here
-    )
+    whole_bytes = max(read_bytes, _tensor_bytes(node))
+    return Traffic(_collective_of(node), whole_bytes, len(ranks), here)
+
+
+def _collective_of(node: fx.Node) -> Collective:
+    name = op_name(node)
+    kinds: list[Collective] = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
+    # By `permute_tensor` each rank gives all that it has to one other.
+    parts = node.args[2] if kinds == ["all_to_all"] and len(node.args) > 3 else None
+    is_to_one = isinstance(parts, (list, tuple)) and len([n for n in parts if n != 0]) <= 1
+    return kinds[0] if kinds and not is_to_one else "send"
 
 
 def members_of(node: fx.Node) -> Sequence[int]:

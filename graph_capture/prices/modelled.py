@@ -29,11 +29,12 @@ from remat.graph_capture.devices.device_table import (
     rounded,
     table_name,
 )
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import argument, tensors_of
-from remat.graph_capture.over_ranks.prices import with_collectives_priced
+from remat.graph_capture.over_ranks.prices import links_of_step, with_collectives_priced
 from remat.graph_capture.prices.op_work import ATTENTION_BACKWARD, work_of
 from remat.graph_capture.prices.pieces import modelled, with_regions
 from remat.graph_capture.prices.price_cache import Price
@@ -51,8 +52,14 @@ ATTENTION_ROWS, ATTENTION_COLUMNS = 128, 32
 """Flash attention pads the sequence and the head of its float32 sums to multiples of these."""
 
 
-def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> TrainingGraph:
+def price_modelled(
+    trace: Trace, name: str, profile: Profile | None = None, ranks: RankLinks | None = None
+) -> TrainingGraph:
     """The trace's graph with the costs, workspaces and sizes of a device of the table.
+
+    Parameters
+    ----------
+    ranks : links between ranks; left out, those of the profile, or of the table.
 
     Raises
     ------
@@ -77,7 +84,7 @@ def price_modelled(trace: Trace, name: str, profile: Profile | None = None) -> T
         prices="mixed" if is_mixed else MODELLED,
         notes=() if profile is None else _notes(ops, assumed, profile),
     )
-    priced = with_collectives_priced(priced, nodes, name, "", profile)
+    priced = with_collectives_priced(priced, nodes, ranks or links_of_step(name, "", profile))
     found = regions_asked(trace)
     if not found:
         return priced

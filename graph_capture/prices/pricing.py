@@ -17,7 +17,7 @@ from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import tensors_of
-from remat.graph_capture.over_ranks.prices import with_collectives_priced
+from remat.graph_capture.over_ranks.prices import links_of_step, with_collectives_priced
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
@@ -115,9 +115,8 @@ def _measured(
     step = whole_step(joint, priced, cache, rounds, profile)
     priced = priced if step is None else booked(priced, step)
     # After that, as the step is run with the stand-ins of collectives, at what these take.
-    priced = with_collectives_priced(
-        priced, joint.node_of_op, trace.recipe.device, meter.title, profile
-    )
+    links = links_of_step(trace.recipe.device, meter.title, profile)
+    priced = with_collectives_priced(priced, joint.node_of_op, links)
     found = regions_asked(trace)
     if found:
         in_pieces = _measured_pieces(meter, cache, told)

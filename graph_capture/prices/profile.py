@@ -19,13 +19,9 @@ import torch
 from torch import fx
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
-from remat.graph_capture.devices.link_speeds import (
-    LinkSpeeds,
-    RankLinks,
-    are_rank_links,
-    are_speeds,
-)
+from remat.graph_capture.devices.link_speeds import LinkSpeeds, are_speeds
 from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
 from remat.graph_capture.errors import ProfileError, TextError
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
@@ -98,7 +94,7 @@ class Profile(msgspec.Struct, frozen=True):
         links = found.links and [pair for pair in (found.links.host, found.links.nvme) if pair]
         if not all(map(are_speeds, links or ())):
             raise ProfileError(f"{name} has a link that cannot be: {again}")
-        if found.ranks is not None and not are_rank_links(found.ranks):
+        if found.ranks is not None and wrong_in(found.ranks):
             raise ProfileError(f"{name} has a link that cannot be, between ranks: {again}")
         return found
 

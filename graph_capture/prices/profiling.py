@@ -11,8 +11,8 @@ from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, is_cuda
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.link_speeds import RankLinks
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.devices.unnamed_files import unnamed_file
 from remat.graph_capture.over_ranks.measuring import measured_rank_links
 from remat.graph_capture.prices.link_prices import measured_speeds

@@ -42,7 +42,8 @@ GpuBudget = Annotated[
     str, _given("--budget", "bytes of one GPU, such as 72GiB; auto leaves a tenth", CLUSTER_PANEL)
 ]
 LinksFile = Annotated[
-    Path | None, _given("--links", "JSON with measured links between GPUs", CLUSTER_PANEL)
+    Path | None,
+    _given("--links", "a profile with links between GPUs, or JSON", CLUSTER_PANEL),
 ]
 Blocks = Annotated[
     str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'", CLUSTER_PANEL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from remat.cluster.torch_orders import torch_order
+from remat.graph_capture.cluster.chain_shape import PLACES
 from remat.schedules.pipeline.replay import PipelineReplay, StageCosts, replay_pipeline
-from remat.solver.cluster.job import PLACES
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us

@@ -15,17 +15,18 @@ import torch
 
 from remat import __version__
 from remat.cluster.opened_chain import Chains
-from remat.graph_capture.cluster.fake_group import FakeGroups
+from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.cluster.rank_graph import behind_graph_on_rank, block_graph_on_rank
 from remat.graph_capture.errors import TextError
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.fake_group import FakeGroups
 from remat.graph_capture.prices.price_cache import cache_folder
-from remat.solver.cluster.job import Cluster, Job, Place
+from remat.solver.cluster.job import Cluster, Job
 from remat.solver.cluster.parts import Part, PartOption, part_of
 
-SCHEMA = 2
+SCHEMA = 3
 """Of the files; those of another one are not read."""
 
 

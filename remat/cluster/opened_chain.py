@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from remat.graph_capture.cluster.chain import ChainModel, chain_of
-from remat.graph_capture.cluster.fake_group import FakeGroups
+from remat.graph_capture.cluster.chain_shape import PLACES, ChainShape, Place
 from remat.graph_capture.cluster.rank_graph import runs_split
-from remat.graph_capture.cluster.watching import ChainShape, watch
+from remat.graph_capture.cluster.watching import watch
 from remat.graph_capture.errors import CaptureError, FactoryError
+from remat.graph_capture.over_ranks.fake_group import FakeGroups
 from remat.job.factory import Loaded, call
 from remat.job.named_function import NamedFunction, function_named
-from remat.solver.cluster.job import Job, Place, Weights
+from remat.solver.cluster.job import Job, Weights
 from remat.solver.cluster.mesh import Asked
 
 SEQ_NAMES = ("seq", "sequence", "seq_len")
@@ -101,9 +102,9 @@ def job_of(
     blocks_flops = layers * (flops["block"] + shape.attention_flops)
     return Job(
         type(chain.model).__name__, layers, batch, seq,
-        {place: _weights(chain, shape, place) for place in ("first", "block", "last")},
+        {place: _weights(chain, shape, place) for place in PLACES},
         shape.border.numel() * shape.border.element_size(),
-        {place: BACKWARD_TIMES * flops[place] for place in ("first", "block", "last")},
+        {place: BACKWARD_TIMES * flops[place] for place in PLACES},
         BACKWARD_TIMES * (blocks_flops + flops["last"]),
         _tensor_degrees(chain, shape, asked, groups, most_tp), _context_degrees(shape, asked),
         tied,

@@ -11,10 +11,10 @@ from remat.cluster.judged import JudgedPlan, judged_plan
 from remat.cluster.kept_parts import KeptParts
 from remat.cluster.opened_chain import Chains, job_of
 from remat.cluster.request import ClusterRequest
-from remat.graph_capture.cluster.fake_group import fake_world
-from remat.graph_capture.cluster.interconnect import interconnect_table
+from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.devices.device_table import device_table
 from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.over_ranks.fake_group import fake_ranks
 from remat.job.stopwatch import Stopwatch
 from remat.schedules.pipeline.cluster_plan import (
     ClusterFigures,
@@ -25,7 +25,7 @@ from remat.schedules.pipeline.cluster_plan import (
     StageFacts,
 )
 from remat.schedules.plan import Versions
-from remat.solver.cluster.job import Cluster, Job, Place
+from remat.solver.cluster.job import Cluster, Job
 from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch
@@ -72,7 +72,7 @@ def plan_cluster(
     request.check()
     cluster = request.cluster()
     watch = stopwatch or Stopwatch()
-    with fake_world() as groups:
+    with fake_ranks() as groups:
         chains = Chains(source, request.blocks)
         with watch.stage("capture", "reading the model"):
             job = job_of(
@@ -156,10 +156,9 @@ def modelled_notes(cluster: Cluster, request: ClusterRequest) -> tuple[str, ...]
     return (
         f"all times are modelled, none is measured: products at {100 * rate:.0f} % of the peak "
         f"that the maker states, collectives {where}",
-        f"links of {links.inside_gb_s:.0f} GB/s in a node and {links.between_gb_s:.0f} GB/s "
-        f"between, {links.source}",
+        f"links of {links}",
         f"computations beside a collective take {links.beside:.2f} times as long"
-        + ("" if request.links else f" ({interconnect_table().beside_reason})"),
+        + ("" if request.links else f" ({table.between_ranks.beside_reason})"),
         "tensor and context parallel collectives are waited for, as are gradients behind a "
         "pipeline; a cluster without stragglers and without congestion",
     )

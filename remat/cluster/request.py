@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from remat.budgets import RESERVE, parse_budget
-from remat.graph_capture.cluster.interconnect import interconnect_of, read_interconnect
+from remat.graph_capture.devices.device_links import read_rank_links, stated_links
 from remat.graph_capture.devices.device_table import device_table, is_in_table, modelled_device
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.solver.cluster.job import Cluster
@@ -22,7 +22,8 @@ class ClusterRequest:
     Attributes
     ----------
     gpus, device, node_size : of the cluster. batch, seq : sequences of a step, and their tokens.
-    budget : of one GPU, in bytes or ``auto``. links : a file of measured links.
+    budget : of one GPU, in bytes or ``auto``. links : a file of measured links, or
+        a profile that has them.
     asked : what is fixed. blocks : a glob over the paths of blocks.
     receive_ring : as of `Cluster`.
     """
@@ -53,9 +54,9 @@ class ClusterRequest:
             )
         device, table = modelled_device(self.device), device_table()
         links = (
-            interconnect_of(self.device, self.node_size)
+            stated_links(self.device, self.node_size)
             if self.links is None
-            else read_interconnect(self.links, self.node_size)
+            else read_rank_links(self.links, self.node_size)
         )
         peak = device.flops_per_us(BFLOAT16)
         return Cluster(

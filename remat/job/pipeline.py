@@ -16,7 +16,7 @@ from remat.job.factory import Loaded
 from remat.job.request import Request
 from remat.job.rows import Row, predicted_row, rows_as_run
 from remat.job.stopwatch import Stopwatch
-from remat.levers.update_at_once import planned_hand_over
+from remat.levers.handed_over import planned_hand_over
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
 from remat.questions.reserved import shortage_text

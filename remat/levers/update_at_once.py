@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from remat.checks import Batch, is_checked, require_equal
-from remat.graph_capture.errors import BudgetError, CaptureError
+from remat.graph_capture.errors import BudgetError
 from remat.infeasible import infeasible_text
+from remat.levers.handed_over import hand_over_of
 from remat.levers.refused_updates import (
     refuse_clipping,
-    refuse_parts,
     refuse_scaling,
     require_no_other_reader,
-    require_own_storages,
 )
 from remat.levers.step_request import step_request
 from remat.levers.whole_step import StepPlan, plan_step
@@ -24,10 +23,9 @@ from remat.solved import Solved, facts_of
 from remat.solver.pins.globs import Globs
 
 if TYPE_CHECKING:
-    from torch import Tensor, fx, nn
+    from torch import fx, nn
     from torch.optim import Optimizer
 
-    from remat.graph_capture.gradients.hand_over import HandOver
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Split
@@ -179,7 +177,7 @@ def training_step(
         if plan.shortage:
             raise BudgetError(plan.shortage)
         return plan
-    hand_over = _hand_over(model, optimizer, loss_fn, accumulate)
+    hand_over = hand_over_of(model, optimizer, loss_fn, accumulate)
     traced: Trace = trace(
         model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
         hand_over=hand_over, split=split,
@@ -200,85 +198,3 @@ def training_step(
         batch = Batch(args, kwargs, loss_fn, target, "none", accumulate)
         require_equal(model, module, batch, None)
     return module
-
-
-def _hand_over(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[..., Any] | None,
-    accumulate: bool,
-) -> HandOver:
-    """What the updates take, of the parameters that both the step and the optimizer have."""
-    from remat.graph_capture.devices.device_table import allocated_on
-    from remat.graph_capture.devices.here import meter_of
-    from remat.graph_capture.devices.placement import resolved_device
-    from remat.graph_capture.gradients.hand_over import HandOver
-    from remat.graph_capture.gradients.optimizers import require_known, update_costs
-    from remat.graph_capture.tracing.step_module import with_loss
-
-    require_known(optimizer)
-    device = resolved_device(None, model)
-    parameters = _parameters(model, loss_fn)
-    refuse_parts(model)
-    buffers = dict(with_loss(model, loss_fn).named_buffers())
-    require_own_storages({**parameters, **buffers})
-    costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))
-    if not costs:
-        raise CaptureError(
-            f"the optimizer has no parameter of this {type(model).__name__}: make it of "
-            "model.parameters()"
-        )
-    return HandOver(
-        is_added=accumulate,
-        updates=tuple((name, cost.workspace_bytes) for name, cost in costs.items()),
-        state_bytes=sum(cost.state_bytes for cost in costs.values()),
-    )
-
-
-def planned_hand_over(
-    model: nn.Module,
-    optimizer: Literal["none", "sgd", "momentum", "adamw"],
-    device: str,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    accumulate: bool = False,
-) -> HandOver:
-    """What updates take by an optimizer that is known by its name, to plan with.
-
-    On a device of the table they are those of a fused optimizer, which takes nothing meanwhile.
-
-    Raises
-    ------
-    CaptureError : there is no optimizer, or it cannot update this model so.
-    """
-    from remat.graph_capture.devices.device_table import is_in_table
-    from remat.graph_capture.gradients.hand_over import HandOver
-
-    if optimizer == "none":
-        raise CaptureError(
-            "updates during backward are those of an optimizer: name it, --optimizer sgd, momentum "
-            "or adamw"
-        )
-    if is_in_table(device):
-        names = _parameters(model, loss_fn)
-        trained = [name for name, parameter in names.items() if parameter.requires_grad]
-        return HandOver(is_added=accumulate, updates=tuple((name, 0) for name in trained))
-    return _hand_over(model, _made(optimizer, model.parameters()), loss_fn, accumulate)
-
-
-def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
-    from torch.optim import SGD, AdamW
-
-    if name == "adamw":
-        return AdamW(parameters)
-    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)
-
-
-def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, nn.Parameter]:
-    """The parameters of the step by the paths that users know."""
-    from remat.graph_capture.joint.provenance import path_in_model
-    from remat.graph_capture.tracing.step_module import with_loss
-
-    step = with_loss(model, loss_fn)
-    named = step.named_parameters()
-    return {n if step is model else path_in_model(n): p for n, p in named}

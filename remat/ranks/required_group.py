@@ -10,6 +10,7 @@ from torch import fx
 from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.joint.nodes import Places, target_name
 from remat.graph_capture.over_ranks.collectives import collectives_in, groups_of
+from remat.graph_capture.over_ranks.fake_group import is_fake
 
 PASS_A_GROUP = (
     "pass a group that has them all, such as group=torch.distributed.group.WORLD, and call on each "
@@ -48,7 +49,7 @@ def require_group(
 
 def refuse_fake(group: dist.ProcessGroup | None) -> None:
     """Raise `AgreementError` for torch's fake group, in which there are no other ranks."""
-    if group is not None and dist.get_backend(group) == "fake":
+    if group is not None and is_fake(group):
         raise AgreementError(
             "the group is torch's fake one, whose collectives move nothing, so nothing can be "
             "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"

@@ -11,9 +11,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed as dist
-
 from remat.graph_capture.over_ranks.collectives import collectives_in, groups_of
+from remat.graph_capture.over_ranks.fake_group import is_fake
 from remat.ranks.required_group import resolved
 from remat.ranks.together import Together
 from remat.rewriter.plans import loading
@@ -40,7 +39,7 @@ def require_same_order(module: RematModule, what: str) -> None:
     run = [*collectives_in(module.forward_module), *collectives_in(module.backward_module)]
     order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
     for group in dict.fromkeys(map(resolved, groups_of(run))):
-        if group.size() > 1 and dist.get_backend(group) != "fake":
+        if group.size() > 1 and not is_fake(group):
             with Together(group, what) as ranks:
                 ranks.require_same_order(order)
 

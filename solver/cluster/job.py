@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
-from remat.graph_capture.cluster.interconnect import Interconnect
+from remat.graph_capture.cluster.chain_shape import PLACES, Place
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.solver.cluster.parts import Part
-
-Place = Literal["first", "block", "last"]
-"""A part of the chain: what comes before the blocks, one of them, and what comes behind them."""
-PLACES: tuple[Place, ...] = ("first", "block", "last")
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -77,7 +74,7 @@ class Cluster(msgspec.Struct, frozen=True):
     flops_per_us: float
     reached_flops_per_us: float
     bytes_per_us: float
-    links: Interconnect
+    links: RankLinks
     receive_ring: bool = False
 
     @property

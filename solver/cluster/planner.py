@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from remat.graph_capture.cluster.chain_shape import PLACES
 from remat.solver.cluster.equal_blocks import EqualBlocks
 from remat.solver.cluster.held_bytes import stage_parameters
-from remat.solver.cluster.job import PLACES, Cluster, Job, Parts, products_us
+from remat.solver.cluster.job import Cluster, Job, Parts, products_us
 from remat.solver.cluster.mesh import Asked, Degrees, Mesh, all_degrees, all_states, even_layers
 from remat.solver.cluster.parts import Part
 from remat.solver.cluster.stage_borders import best_borders

@@ -1,7 +1,7 @@
 """Times of what a mesh adds to its parts: gathers, reductions, waits between stages, updates.
 
 FSDP2 gathers the next block beside the one that runs, and reduces beside backward. What runs beside
-a collective is slowed (`Interconnect.both_us`). The first gather and the last reduction have
+a collective is slowed (`RankLinks.both_us`). The first gather and the last reduction have
 nothing beside them. Inside of a pipeline all reductions come at its end, in torch's own loops.
 """
 

@@ -7,23 +7,22 @@ saves. What other layers read stays a value of its own.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import msgspec
 
 from remat.graph_capture.derived.kept_with import kept_with
+from remat.graph_capture.derived.sharding import element_bytes
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph, Value
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.optimizer_step.microbatch import Group, Layer, Microbatch
 from remat.solver.blocks.options import Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.problem import Problem
 from remat.solver.whole_step.layer_options import layer_option, worth_having
+from remat.solver.whole_step.parameter_gradients import elements, parameter_gradients
 
 LIMITS = 12
 """At how many limits on what it saves a layer is solved."""
@@ -90,7 +89,7 @@ class _Layers:
             for name in op.inputs:
                 if graph.value_by_name[name].kind == "parameter":
                     read_by.setdefault(name, {})[layer_of[op.name]] = None
-        gradient_of = _gradients(graph, read_by) if known is None else known
+        gradient_of = parameter_gradients(graph, read_by) if known is None else known
         last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
         # Of tied parameters, a later layer adds in place to what an earlier one made.
         given_by = {
@@ -152,10 +151,10 @@ class _Layers:
             groups.append(
                 Group(
                     name=" and ".join(self._name(layer) for layer in readers),
-                    trained=sum(_numbers(one) for one in trained),
+                    trained=sum(elements(one) for one in trained),
                     parameter_bytes=sum(one.size_bytes for one in mine),
                     gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
-                    item_bytes=max((_item_bytes(one) for one in trained), default=0),
+                    item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
                     gradient_of={one.name: gives.get(one.name, "") for one in mine},
                 )
             )
@@ -231,41 +230,5 @@ class _Layers:
         }
 
 
-def _gradients(graph: TrainingGraph, parameters: Mapping[str, Any]) -> dict[str, str]:
-    """The gradient of each parameter that has one.
-
-    Both stand in the order of the model's parameters. Those that are frozen have none.
-    """
-    values, found = graph.value_by_name, dict[str, str]()
-    waiting = [v for v in graph.values if v.name in parameters]
-    for name in graph.outputs:
-        gradient = values[name]
-        if gradient.kind != "gradient" or not gradient.producer:
-            continue
-        at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
-        if at is None:
-            raise SolverError(
-                f"gradient {name} of {graph.name} is of no parameter, and a whole step keeps those "
-                "of parameters alone: give inputs that require no grad"
-            )
-        found[waiting[at].name] = name
-        del waiting[: at + 1]
-    return found
-
-
 def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
     return [name for name in names if name not in others]
-
-
-def _is_of(gradient: Value, parameter: Value) -> bool:
-    return gradient.dtype == parameter.dtype and _numbers(gradient) == _numbers(parameter)
-
-
-def _item_bytes(value: Value) -> int:
-    """Bytes of one number, which its dtype's name tells in bits."""
-    bits = re.search(r"\d+", value.dtype)
-    return int(bits[0]) // 8 if bits else 0
-
-
-def _numbers(value: Value) -> int:
-    return math.prod(value.shape)

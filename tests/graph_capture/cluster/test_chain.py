@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from remat.graph_capture.cluster.chain import ChainModel, chain_of
-from remat.graph_capture.cluster.fake_group import FakeGroups, fake_world
 from remat.graph_capture.cluster.rank_graph import runs_split
 from remat.graph_capture.cluster.watching import watch
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
 from tests.graph_capture.cluster import chains
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[FakeGroups]:
-    with fake_world() as made:
+    with fake_ranks() as made:
         yield made
 
 
@@ -124,5 +124,5 @@ def test_a_block_of_one_layer_cannot_be_split(groups: FakeGroups) -> None:
 
 
 def test_a_real_process_group_is_not_replaced(groups: FakeGroups) -> None:
-    with pytest.raises(CaptureError, match="plan in a process of its own"), fake_world():
+    with pytest.raises(CaptureError, match="plan in a process of its own"), fake_ranks():
         pass

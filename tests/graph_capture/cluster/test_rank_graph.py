@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
 
 from remat.graph_capture.cluster.chain import chain_of
-from remat.graph_capture.cluster.fake_group import FakeGroups, fake_world
-from remat.graph_capture.cluster.interconnect import interconnect_of
 from remat.graph_capture.cluster.rank_graph import (
     BORDER,
     behind_graph_on_rank,
     block_graph_on_rank,
 )
 from remat.graph_capture.cluster.watching import watch
+from remat.graph_capture.devices.device_links import stated_links
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
 from tests.graph_capture.cluster import chains
 
-LINKS = interconnect_of("h100", 8)
+LINKS = stated_links("h100", 8)
 SEQ, WIDTH = 32, 64
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[FakeGroups]:
-    with fake_world() as made:
+    with fake_ranks() as made:
         yield made
 
 
@@ -82,3 +86,18 @@ def test_behind_the_blocks_each_rank_has_a_part_of_the_vocabulary(groups: FakeGr
         shapes = [v.shape for v in graph.values]
         assert (2 * SEQ, 96 // tp) in shapes
         assert not any("embedding" in op.target for op in graph.ops)
+
+
+class SumsByItself(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def test_a_block_with_a_collective_of_its_own_is_refused(groups: FakeGroups) -> None:
+    built = chains.small_llama(batch=2, seq=SEQ)
+    for layer in built["model"].layers:
+        layer.register_module("together", SumsByItself())
+        layer.register_forward_hook(lambda module, _, result: module.together(result))
+    chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
+    with pytest.raises(CaptureError, match=r"a block runs the collective all_reduce.* by itself"):
+        block_graph_on_rank(chain, watch(chain), 1, 1, groups, "h100", LINKS)

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.link_speeds import RankLinks
+from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.over_ranks.collectives import RETURNED, is_collective_target
+from remat.graph_capture.over_ranks.fake_group import fake_ranks
 from tests.distributed.parallel_models import ROWS, parallelised, sequence_parallel, tensor_parallel
-from tests.graph_capture.over_ranks.fake_group import fake_ranks
 
-CHEAP = RankLinks(1e5, 1e5, 0.0, 0.0, 0.0, 8, "as fast as can be")
-DEAR = RankLinks(1e-3, 1e-3, 1e5, 0.0, 0.0, 8, "a tenth of a second each")
+CHEAP = RankLinks(1e5, 1e5, 0.0, 0.0, 0.0, 1.0, "as fast as can be")
+DEAR = RankLinks(1e-3, 1e-3, 1e5, 1e5, 0.0, 1.0, "a tenth of a second each")
 
 
 def step(world_size: int, plan: Any = sequence_parallel) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -59,7 +59,7 @@ def test_a_rank_of_a_thousand_on_a_device_of_the_table() -> None:
         graph = remat.capture(model, args, device="h100")
         assert remat.solve(graph, "75%", "cut").schedule is not None
     assert all(op.price == "modelled" for op in collectives(graph))
-    assert any("450 GB/s" in note for note in graph.notes)
+    assert any("356 GB/s in a node and 47.5 GB/s between" in note for note in graph.notes)
 
 
 def test_parts_of_parameters_are_what_a_rank_holds() -> None:

@@ -1,73 +1,92 @@
-"""The model of a collective's time: against the formulas of rings, and what it says of links."""
+"""Which links a step's collectives are priced over, and what each of them moves."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.graph_capture.devices.device_table import device_table
-from remat.graph_capture.devices.link_speeds import RankLinks
+from remat.graph_capture.devices.device_links import links_between_ranks
+from remat.graph_capture.devices.rank_links import RankLinks, Traffic
 from remat.graph_capture.errors import ProfileError
-from remat.graph_capture.over_ranks.prices import collective_us, links_between_ranks
-from remat.graph_capture.over_ranks.traffic import Traffic, Way
+from remat.graph_capture.over_ranks.collectives import collectives_in
+from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.over_ranks.prices import RANKS_OF_NODE, links_of_step
+from remat.graph_capture.over_ranks.traffic import traffic_of
 from remat.graph_capture.prices.profile import Profile
 
-MIB = 1 << 20
-LINKS = RankLinks(100.0, 10.0, 20.0, 2.0, 4.0, 8, "made up")
-WAYS: tuple[Way, ...] = ("gather", "reduce", "exchange", "send")
-
-
-def test_one_machine_is_a_ring() -> None:
-    """(n - 1) / n of the bytes, and twice that where all get the sum."""
-    gather = collective_us(Traffic("gather", 64 * MIB, 8, 8), LINKS)
-    assert gather == pytest.approx(20 + 7 * 2 + 64 * MIB * 7 / 8 / 100e3)
-    reduce = collective_us(Traffic("reduce", 64 * MIB, 8, 8), LINKS)
-    assert reduce - 20 == pytest.approx(2 * (gather - 20))
-
-
-def test_all_devices_of_a_machine_share_what_leaves_it() -> None:
-    links = msgspec.structs.replace(LINKS, inside_gb_s=1000.0)
-    alone = collective_us(Traffic("gather", 64 * MIB, 2, 1), links)
-    shared = collective_us(Traffic("gather", 64 * MIB, 16, 8), links)
-    assert alone == pytest.approx(20 + 4 + 64 * MIB / 2 / 10e3)
-    assert shared == pytest.approx(20 + 7 * 2 + 4 + 64 * MIB / 2 / 8 / 10e3)
-
-
-@given(
-    way=st.sampled_from(WAYS), log_bytes=st.integers(0, 33), here=st.integers(1, 8),
-    machines=st.integers(1, 64),
-)  # fmt: skip
-def test_more_bytes_and_slower_links_take_longer(
-    way: Way, log_bytes: int, here: int, machines: int
-) -> None:
-    one = Traffic(way, 1 << log_bytes, here * machines, here)
-    taken = collective_us(one, LINKS)
-    assert taken >= LINKS.start_us
-    twice = msgspec.structs.replace(one, whole_bytes=2 << log_bytes)
-    slower = msgspec.structs.replace(LINKS, inside_gb_s=50.0, between_gb_s=5.0)
-    assert collective_us(twice, LINKS) >= taken
-    assert collective_us(one, slower) >= taken
-    assert collective_us(twice, LINKS) == pytest.approx(collective_us(one, slower))
-
-
-def test_each_device_of_the_table_has_links() -> None:
-    for name, device in device_table().devices.items():
-        links = links_between_ranks(name, "")
-        stated = device.peer_gb_s or device.link_gb_s
-        assert links.inside_gb_s == pytest.approx(device_table().link_share * stated)
-        assert device.title in links.source
-    assert links_between_ranks("cuda:0", "no such device").inside_gb_s == pytest.approx(
-        device_table().link_share * min(d.link_gb_s for d in device_table().devices.values())
-    )
-    assert device_table().loopback.source.startswith("measured")
+LINKS = RankLinks(100.0, 10.0, 20.0, 40.0, 4.0, 1.25, "made up")
 
 
 def test_links_of_a_profile_come_first_and_are_read_again() -> None:
     profile = Profile("cpu", "a machine", "2.13", {}, ranks=LINKS)
-    assert links_between_ranks("h100", "", profile) == LINKS
+    assert links_of_step("h100", "", profile) == LINKS
     assert Profile.from_json(profile.to_json()) == profile
     wrong = msgspec.structs.replace(profile, ranks=msgspec.structs.replace(LINKS, inside_gb_s=0))
     with pytest.raises(ProfileError, match="between ranks"):
         Profile.from_json(wrong.to_json())
+
+
+def test_torchrun_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert links_of_step("h100", "") == links_between_ranks("h100")
+    monkeypatch.setenv(RANKS_OF_NODE, "4")
+    assert links_of_step("h100", "").node_size == 4
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    return functional.all_gather_tensor(x, 0, group)
+
+
+def scattered(x: Tensor, group: Any) -> Tensor:
+    return functional.reduce_scatter_tensor(x, "sum", 0, group)
+
+
+def reduced(x: Tensor, group: Any) -> Tensor:
+    return functional.all_reduce(x, "sum", group)
+
+
+def exchanged(x: Tensor, group: Any) -> Tensor:
+    return functional.all_to_all_single(x, None, None, group)
+
+
+def sent_on(x: Tensor, group: Any) -> Tensor:
+    n = dist.get_world_size(group)
+    return functional.permute_tensor(x, [(i + 1) % n for i in range(n)], group)
+
+
+def sent_to_all(x: Tensor, group: Any) -> Tensor:
+    return functional.broadcast(x, 0, group)
+
+
+def node_of(run: Any, groups: FakeGroups, ranks: int, apart: int) -> fx.Node:
+    group = groups.group(ranks, apart)
+    graph = make_fx(lambda x: run(x, group), tracing_mode="fake")(torch.ones(1024))
+    return collectives_in(graph)[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "whole_bytes"),
+    [
+        (gathered, "all_gather", 16 * 4096), (scattered, "reduce_scatter", 4096),
+        (reduced, "all_reduce", 4096), (exchanged, "all_to_all", 4096), (sent_on, "send", 4096),
+        (sent_to_all, "send", 4096),
+    ],
+)  # fmt: skip
+def test_a_collective_moves_its_whole_tensor(run: Any, kind: Any, whole_bytes: int) -> None:
+    with fake_ranks(64) as groups:
+        node = node_of(run, groups, 16, 1)
+        assert traffic_of(node, 8) == Traffic(kind, whole_bytes, 16, 8)
+
+
+@pytest.mark.parametrize(("ranks", "apart"), [(2, 1), (8, 1), (16, 1), (4, 2), (8, 4), (4, 16)])
+def test_a_group_of_a_trace_has_the_price_of_ranks_that_lie_so(ranks: int, apart: int) -> None:
+    with fake_ranks(64) as groups:
+        traffic = traffic_of(node_of(reduced, groups, ranks, apart), LINKS.node_size)
+    expected = LINKS.us("all_reduce", traffic.whole_bytes, ranks, apart)
+    assert LINKS.collective_us(traffic) == pytest.approx(expected)

@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import remat
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.over_ranks.alone import NeedsOtherRanksError, alone
+from remat.graph_capture.over_ranks.fake_group import fake_ranks
 from remat.graph_capture.over_ranks.refusals import refuse_draw
 from tests.distributed.parallel_models import parallelised, tensor_parallel
-from tests.graph_capture.over_ranks.fake_group import fake_ranks
 
 
 def test_a_rank_alone_fails_where_it_would_wait() -> None:

@@ -10,7 +10,7 @@ import remat
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.tracing.trace import trace
-from remat.levers.update_at_once import planned_hand_over
+from remat.levers.handed_over import planned_hand_over
 from remat.levers.without import without_pieces, without_recomputation, without_updates
 from remat.levers.worth import RECOMPUTATION, UPDATES, Lever, levers_of
 from remat.schedules.as_planned import as_planned, whole

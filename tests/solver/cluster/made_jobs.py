@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from remat.graph_capture.cluster.interconnect import interconnect_of
-from remat.solver.cluster.job import Cluster, Job, Place, Weights
+from remat.graph_capture.cluster.chain_shape import Place
+from remat.graph_capture.devices.device_links import stated_links
+from remat.solver.cluster.job import Cluster, Job, Weights
 from remat.solver.cluster.parts import Part, PartOption
 
 RATE = 989.4e6 * 0.7
@@ -24,7 +25,7 @@ def made_job(layers: int, batch: int, seq: int = 8192, width: int = 4096) -> Job
 
 def made_cluster(gpus: int, budget_gib: float = 72, node_size: int = 8) -> Cluster:
     """Of H100."""
-    links = interconnect_of("h100", node_size)
+    links = stated_links("h100", node_size)
     return Cluster(gpus, "h100", int(budget_gib * 2**30), 989.4e6, RATE, 2.7e6, links)
 
 

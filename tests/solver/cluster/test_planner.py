@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from remat.solver.cluster.job import Place
+from remat.graph_capture.cluster.chain_shape import Place
 from remat.solver.cluster.mesh import (
     Asked,
     Mesh,

@@ -13,30 +13,32 @@ import torch.distributed as dist
 
 from remat.graph_capture.errors import CaptureError
 
+BACKEND = "fake"
 WORLD = 4096
 """Ranks of the fake world. It has no threads and no memory of its own."""
 
 
 class FakeGroups:
-    """Groups of the fake world by their size, made when first asked for."""
+    """Groups of the fake world, made when first asked for."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], Any] = {}
+        self._known: dict[tuple[int, int], Any] = {}
 
-    def group(self, kind: str, ranks: int) -> Any:
-        """A group of its own for each kind, so that a trace can tell them apart by name."""
-        if (kind, ranks) not in self._known:
-            self._known[kind, ranks] = dist.new_group(list(range(ranks)))
-        return self._known[kind, ranks]
+    def group(self, ranks: int, apart: int = 1) -> Any:
+        """The group of rank 0 with so many ranks, of which neighbours lie so far apart."""
+        key = ranks, apart
+        if key not in self._known:
+            self._known[key] = dist.new_group([apart * i for i in range(ranks)])
+        return self._known[key]
 
-    def names(self) -> dict[str, tuple[str, int]]:
-        """Kind and ranks by the name that a trace has."""
-        return {group.group_name: key for key, group in self._known.items()}
+    def has(self, named: tuple[Any, ...]) -> bool:
+        """Whether groups were made here, given as a graph names them."""
+        return {group.group_name for group in self._known.values()}.issuperset(named)
 
 
 @contextlib.contextmanager
-def fake_world() -> Generator[FakeGroups]:
-    """In the block this process is rank 0 of `WORLD` ranks.
+def fake_ranks(world_size: int = WORLD) -> Generator[FakeGroups]:
+    """In the block this process is rank 0 of so many.
 
     Raises
     ------
@@ -50,8 +52,13 @@ def fake_world() -> Generator[FakeGroups]:
             "a cluster is planned over a fake process group, and this process has a real one: "
             "plan in a process of its own, or before init_process_group"
         )
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=FakeStore())
     try:
         yield FakeGroups()
     finally:
         dist.destroy_process_group()
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group is torch's fake one, in which there are no other ranks."""
+    return dist.get_backend(group) == BACKEND

@@ -1,0 +1,48 @@
+"""What one forward of a chain shows: border, split layers, operations. Without torch itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Place = Literal["first", "block", "last"]
+"""A part of the chain: what comes before the blocks, one of them, and what comes behind them."""
+PLACES: tuple[Place, ...] = ("first", "block", "last")
+SplitRole = Literal["columns", "rows"]
+
+
+@dataclass
+class ChainShape:
+    """What one forward showed.
+
+    Attributes
+    ----------
+    block_args, block_kwargs : of the first block. border : what it returns.
+    roles : of linear layers in the first block and behind the last, by path.
+    gathered : modules whose result is read whole by layers that are split by columns, and layers
+        that read something else.
+    parameters : names by place. products_flops, attention_flops : of forward, of one block.
+    has_fused_attention, has_open_attention : whether attention is torch's fused op, or products of
+        its own. unsplit : why a block cannot be split over tensor parallel ranks; empty if it can.
+    digest : of all ops with shapes and numbers.
+    """
+
+    block_args: tuple[Any, ...] = ()
+    block_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    border: Tensor | None = None
+    roles: dict[str, SplitRole] = field(default_factory=dict[str, SplitRole])
+    gathered: dict[str, bool] = field(default_factory=dict[str, bool])
+    parameters: dict[Place, set[str]] = field(
+        default_factory=lambda: defaultdict[Place, set[str]](set)
+    )
+    products_flops: dict[Place, int] = field(default_factory=lambda: defaultdict[Any, int](int))
+    attention_flops: int = 0
+    has_fused_attention: bool = False
+    has_open_attention: bool = False
+    masks: bool = False
+    unsplit: str = ""
+    digest: str = ""
