@@ -20,6 +20,7 @@ from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
+from remat.rewriter.guards.new_buckets import warn_of_new_buckets
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.plan import Prediction
@@ -83,6 +84,7 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_step(self, batch: Any) -> Any:
         guards, step = self._remat_guards, self._remat_compiled_step
         guards.left_whole.require_fresh(self)
+        warn_of_new_buckets(guards.kind)
         state, leaves = guards.require(batch)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
