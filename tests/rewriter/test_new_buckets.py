@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.graph_capture.over_ranks.fake_group import fake_ranks
 from tests.block_models import Stack, rows
-from tests.graph_capture.over_ranks.fake_group import fake_ranks
 
 WORDS = "orders its buckets anew"
 
