@@ -74,12 +74,21 @@ class OpWriter:
             return
         at, i = (int(number) for number in rest.split("."))
         layer, done = self.parts.microbatch.layers[at], set[str]()
+        added = self._added_in(layer) if i and kind != "forward" else []
         for name in self._of_layer(kind, layer, self.options[i][at]):
             yield f"{name}.{i}"
-            if i and name not in done:
+            if name not in done:
                 finished = self.parts.finished_by.get(name, ())
-                yield from (f"add:{parameter}.{i}" for parameter in finished)
+                yield from (f"add:{parameter}.{i}" for parameter in finished if parameter in added)
+                added = [parameter for parameter in added if parameter not in finished]
             done.add(name)
+        # The layer above has made the rest, as what its input gets is a parameter's gradient too.
+        yield from (f"add:{parameter}.{i}" for parameter in added)
+
+    def _added_in(self, layer: Layer) -> list[str]:
+        """Parameters whose gradients are whole, and on the device, with a layer's backward."""
+        groups = (self.parts.microbatch.groups[at] for at in layer.gives)
+        return [p for group in groups for p, gradient in group.gradient_of.items() if gradient]
 
     def _of_layer(self, kind: str, layer: Layer, option: int) -> Iterator[str]:
         """Ops of a phase of a layer; what is computed again right before the turn is forward's."""
