@@ -1,14 +1,16 @@
 """Copies by plain threads, one a link, each in the order in which copies are begun.
 
-Three things go wrong easily here. A thread that is the last to let go of a tensor frees it late,
+Four things go wrong easily here. A thread that is the last to let go of a tensor frees it late,
 where no profiler looks, so a copy gets its tensors in a list that is emptied before anybody hears
 of its end. An error that is raised as the thread has caught it holds frames, frames hold handles,
 and these hold files, in a circle that Python's collector does not see through a tensor, so each
-wait raises an error of its own. And a thread that is no daemon keeps a process alive.
+wait raises an error of its own. A thread that is no daemon keeps a process alive. And one that
+Python ends while it is in torch's C++ aborts the process, so all are ended before Python's end.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -59,14 +61,22 @@ class Copy:
             given.clear()
             self._ended.set()
 
+    def drop(self, given: list[Any]) -> None:
+        """Have it failed before it began: the process ends."""
+        self._error = InterruptedError("the process ends")
+        given.clear()
+        self._ended.set()
+
 
 class LinkThread:
     """The thread of one link. It starts with the first copy, and ends with the process."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Copy, Work, list[Any], Copy | None]]
+        self._queue: queue.SimpleQueue[tuple[Copy, Work, list[Any], Copy | None] | None]
         self._queue = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"remat-{name}", daemon=True).start()
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name=f"remat-{name}", daemon=True)
+        self._thread.start()
 
     def begin(self, work: Work, given: list[Any], after: Copy | None = None) -> Copy:
         """Begin ``work(*given)`` once all earlier copies of the link have ended, and `after`.
@@ -77,11 +87,23 @@ class LinkThread:
         self._queue.put((copy, work, given, after))
         return copy
 
+    def end(self) -> None:
+        """End after the copy that is under way; those that have not begun fail."""
+        self._is_ending = True
+        self._queue.put(None)
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            copy, work, given, after = self._queue.get()
-            copy.carry_out(work, given, after)
-            del copy, work, given, after  # an idle thread holds nothing
+        while (begun := self._queue.get()) is not None:
+            copy, work, given, after = begun
+            if self._is_ending:
+                copy.drop(given)
+            else:
+                copy.carry_out(work, given, after)
+            del begun, copy, work, given, after  # an idle thread holds nothing
 
 
 _threads: dict[str, LinkThread] = {}
@@ -96,6 +118,16 @@ def link_thread(name: str) -> LinkThread:
         return _threads[name]
 
 
+def _end_threads() -> None:
+    """A copy that is begun later, by another function of `atexit`, gets a thread of its own."""
+    threads = list(_threads.values())
+    _threads.clear()
+    for one in threads:
+        one.end()
+    for one in threads:
+        one.join()
+
+
 def _forget_threads() -> None:
     """A forked process has the threads of its parent in name only."""
     global _starting
@@ -104,3 +136,4 @@ def _forget_threads() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_threads)
+atexit.register(_end_threads)

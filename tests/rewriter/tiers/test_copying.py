@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from remat.graph_capture.errors import TierError
 from remat.rewriter.tiers.copying import LinkThread, link_thread
 from remat.rewriter.tiers.endings import Ending
+from tests.limits import AMPLE_S
 
 
 class Thing:
@@ -36,6 +39,28 @@ def test_a_copy_waits_for_one_over_another_link() -> None:
     held.set()
     copy.wait()
     assert done == ["read"]
+
+
+ENDS_AMID_COPIES = """
+import torch
+from remat.rewriter.tiers.copying import link_thread
+
+def copied(x):
+    for _ in range(2000):
+        x.clone()
+
+first, second = link_thread("first"), link_thread("second")
+for _ in range(1000):
+    second.begin(copied, [torch.ones(20_000)], first.begin(copied, [torch.ones(20_000)]))
+"""
+
+
+def test_a_process_ends_by_itself_while_copies_are_in_torch() -> None:
+    """Python would end a thread in C++ otherwise, which aborts the process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_AMID_COPIES], capture_output=True, text=True, timeout=AMPLE_S
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_what_a_copy_is_given_is_let_go_before_its_end_is_told() -> None:
