@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from examples import llama
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -30,38 +32,6 @@ class ModelSizes:
     hidden: int
     vocab: int
     is_llama: bool
-
-
-class FusedAttention(nn.Module):
-    """Causal attention with rotary positions, keys and values shared by groups of heads."""
-
-    def __init__(self, sizes: ModelSizes) -> None:
-        super().__init__()
-        self.features, self.group = sizes.width // sizes.heads, sizes.heads // sizes.kv_heads
-        self.q = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.k = nn.Linear(sizes.width, sizes.kv_heads * self.features, bias=False)
-        self.v = nn.Linear(sizes.width, sizes.kv_heads * self.features, bias=False)
-        self.out = nn.Linear(sizes.width, sizes.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``x``, [batch, seq, width], to the same shape."""
-        batch, seq, _ = x.shape
-        q, k, v = (
-            layer(x).view(batch, seq, -1, self.features).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        k = _rotated(k).repeat_interleave(self.group, 1)
-        v = v.repeat_interleave(self.group, 1)
-        y = functional.scaled_dot_product_attention(_rotated(q), k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
-
-
-def _rotated(x: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    at = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None]
-    angles = at * torch.ones(x.shape[3], device=x.device)
-    turned = torch.cat([-right, left], -1)
-    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
 
 class OpenAttention(nn.Module):
@@ -85,24 +55,6 @@ class OpenAttention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
-class LlamaLayer(nn.Module):
-    """Attention and a gated perceptron, each normed before and added after."""
-
-    def __init__(self, sizes: ModelSizes) -> None:
-        super().__init__()
-        self.norm_attn, self.norm_mlp = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
-        self.attn = FusedAttention(sizes)
-        self.gate = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.up = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``x``, [batch, seq, width], to the same shape."""
-        x = x + self.attn(self.norm_attn(x))
-        h = self.norm_mlp(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
 class GptLayer(nn.Module):
     """Attention and a perceptron, each normed before, dropped and added after."""
 
@@ -120,12 +72,17 @@ class GptLayer(nn.Module):
         return x + functional.dropout(h, 0.1, self.training)
 
 
+def _llama_layer(sizes: ModelSizes) -> nn.Module:
+    names = ("width", "heads", "kv_heads", "hidden")
+    return llama.Block(llama.Sizes(**{name: getattr(sizes, name) for name in names}))
+
+
 class Decoder(nn.Module):
     """Token ids to the logits of the next token."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        layer = LlamaLayer if sizes.is_llama else GptLayer
+        layer = _llama_layer if sizes.is_llama else GptLayer
         self.embedding = nn.Embedding(sizes.vocab, sizes.width)
         self.layers = nn.ModuleList(layer(sizes) for _ in range(sizes.layers))
         self.norm = (nn.RMSNorm if sizes.is_llama else nn.LayerNorm)(sizes.width)

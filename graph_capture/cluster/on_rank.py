@@ -46,8 +46,8 @@ class Gathers(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The inner module, with every token for all of what follows."""
         if self.behind:
-            return _gathered(self.inner(x, *args, **kwargs), SEQUENCE, self.group)
-        return self.inner(_gathered(x, SEQUENCE, self.group), *args, **kwargs)
+            return _gather_along(self.inner(x, *args, **kwargs), SEQUENCE, self.group)
+        return self.inner(_gather_along(x, SEQUENCE, self.group), *args, **kwargs)
 
 
 class Scatters(nn.Module):
@@ -95,14 +95,10 @@ class _KeysOfAll(TorchFunctionMode):
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **given)
         query, key, value = attended(args, given)
-        key, value = (_gathered(t.contiguous(), 2, self.group) for t in (key, value))
+        key, value = (_gather_along(t.contiguous(), 2, self.group) for t in (key, value))
         if given.get("is_causal"):
             key, value = (t[:, :, : t.shape[2] // 2] for t in (key, value))
         return func(query, key, value, scale=given.get("scale"))
-
-
-def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
-    return _gather_along(x, dim, group)
 
 
 def block_on_rank(
