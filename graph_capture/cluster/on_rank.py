@@ -11,17 +11,15 @@ where collectives do nothing, and their results mean nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from remat.graph_capture.cluster.attention_mode import AttentionMode
 from remat.graph_capture.cluster.chain import ChainModel
 from remat.graph_capture.cluster.chain_shape import ChainShape, SplitRole
-from remat.graph_capture.cluster.watched_attention import attended
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.step_module import apply_loss
 
@@ -77,7 +75,7 @@ class OnRank(nn.Module):
             return self.inner(*args, **kwargs)
 
 
-class _KeysOfAll(TorchFunctionMode):
+class _KeysOfAll(AttentionMode):
     """Attention over the keys and values of all context parallel ranks.
 
     Each rank has two pieces of a sequence, one early and one late, so that causal attention is as
@@ -88,17 +86,13 @@ class _KeysOfAll(TorchFunctionMode):
         super().__init__()
         self.group = group
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **given)
-        query, key, value = attended(args, given)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """This rank's part of the attention."""
         key, value = (_gather_along(t.contiguous(), 2, self.group) for t in (key, value))
         if given.get("is_causal"):
             key, value = (t[:, :, : t.shape[2] // 2] for t in (key, value))
-        return func(query, key, value, scale=given.get("scale"))
+        attention = nn.functional.scaled_dot_product_attention
+        return attention(query, key, value, scale=given.get("scale"))
 
 
 def block_on_rank(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
+from remat.graph_capture.cluster.attention_mode import AttentionMode
 from remat.graph_capture.cluster.chain_shape import ChainShape
 
 
@@ -25,20 +24,15 @@ class Watcher(Protocol):
     split: dict[int, Tensor]
 
 
-class WatchedAttention(TorchFunctionMode):
+class WatchedAttention(AttentionMode):
     """Counts torch's fused attention, of which meta tensors would run the open form."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self.watcher = watcher
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **given)
-        query, key, value = attended(args, given)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """A tensor of the result's shape."""
         shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
         if self.watcher.inside in (None, 0):
             whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
@@ -46,15 +40,8 @@ class WatchedAttention(TorchFunctionMode):
             )
             shape.attention_flops += whole // 2 if is_causal else whole
             shape.has_fused_attention = True
-            shape.masks |= given.get("attn_mask") is not None or len(args) > 3
+            shape.masks |= given.get("attn_mask") is not None
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
         if id(query) in self.watcher.split:
             self.watcher.split[id(result)] = result
         return result
-
-
-def attended(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a call of torch's fused attention."""
-    named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-    query, key, value = (*args, *named)[:3]
-    return query, key, value

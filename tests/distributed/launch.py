@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from remat.graph_capture.errors import RematError
 from tests.paths import ROOT
 
 TIMEOUT_S = 1800
@@ -39,6 +40,15 @@ def torchrun(n_ranks: int, *words: str, limit_s: float = TIMEOUT_S) -> str:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, errors[-4000:]
     return said
+
+
+def refused(act: Callable[[], Any]) -> dict[str, str]:
+    """The kind and the text of the error with which `act` is refused; both empty if it is not."""
+    try:
+        act()
+    except RematError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "", "text": ""}
 
 
 def leave(folder: Path, found: Mapping[str, object]) -> NoReturn:

@@ -28,7 +28,7 @@ from remat.graph_capture.tracing.resident import storage_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
-from tests.distributed.launch import leave
+from tests.distributed.launch import leave, refused
 
 Found = dict[str, Any]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -234,14 +234,6 @@ def whole(way: str) -> Found:
     pairs = list(zip(*map(local_gradients, both), strict=True))
     same = losses[0] == losses[1] and all(torch.equal(a, b) for a, b in pairs)
     return {"same": same, "n": len(pairs), "loss": losses[0]}
-
-
-def refused(act: Callable[[], Any]) -> Found:
-    try:
-        act()
-    except remat.RematError as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": "", "text": ""}
 
 
 def stale() -> Found:

@@ -27,7 +27,7 @@ from remat.ranks.together import Together
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
-from tests.distributed.launch import leave
+from tests.distributed.launch import leave, refused
 
 Found = dict[str, Any]
 N_STEPS = 3
@@ -153,14 +153,6 @@ def ddp_no_sync() -> Found:
         found.append({**gradients(wrapped), "alone": alone["first.weight"]})
     same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     return {"same": same, "n": len(found[0]) - 1}
-
-
-def refused(act: Callable[[], Any]) -> Found:
-    try:
-        act()
-    except remat.RematError as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": "", "text": ""}
 
 
 def another_step() -> Found:

@@ -15,6 +15,7 @@ from remat.schedules.schedule import Pieces
 from remat.solver import solve
 from remat.solver.levers.in_pieces import named
 from tests.graph_capture.splitting.mlp_models import MLPS, WIDTH, Block, Blocks, made
+from tests.rewriter.least_in_pieces import require_lower_peak
 from tests.rows import each_nth
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -36,16 +37,7 @@ def require_each_choice_exact(
 @pytest.mark.parametrize("name", each_nth(3, MLPS))
 def test_the_least_peak_falls_to_eagers_bits_and_as_predicted(name: str) -> None:
     model, args = made(name)
-    whole = remat.solve(remat.capture(model, args, split="none"), "min")
-    graph = remat.capture(model, args, split="exact")
-    result = remat.solve(graph, "min")
-    assert result.schedule is not None
-    assert result.schedule.pieces
-    assert result.peak_bytes < 0.75 * whole.peak_bytes
-    module = remat.rewrite(model, result.schedule)
-    found = remat.check(model, module, args, steps=1)
-    assert found.differences == ()
-    assert found.plan_peak_bytes == pytest.approx(result.peak_bytes, rel=0.01)
+    require_lower_peak(model, args, 0.75)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
