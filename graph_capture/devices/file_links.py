@@ -1,7 +1,6 @@
 """How fast files of a folder are written and read: the links of a CPU, and those to NVMe.
 
-A copy goes as that of a step does: through an aligned buffer, in chunks, past the system's cache,
-into a file without a name.
+A copy goes as that of a step does, by the same code.
 
 To measure a folder moves less than a GiB each way, and each series of copies ends early once it
 took `MOST_S`. So the cache of a drive is not exhausted: what is written for minutes may be slower.
@@ -11,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
-import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 
 from remat.graph_capture.devices.link_speeds import (
     GB_PER_US,
@@ -24,11 +22,11 @@ from remat.graph_capture.devices.link_speeds import (
     LinkSpeed,
     speed_of,
 )
-from remat.graph_capture.devices.unnamed_files import unnamed_file
 from remat.graph_capture.errors import FileError
+from remat.graph_capture.unnamed_files.files import File, Folder
+from remat.graph_capture.unnamed_files.host_folder import require_writable
 
 MIB = 1 << 20
-CHUNK_BYTES = 4 * MIB
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
 REPEATS, MOST_S = 3, 1.0
@@ -38,7 +36,7 @@ MOST_BESIDE = 24
 
 
 class FileMeter:
-    """Copies between memory and two files of a folder, one for each way.
+    """Copies between memory and files of a folder, of their own for each way.
 
     Parameters
     ----------
@@ -46,28 +44,36 @@ class FileMeter:
 
     Raises
     ------
-    FileError : the folder is not there, cannot be written, or has no room.
+    FileError : the folder is not there, or cannot be written.
+    OSError : it has no room.
     """
 
     def __init__(self, folder: str, threads: int = 1) -> None:
-        self.folder, self.threads = folder, threads
-        self.files = {is_down: unnamed_file(folder) for is_down in (True, False)}
+        require_writable(folder)
+        self.folder, self.threads = Folder(folder, "host"), threads
         self.pools = {is_down: ThreadPoolExecutor(threads) for is_down in (True, False)}
+        self.files = {
+            (is_down, size): self._parts(size) for is_down in (True, False) for size in SIZES
+        }
         # Ones, so that all pages are there.
         self.memory = {is_down: bytearray(b"1" * max(SIZES)) for is_down in (True, False)}
-        self.own = threading.local()
         self.moved_bytes = 0
 
+    def _parts(self, size_bytes: int) -> list[File]:
+        """One file a thread, together of that size."""
+        ends = [size_bytes * i // self.threads for i in range(self.threads + 1)]
+        return [File(self.folder, end - start) for start, end in pairwise(ends)]
+
     def fill(self) -> None:
-        """Write to both files: what is read then holds no holes."""
-        for is_down in (True, False):
-            self._share(True, is_down, max(SIZES))
+        """Write to all files: what is read then holds no holes."""
+        for is_down, size_bytes in self.files:
+            self._share(True, is_down, size_bytes)
 
     def close(self) -> None:
         """Give the files and the threads back."""
-        for is_down in (True, False):
-            self.pools[is_down].shutdown()
-            self.files[is_down].close()
+        for pool in self.pools.values():
+            pool.shutdown()
+        self.files.clear()
 
     def speed(self, is_down: bool) -> LinkSpeed:
         """One way."""
@@ -105,36 +111,16 @@ class FileMeter:
         return min(times)
 
     def _share(self, is_down: bool, which: bool, size_bytes: int) -> None:
-        """One copy of memory into the file `which`, or of that file into memory."""
+        """One copy of memory into the files `which` of that size, or of them into memory."""
         self.moved_bytes += size_bytes
-        part = size_bytes // self.threads
-        doing = [
-            self.pools[which].submit(self._part, is_down, which, start, start + part)
-            for start in range(0, size_bytes, part)
-        ]
+        at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory[which]))
+        doing = list[Future[None]]()
+        for file in self.files[which, size_bytes]:
+            copy = file.write_from if is_down else file.read_to
+            doing.append(self.pools[which].submit(copy, at))
+            at += file.size_bytes
         for one in doing:
             one.result()
-
-    def _part(self, is_down: bool, which: bool, start: int, end: int) -> None:
-        buffer, fd = self._buffer(), self.files[which].fileno()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        memory = ctypes.addressof(ctypes.c_char.from_buffer(self.memory[which]))
-        for at in range(start, end, CHUNK_BYTES):
-            part = memoryview(buffer)[: min(CHUNK_BYTES, end - at)]
-            if is_down:
-                ctypes.memmove(address, memory + at, len(part))
-                done = os.pwrite(fd, part, at)
-            else:
-                done = os.preadv(fd, [part], at)
-                ctypes.memmove(memory + at, address, len(part))
-            if done != len(part):
-                raise FileError(f"{self.folder} took {done} of {len(part)} bytes: is it full?")
-
-    def _buffer(self) -> mmap.mmap:
-        """This thread's buffer: a map of memory begins with a page, as direct copies need."""
-        if not hasattr(self.own, "buffer"):
-            self.own.buffer = mmap.mmap(-1, CHUNK_BYTES)
-        return self.own.buffer
 
 
 def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:

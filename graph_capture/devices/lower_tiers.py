@@ -11,12 +11,12 @@ from typing import NamedTuple, SupportsIndex
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.devices.sizes import whole_bytes, written_bytes
-from remat.graph_capture.devices.unnamed_files import (
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.unnamed_files.host_folder import (
     free_on_drive_bytes,
     host_folder,
-    unnamed_file,
+    require_writable,
 )
-from remat.graph_capture.errors import BudgetError
 
 AUTO, AUTO_SHARE = "auto", 0.9
 """Of what is free; the rest is for others."""
@@ -55,14 +55,14 @@ def lower_tiers(
         )
     is_here = not is_in_table(device) if is_here is None else is_here
     if is_here and device == CPU:
-        unnamed_file(host_folder()).close()
+        require_writable(host_folder())
     below = _Machine(device, is_here)
     host_bytes = below.size_bytes(host, "host", HOST_FORMS, host_folder())
     if nvme is None:
         return LowerTiers(host_bytes)
     folder, size = _folder_and_size(nvme)
     if is_here:
-        unnamed_file(folder).close()
+        require_writable(folder)
     return LowerTiers(host_bytes, below.size_bytes(size, "nvme", NVME_FORM, folder), folder)
 
 

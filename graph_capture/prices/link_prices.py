@@ -22,12 +22,12 @@ from remat.graph_capture.devices.link_speeds import (
     LinkSpeeds,
 )
 from remat.graph_capture.devices.lower_tiers import LowerTiers
-from remat.graph_capture.devices.unnamed_files import host_folder
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.profile import Profile
+from remat.graph_capture.unnamed_files.host_folder import host_folder
 
 
 class PlannedPair(NamedTuple):

@@ -13,7 +13,6 @@ from remat.graph_capture.devices.device_table import CPU, CUDA, check_measured, 
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.devices.rank_links import RankLinks
-from remat.graph_capture.devices.unnamed_files import unnamed_file
 from remat.graph_capture.over_ranks.measuring import measured_rank_links
 from remat.graph_capture.prices.link_prices import measured_speeds
 from remat.graph_capture.prices.op_work import Work, work_of
@@ -23,6 +22,7 @@ from remat.graph_capture.prices.profile import Profile, ProfiledOp
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Counted, trace
+from remat.graph_capture.unnamed_files.host_folder import require_writable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +57,7 @@ def profile(
     if device is not None:
         check_measured(device)
     if nvme is not None:
-        unnamed_file(nvme).close()
+        require_writable(nvme)
     # First, so that no rank waits here for one whose model cannot be traced.
     ranks = None if group is None else _rank_links(group, resolved_device(device, model))
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)

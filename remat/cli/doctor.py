@@ -15,8 +15,8 @@ from remat.cli.verb import verb
 from remat.formats import bytes_text
 from remat.graph_capture.devices.device_table import CPU, CUDA
 from remat.graph_capture.devices.free_memory import free_bytes
-from remat.graph_capture.devices.unnamed_files import host_folder
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.unnamed_files.host_folder import host_folder
 from remat.questions.tables import plain_table
 
 PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")

@@ -15,7 +15,7 @@ from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.devices.device_table import CPU, check_measured
-from remat.graph_capture.devices.unnamed_files import unnamed_file
+from remat.graph_capture.unnamed_files.host_folder import require_writable
 from remat.job import pipeline
 from remat.job.opened import load_shown
 from remat.job.request import Request
@@ -43,7 +43,7 @@ def profile_verb(
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
     check_measured(device)
     if nvme is not None:
-        unnamed_file(str(nvme)).close()
+        require_writable(str(nvme))
     loaded = load_shown(model, session.stopwatch, device)
     measured = pipeline.measure_loaded(
         loaded, Request(device=device), session.stopwatch, nvme_path=str(nvme or "")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from remat.graph_capture.devices.unnamed_files import host_folder
 from remat.graph_capture.links import Tier as TierName
+from remat.graph_capture.unnamed_files.files import File, Folder
+from remat.graph_capture.unnamed_files.host_folder import host_folder
 from remat.rewriter.tiers.copying import Copy, link_thread
-from remat.rewriter.tiers.files import File, Folder
 from remat.rewriter.tiers.handles import Shown, Store, handle_of, store_of
 from remat.rewriter.tiers.places import HostPlaces
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.errors import TierError
+from remat.graph_capture.unnamed_files.endings import Ending
 from remat.rewriter.tiers.copying import Copy
-from remat.rewriter.tiers.endings import Ending
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from remat.graph_capture.errors import TierError
 from remat.graph_capture.links import Tier
+from remat.graph_capture.unnamed_files.files import File, Folder
 from remat.rewriter.tiers.copying import Copy, link_thread
-from remat.rewriter.tiers.files import File, Folder
 
 Folders = Mapping[Tier, Folder]
 """Of the tiers ``host`` and ``nvme``."""

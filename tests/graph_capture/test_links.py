@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from remat.graph_capture.devices import cuda_links, file_links, unnamed_files
+from remat.graph_capture.devices import cuda_links, file_links
 from remat.graph_capture.devices.cuda_links import pinned_pair
 from remat.graph_capture.devices.device_table import device_table
 from remat.graph_capture.devices.file_links import FileMeter, file_pair
@@ -25,13 +28,13 @@ from remat.graph_capture.devices.link_speeds import (
     speed_of,
 )
 from remat.graph_capture.devices.lower_tiers import AUTO_SHARE, LowerTiers, lower_tiers
-from remat.graph_capture.devices.unnamed_files import host_folder, unnamed_file
 from remat.graph_capture.errors import BudgetError, FileError, ProfileError
 from remat.graph_capture.links import Links
 from remat.graph_capture.prices import link_prices
 from remat.graph_capture.prices.link_prices import links_below, relinked
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.profile import Profile
+from remat.graph_capture.unnamed_files.host_folder import host_folder, require_writable
 from tests.copying import copying_chain
 from tests.fake_cuda import TITLE, FakeCuda, cuda
 from tests.fixed_prices import CLOCKED, LINK, patched
@@ -91,7 +94,7 @@ def test_what_is_asked_of_a_cpu_is_free_where_its_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMAT_OFFLOAD", str(tmp_path))
-    monkeypatch.setattr(unnamed_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
     assert host_folder() == str(tmp_path)
     assert lower_tiers(GIB, None, "cpu") == LowerTiers(GIB)
     assert lower_tiers("auto", f"{tmp_path}:auto", "cpu") == LowerTiers(
@@ -122,20 +125,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(FileError, match="is no folder"):
         lower_tiers("1KiB", None, "cpu")
     with pytest.raises(FileError, match=r"/proc cannot be written .*: name a folder of your own"):
-        unnamed_file("/proc")
-
-
-def test_files_have_no_names(tmp_path: Path) -> None:
-    with unnamed_file(str(tmp_path)) as file:
-        file.write(b"1" * unnamed_files.BLOCK_BYTES if not _is_direct(file) else b"")
-        assert list(tmp_path.iterdir()) == []
-
-
-def _is_direct(file: Any) -> bool:
-    import fcntl
-    import os
-
-    return bool(fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+        require_writable("/proc")
 
 
 @pytest.mark.parametrize(("gb_s", "latency_us"), [(50.0, 10.0), (1.0, 0.0), (0.5, 150.0)])
@@ -185,15 +175,14 @@ def test_a_folder_is_measured_within_few_bytes_and_leaves_nothing(
     assert found.place == str(tmp_path)
     assert list(found.threads_gb_s) == [2]
     assert list(tmp_path.iterdir()) == []
-    assert all(file.closed for meter in meters for file in meter.files.values())
+    assert not any(meter.files for meter in meters)
     assert sum(meter.moved_bytes for meter in meters) < 2 * GIB
     assert "by 2 threads" in str(found)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    meter = FileMeter(str(tmp_path), 3)
-    size = 3 * unnamed_files.BLOCK_BYTES
-    meter.memory[False][:size] = bytes(range(256)) * (size // 256)
+    meter, size = FileMeter(str(tmp_path), 3), file_links.SIZES[0]
+    meter.memory[False][:size] = random.Random(0).randbytes(size)
     kept = bytes(meter.memory[False][:size])
     meter._share(True, False, size)
     meter.memory[False][:size] = bytes(size)
@@ -206,11 +195,12 @@ def test_a_full_drive_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(file_links.os, "pwrite", full)
-    with pytest.raises(FileError, match=r"cannot be written and read \(No space left on device\)"):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FileError, match=r"cannot be written \(No space left on device\)"):
         file_pair(str(tmp_path))
-    monkeypatch.setattr(file_links.os, "pwrite", lambda *_: 1)
-    with pytest.raises(FileError, match=r"took 1 of \d+ bytes: is it full"):
+    monkeypatch.setattr(file_links, "require_writable", lambda _: None)
+    monkeypatch.setattr(file_links, "Folder", lambda *_: SimpleNamespace(file=full))
+    with pytest.raises(FileError, match=r"cannot be written and read \(No space left on device\)"):
         file_pair(str(tmp_path))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from remat.graph_capture.errors import TierError
+from remat.graph_capture.unnamed_files.endings import Ending
 from remat.rewriter.tiers.copying import LinkThread, link_thread
-from remat.rewriter.tiers.endings import Ending
 from tests.limits import AMPLE_S
 
 

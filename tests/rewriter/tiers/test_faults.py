@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.errors import TierError
+from remat.graph_capture.unnamed_files.files import HOST_FOLDER, File
 from remat.rewriter import RematModule, check
-from remat.rewriter.tiers.files import File
 from tests.limits import AMPLE_S
 from tests.paths import ROOT
 from tests.rewriter.tiers.plans import (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.unnamed_files.files import HOST_FOLDER
 from remat.levers.step_request import StepRequest
 from remat.levers.whole_step_here import StepHere
 from remat.schedules.schedule import Compute

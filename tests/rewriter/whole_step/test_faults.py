@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.errors import RematError, RewriteError, TierError
-from remat.rewriter.tiers.files import File
+from remat.graph_capture.unnamed_files.files import HOST_FOLDER, File
 from remat.rewriter.whole_step import running
 from remat.rewriter.whole_step.step import WholeStep
 from tests.rewriter.tiers.plans import is_clean

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.graph_capture.devices.unnamed_files import HOST_FOLDER
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.unnamed_files.files import HOST_FOLDER
 from remat.rewriter.whole_step.step import WholeStep
 from remat.schedules.simulate import simulate
 from tests.rewriter.whole_step.loops import (

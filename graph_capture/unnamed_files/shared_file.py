@@ -13,9 +13,10 @@ import queue
 import threading
 from typing import Any
 
-from remat.graph_capture.devices.unnamed_files import BLOCK_BYTES
-from remat.rewriter.tiers.endings import Ending, closer
+from remat.graph_capture.unnamed_files.endings import Ending, closer
 
+BLOCK_BYTES = 4096
+"""Direct reads and writes have multiples of it, from memory and at offsets that are such."""
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 """What systems answer that do not know a way of opening or writing."""
 

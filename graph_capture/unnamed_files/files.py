@@ -1,4 +1,4 @@
-"""Files without a name, for values of a running step.
+"""Files without a name, for values of a running step and for the meter of a folder.
 
 A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
 ``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
@@ -19,10 +19,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from remat.graph_capture.devices.unnamed_files import BLOCK_BYTES, HOST_FOLDER
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers.shared_file import UNSUPPORTED, SharedFile
+from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES, UNSUPPORTED, SharedFile
 
+HOST_FOLDER = "REMAT_OFFLOAD"
+"""The environment variable that names the folder of a CPU's host tier."""
 CHUNK_BYTES = 4 << 20
 """One write or read. On an NVMe disk, larger ones were no faster."""
 _DIRECT = getattr(os, "O_DIRECT", 0)

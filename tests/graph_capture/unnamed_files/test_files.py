@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.devices.unnamed_files import BLOCK_BYTES, HOST_FOLDER, host_folder
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers.files import CHUNK_BYTES, File, Folder
+from remat.graph_capture.unnamed_files.files import CHUNK_BYTES, HOST_FOLDER, File, Folder
+from remat.graph_capture.unnamed_files.host_folder import host_folder
+from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES
 from tests.rewriter.tiers.plans import is_clean
 
 SIZES = st.one_of(
