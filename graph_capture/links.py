@@ -23,6 +23,11 @@ LINK_TITLES: dict[LinkName, str] = {
     "d2h": "device to host", "h2d": "host to device", "write": "host to NVMe",
     "read": "NVMe to host",
 }  # fmt: skip
+WAYS: dict[tuple[Tier, Tier], LinkName] = {
+    ("device", "host"): "d2h", ("host", "device"): "h2d", ("host", "nvme"): "write",
+    ("nvme", "host"): "read",
+}  # fmt: skip
+"""The link from one tier to another."""
 
 
 class Link(msgspec.Struct, frozen=True):

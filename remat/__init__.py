@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from remat.schedules.plan import Plan
     from remat.schedules.reserved import Reserved
     from remat.schedules.schedule import Schedule
-    from remat.schedules.simulate import Simulation, simulate
+    from remat.schedules.simulate import simulate
+    from remat.schedules.simulation import Simulation
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
     from remat.solver.budgets.price import GibPrice as Price

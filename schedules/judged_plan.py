@@ -14,7 +14,8 @@ from remat.graph_capture.shapes.ranges import Symbol, corner
 from remat.schedules.over_range import carried
 from remat.schedules.plan import AGAIN, Plan, Prediction, RangeFacts
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 
 AGREEMENT = 1e-9
 """Largest relative difference of two times that come from the same sum."""

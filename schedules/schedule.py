@@ -11,7 +11,7 @@ from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import DELIVER, UPDATE, TrainingGraph
 from remat.graph_capture.graph_rules import are_figures
-from remat.graph_capture.links import Tier
+from remat.graph_capture.links import TIERS, Tier
 
 SCHEMA_VERSION = 2
 READ_VERSIONS = (1, 2)
@@ -41,12 +41,22 @@ class Offload(msgspec.Struct, frozen=True, array_like=True, tag="offload"):
     value: str
     to: Tier = "host"
 
+    @property
+    def source(self) -> Tier:
+        """The tier above."""
+        return TIERS[TIERS.index(self.to) - 1]
+
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """Begin to copy a value one tier up. The copy below stays until it is freed."""
 
     value: str
     to: Tier = "device"
+
+    @property
+    def source(self) -> Tier:
+        """The tier below."""
+        return TIERS[(TIERS.index(self.to) + 1) % len(TIERS)]
 
 
 Step = Compute | Free | Offload | Fetch

@@ -7,63 +7,12 @@ books of their own; each of their schedules is judged here once before it leaves
 
 from __future__ import annotations
 
-import msgspec
-
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import LOWER_TIERS, Links, Tier
+from remat.graph_capture.links import LINK_NAMES, LOWER_TIERS, Links, Tier
 from remat.schedules.as_planned import as_planned
-from remat.schedules.judge.clocks import Copy, Stall
 from remat.schedules.judge.replay import Replay
-from remat.schedules.schedule import Compute, Schedule, Step
-
-
-class Simulation(msgspec.Struct, frozen=True):
-    """What `simulate` found.
-
-    Attributes
-    ----------
-    peak_bytes : the most bytes live on the device at once, resident ones included.
-    peak_step : index of the step at which the peak is first reached.
-    time_us : of the step, until its last computation or copy ends. Where nothing is copied, this is
-        the sum of the costs of all computations.
-    overhead : `time_us` over the time of computing every op once, minus one.
-    live_bytes : one number a step: bytes live while it runs.
-    held_at_peak : values live at the peak, largest first, outputs of its op included.
-    workspace_at_peak_bytes : workspace of the op at the peak.
-    clock_us : one number a step: the device's clock after it.
-    stalls : waits for copies. busy_us : by engine, time in which it works.
-    copies : each copy, with its link, in the order of their steps.
-    moved_bytes : by link. host_peak_bytes, nvme_peak_bytes : most bytes live in these tiers.
-    below_bytes : by tier below the device, one number a step: bytes there after it. Empty where
-        nothing ever is.
-    """
-
-    peak_bytes: int
-    peak_step: int
-    time_us: float
-    overhead: float
-    live_bytes: tuple[int, ...]
-    held_at_peak: tuple[str, ...]
-    workspace_at_peak_bytes: int
-    clock_us: tuple[float, ...] = ()
-    stalls: tuple[Stall, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    busy_us: dict[str, float] = {}
-    moved_bytes: dict[str, int] = {}
-    host_peak_bytes: int = 0
-    nvme_peak_bytes: int = 0
-    below_bytes: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def stall_us(self) -> float:
-        """Time in which the device waits for copies."""
-        return self.time_us - self.busy_us.get("device", self.time_us)
-
-    def __repr__(self) -> str:
-        return (
-            f"Simulation(peak {self.peak_bytes} bytes at step {self.peak_step}, "
-            f"{self.time_us:.0f} us, overhead {100 * self.overhead:.2f} %)"
-        )
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulation import Copy, Simulation
 
 
 def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = None) -> Simulation:
@@ -97,7 +46,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
             bytes_there.append(replay.bytes[tier])
         if live_bytes[-1] > peak_bytes:
             peak_bytes, peak_step, at_peak = live_bytes[-1], i, tuple(replay.live["device"])
-            workspace = _workspace_bytes(replay, i, step)
+            workspace = replay.workspace_bytes
     replay.check_end(len(steps))
     time_us = max(replay.clocks.now.values())
     return Simulation(
@@ -112,11 +61,18 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         stalls=tuple(replay.clocks.stalls),
         copies=tuple(replay.clocks.copies),
         busy_us=replay.clocks.busy,
-        moved_bytes={**replay.clocks.moved_bytes},
+        moved_bytes=_moved_bytes(replay.clocks.copies),
         host_peak_bytes=replay.peak_bytes["host"],
         nvme_peak_bytes=replay.peak_bytes["nvme"],
         below_bytes={str(tier): tuple(each) for tier, each in below.items() if any(each)},
     )
+
+
+def _moved_bytes(copies: list[Copy]) -> dict[str, int]:
+    """By link."""
+    return {
+        name: sum(copy.size_bytes for copy in copies if copy.link == name) for name in LINK_NAMES
+    }
 
 
 def require_valid(
@@ -146,9 +102,3 @@ def overhead_of(time_us: float, base_us: float) -> float:
     For times of schedules and for lower bounds on them.
     """
     return max(time_us / base_us - 1, 0.0) if base_us else 0.0
-
-
-def _workspace_bytes(replay: Replay, i: int, step: Step) -> int:
-    if not isinstance(step, Compute) or step.at != "device":
-        return 0
-    return replay.workspace_bytes(replay.op_of(i, step.op))

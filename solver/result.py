@@ -8,7 +8,8 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.solver.kept import Attention, attention_of
 
 Status = Literal["optimal", "feasible", "infeasible", "time limit"]

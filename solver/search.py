@@ -11,7 +11,8 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import Simulation, overhead_of, simulate
+from remat.schedules.simulate import overhead_of, simulate
+from remat.schedules.simulation import Simulation
 from remat.solver.clock import Clock
 from remat.solver.interrupts import note_interrupt
 from remat.solver.options import options_of

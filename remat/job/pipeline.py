@@ -22,7 +22,8 @@ from remat.questions.layer_checkpoints import EveryNth, every_n_layers
 from remat.questions.reserved import shortage_text
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result

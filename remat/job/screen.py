@@ -23,7 +23,8 @@ from remat.questions.reserved import reserved_beside, reserved_text
 from remat.questions.tables import plain_table, prices_text
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation, overhead_of
+from remat.schedules.simulate import overhead_of
+from remat.schedules.simulation import Simulation
 from remat.solver.kept import kinds_text
 from remat.solver.result import Result
 

@@ -9,7 +9,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import LINK_NAMES
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 
 SLOWER = 0.8
 """Share of the rates at which a plan is judged once more: what links may fall to beside other

@@ -14,7 +14,7 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.levers.whole_step import StepPlan, too_small_text
 from remat.questions.tables import plain_table
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulation import Simulation
 from remat.solver.whole_step.named_systems import NAMED_SYSTEMS
 from remat.solver.whole_step.planned_step import PlannedStep, Short
 from remat.solver.whole_step.setting import Pass, Setting

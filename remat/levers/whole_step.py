@@ -18,7 +18,7 @@ from remat.graph_capture.optimizer_step.update import Update
 from remat.levers.step_request import StepRequest
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulation import Simulation
 from remat.solver.whole_step.layers import microbatch_of
 from remat.solver.whole_step.planned_step import PlannedStep, Short, StepTask
 from remat.solver.whole_step.whole_step import StepResult, plan_whole_step

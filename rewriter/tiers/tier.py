@@ -16,7 +16,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
 from remat.rewriter.tiers.places import HostPlaces, host_places
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulation import Simulation
 
 
 class Tier(Protocol):

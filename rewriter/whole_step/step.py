@@ -18,7 +18,7 @@ from remat.rewriter.whole_step.residents import Residents, Watch
 from remat.rewriter.whole_step.running import StepCode, StepRun
 from remat.rewriter.whole_step.uninterrupted import uninterrupted
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulation import Simulation
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import msgspec
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import LINK_NAMES, LINK_TITLES
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulation import Simulation
 from remat.schedules.views.palette import ROLES
 from remat.schedules.views.timeline import Timeline, timeline
 

@@ -8,28 +8,9 @@ Clocks decide no byte: a wrong rate costs time and never breaks a budget.
 
 from __future__ import annotations
 
-import msgspec
-
+from remat.graph_capture.graph import Op
 from remat.graph_capture.links import LINK_NAMES, LinkName, Tier
-
-
-class Stall(msgspec.Struct, frozen=True):
-    """Time that a step waits: `value` has not arrived yet, or copies still read it."""
-
-    step: int
-    value: str
-    us: float
-
-
-class Copy(msgspec.Struct, frozen=True):
-    """One copy over a link: the step that begins it, and when it starts and ends."""
-
-    step: int
-    link: LinkName
-    value: str
-    size_bytes: int
-    start_us: float
-    end_us: float
+from remat.schedules.simulation import Copy, Stall
 
 
 class Clocks:
@@ -37,16 +18,14 @@ class Clocks:
 
     Attributes
     ----------
-    now : of each engine. busy : time in which it worked. moved_bytes : over each link.
+    now : of each engine. busy : time in which it worked.
     copies : those begun so far, in the order of their steps.
     """
 
     def __init__(self) -> None:
         self.now: dict[str, float] = dict.fromkeys(("device", "host", *LINK_NAMES), 0.0)
         self.busy = dict.fromkeys(self.now, 0.0)
-        self.moved_bytes = dict.fromkeys(LINK_NAMES, 0)
-        self.stalls: list[Stall] = []
-        self.copies: list[Copy] = []
+        self.stalls, self.copies = list[Stall](), list[Copy]()
         # When the copy of a value in a tier is whole, and when the last that reads it ends.
         self.arrives: dict[tuple[Tier, str], float] = {}
         self.is_read_until: dict[tuple[Tier, str], float] = {}
@@ -54,23 +33,21 @@ class Clocks:
         self.leaving: dict[Tier, list[tuple[float, int]]] = {"host": [], "nvme": []}
         self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
 
-    def compute(self, step: int, at: Tier, cost_us: float, inputs: tuple[str, ...],
-                made: tuple[str, ...], updates: tuple[str, ...],
-                room_us: float) -> None:  # fmt: skip
-        """Run an op that reads `inputs`, makes `made` from `room_us` on and rewrites `updates`."""
+    def compute(self, step: int, at: Tier, op: Op, made: tuple[str, ...], room_us: float) -> None:
+        """Run an op that makes `made` from `room_us` on."""
         for name in made if room_us else ():
             self._wait(step, at, name, room_us)
-        if self.arrives or self.is_read_until:
-            for name in inputs:
-                self._wait(step, at, name, self.arrives.get((at, name), 0.0))
-            for name in updates:
-                self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
+        for name in op.inputs:
+            self._wait(step, at, name, self.arrives.get((at, name), 0.0))
+        for name in op.updates:
+            self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
+        cost_us = op.cost_us if at == "device" else op.host_cost_us or 0.0
         self.now[at] += cost_us
         self.busy[at] += cost_us
         if at != "device":
-            for name in (*made, *updates):
+            for name in (*made, *op.updates):
                 self.arrives[at, name] = self.now[at]
-            for name in inputs:
+            for name in op.inputs:
                 self._read(at, name, self.now[at])
 
     def copy(self, step: int, link: LinkName, took_us: float, name: str, size_bytes: int,
@@ -81,14 +58,12 @@ class Clocks:
             start = max(start, self.now["device"])
         self.now[link] = self.arrives[to, name] = start + took_us
         self.busy[link] += took_us
-        self.moved_bytes[link] += size_bytes
         self.copies.append(Copy(step, link, name, size_bytes, start, start + took_us))
         self._read(source, name, start + took_us)
 
     def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:
         """Drop a copy. The device waits for what reads it; a lower tier has its bytes free then."""
-        until = self.is_read_until.pop((at, name), 0.0)
-        until = max(until, self.arrives.pop((at, name), 0.0))
+        until = max(self.arrives.pop((at, name), 0.0), self.is_read_until.pop((at, name), 0.0))
         if at == "device":
             self._wait(step, at, name, until)
         else:

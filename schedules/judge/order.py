@@ -26,44 +26,35 @@ class Order:
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
         self.graph, self.asked = graph, asked_again(schedule)
-        self.computed: set[str] = set()
+        self.computed, self.updated = set[str](), dict[str, str]()
         self.forward_left = graph.n_forward
-        self.updated: dict[str, str] = {}
-        self._ordered, self._ordered_done = set(graph.ordered_ops), 0
+        self._ordered, self._due = set(graph.ordered_ops), iter(graph.ordered_ops)
         self._opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
 
-    def check(self, i: int, op: Op) -> None:
-        """Raise `ScheduleError` if the op must not run twice, or reads what was updated."""
-        is_barred = op.name in self.computed and (op.pinned or op.updates)
-        if is_barred and not is_freed(op, self.asked):
+    def run(self, i: int, op: Op) -> bool:
+        """Count a run, and raise `ScheduleError` if it may not be now; whether it is the first."""
+        is_first = op.name not in self.computed
+        if not (is_first or is_freed(op, self.asked)) and (op.pinned or op.updates):
             refuse(i, f"op {op.name} must not run twice: {op.pinned or 'it updates'}")
         for value in op.inputs if self.updated else ():
             if value in self.updated:
                 refuse(i, f"op {op.name} reads {value}, which op {self.updated[value]} has updated")
-
-    def ran(self, i: int, op: Op) -> bool:
-        """Count a run, and raise if it may not be now; return whether forward ends with it."""
         if op.phase == "backward" and self.forward_left:
             refuse(i, f"backward op {op.name} runs before forward ends")
-        if op.name in self.computed:
-            return False
-        self._check_first(i, op)
+        if is_first:
+            self._run_first(i, op)
+        return is_first
+
+    def _run_first(self, i: int, op: Op) -> None:
+        if op.name in self._ordered and op.name != (due := next(self._due)):
+            refuse(i, f"op {op.name} must first run after {due}, as captured")
         self.computed.add(op.name)
+        if op.phase != "forward" and not self._opening <= self.computed:
+            refuse(i, f"op {op.name} runs before tangents")
         if op.target == UPDATE:
             given = (self.graph.value_by_name[name] for name in op.inputs)
             self.updated |= {v.name: op.name for v in given if not v.producer and v.home is None}
         self.forward_left -= op.phase == "forward"
-        return op.phase == "forward" and self.forward_left == 0
-
-    def _check_first(self, i: int, op: Op) -> None:
-        if op.name in self._ordered:
-            due = self.graph.ordered_ops[self._ordered_done]
-            if op.name != due:
-                refuse(i, f"op {op.name} must first run after {due}, as captured")
-            self._ordered_done += 1
-        is_opened = self._opening <= self.computed or op.name in self._opening
-        if op.phase != "forward" and not is_opened:
-            refuse(i, f"op {op.name} runs before tangents")
 
 
 def refuse(i: int, message: str) -> NoReturn:

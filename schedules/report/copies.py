@@ -8,7 +8,8 @@ from typing import NamedTuple
 from remat.formats import bytes_text, fine_time_text, time_text
 from remat.graph_capture.links import LINK_NAMES, LINK_TITLES
 from remat.schedules.report.facts import Facts
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.schedules.views.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 
 WIDTH, LANE, BAND, GAP = 2000, 46, 150, 24

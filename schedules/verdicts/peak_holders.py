@@ -7,7 +7,8 @@ import msgspec
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Compute, Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.schedules.verdicts.folding import FoldedRow, folded
 from remat.schedules.verdicts.rows import value_rows
 

@@ -16,7 +16,8 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule, brought, dropped
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -29,7 +29,8 @@ import numpy as np
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links, Tier
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.solver.offload.arrivals import Base, Bytes
 from remat.solver.offload.spilling import reads, writes
 from remat.solver.offload.trips import Round, Times, Trip

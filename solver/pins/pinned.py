@@ -25,7 +25,8 @@ import msgspec
 
 from remat.graph_capture.graph import KEPT, TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.schedules.verdicts.globs import is_freed
 from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.clock import Clock

@@ -10,7 +10,8 @@ from remat.graph_capture.optimizer_step.graph import GroupPlace
 from remat.graph_capture.optimizer_step.op_by_op import OpByOp
 from remat.graph_capture.optimizer_step.update import ParameterUpdate
 from remat.schedules.schedule import Compute, Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.solver.whole_step.op_writer import OpWriter
 from remat.solver.whole_step.planned_step import PlannedStep, StepTask
 

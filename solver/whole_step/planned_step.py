@@ -12,7 +12,8 @@ from remat.graph_capture.links import Links
 from remat.graph_capture.optimizer_step.microbatch import Microbatch
 from remat.graph_capture.optimizer_step.update import Update
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.solver.whole_step.residence import Residence
 from remat.solver.whole_step.setting import Setting
 from remat.solver.whole_step.steps import StepWriter, host_peak_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +16,10 @@ from tests.paths import ROOT
 
 BETWEEN_TESTS = re.compile(r"\W*(from|import) tests\.(\w+\.)*test_")
 MOST_FILES = 20
+SILENT = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
 MOST_AT_THE_TOP = {
     "solver": 18, "graph_capture": 8, "rewriter": 6, "remat": 14, "schedules": 20,
 }  # fmt: skip
@@ -56,6 +61,28 @@ def defined_twice(package: Path) -> dict[str, list[str]]:
             places[name].append(str(path.relative_to(package)))
     hooks = ("__getattr__", "__dir__")
     return {k: files for k, files in places.items() if len(files) > 1 and k not in hooks}
+
+
+def test_the_judge_is_short() -> None:
+    """Lines of code: neither empty, nor comments, nor docstrings."""
+    lines = sum(len(code_lines(path)) for path in (ROOT / "schedules/judge").glob("*.py"))
+    assert 100 < lines <= 200
+
+
+def code_lines(path: Path) -> set[int]:
+    """Numbers of the lines with a token that runs."""
+    tree = ast.parse(path.read_text())
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    docstrings = {
+        line
+        for text in texts
+        if isinstance(text, ast.Constant)
+        for line in range(text.lineno, (text.end_lineno or text.lineno) + 1)
+    }
+    with path.open("rb") as file:
+        tokens = [one for one in tokenize.tokenize(file.readline) if one.type not in SILENT]
+    lines = {n for one in tokens for n in range(one.start[0], one.end[0] + 1)}
+    return lines - docstrings
 
 
 def test_every_folder_is_installed() -> None:

@@ -10,7 +10,8 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
 from remat.schedules.schedule import Free, Schedule, Step
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from tests.schedules.judge.longest_path import LongestPath
 from tests.schedules.judge.moving_walks import MovingWalk, moving_graph
 

@@ -9,7 +9,8 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.links import Link, Links
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from tests.links import links
 
 SIZE_BYTES = 1000
@@ -44,8 +45,8 @@ def roomy(**rooms: int) -> Links:
         (graph(None), (A, Offload("a")), "a goes from device to host, and the graph has no such "
          r"link: capture with host= \(and nvme=\), or solve without"),
         (graph(), (A, Offload("a"), Offload("a", "nvme")), "a goes from host to nvme, and the "),
-        (graph(), (A, Offload("a", "device")), "no copy goes that way to the device"),
-        (graph(), (A, Fetch("a", "nvme")), "no copy goes that way to the nvme"),
+        (graph(), (A, Offload("a", "device")), "a goes from nvme to device, and the graph has no"),
+        (graph(), (A, Fetch("a", "nvme")), "a goes from device to nvme, and the graph has no"),
         (graph(roomy(host_bytes=999)), (A, Offload("a")), "the host is full: a is 1 bytes too"),
         (graph(roomy(nvme_bytes=0)), (A, Offload("a"), Offload("a", "nvme")),
          "the nvme is full: a is 1000 bytes too many"),
@@ -56,9 +57,9 @@ def roomy(**rooms: int) -> Links:
         (graph(), (A, Free("a"), Offload("a")), "a is not on the device.*: no copy"),
         (graph(), (Offload("w"),), "w is not on the device.*: no copy"),
         (graph(), (A, Offload("a"), Offload("a")), "a is .*on the host already"),
-        (graph(), (A, Free("a", "host")), "a is not on the host, so it cannot be dropped"),
+        (graph(), (A, Free("a", "host")), "a is not live on the host, so it cannot be dropped"),
         (graph(), (A, Offload("a"), Compute("c", "host")), "op c cannot run on the host"),
-        (graph(), (Compute("b", "nvme"),), "op b cannot run on the nvme"),
+        (graph(), (A, Compute("b", "nvme")), "op b cannot run on the nvme"),
         (graph(), (A, Compute("b", "host")), "op b reads a, which is not live on the host"),
         (graph(), (A, Offload("a"), Free("a"), B), "op b reads a, which is not live"),
         (graph(home="host"), (A,), "op a reads w, which is not live"),

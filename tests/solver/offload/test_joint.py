@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
-from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
 from remat.solver import Progress, Result, solve
 from remat.solver.auto import Auto
 from remat.solver.budgets.spread import spread

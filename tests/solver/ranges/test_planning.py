@@ -11,7 +11,7 @@ from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Symbol, points
 from remat.schedules.family import Family
 from remat.schedules.over_range import carried
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulation import Simulation
 from tests.ranged_graphs import chain
 
 SOLVER = "cut"
