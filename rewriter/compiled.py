@@ -41,7 +41,8 @@ class CompiledStep:
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
     whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
-    made. `memory` is where its graphs get memory from, `tier` where they copy values to.
+    made, `arrivals` in which order eager's come, by place. `memory` is where its graphs get memory
+    from, `tier` where they copy values to.
     """
 
     call: Callable[..., Any]
@@ -56,6 +57,7 @@ class CompiledStep:
     handing: HandingOver | None = None
     memory: StepMemory = field(default_factory=StepMemory)
     tier: Tier | None = None
+    arrivals: tuple[int, ...] = ()
 
     def results(self, *inputs: Any) -> Any:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
@@ -164,8 +166,9 @@ def compile_step(
     written = trace.carried, trace.settled, trace.repeats, floats
     handing = handings[0] if handings else None
     return CompiledStep(
-        call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory, tier
-    )
+        call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory, tier,
+        trace.arrivals,
+    )  # fmt: skip
 
 
 def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:

@@ -98,6 +98,7 @@ class Trace:
     looked_at : values that code has looked at, and those that they come from.
     floats : the numbers that each step reads anew, if there are any.
     compiled : whether the record has been compiled.
+    arrivals : places of parameters, in the order in which eager's gradients of them come.
     env : of a trace for a range of sizes: its symbols. `joint` is then at the sizes in its hints.
     """
 
@@ -113,6 +114,7 @@ class Trace:
     looked_at: bytes = b""
     floats: FloatInputs | None = None
     compiled: bool = False
+    arrivals: tuple[int, ...] = ()
     env: Environment | None = None
 
     @property
@@ -187,7 +189,11 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
     joint = joint_of(gm, results, recipe, step.repeats)
     sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)
     looked_at = step.known.looked_at
-    return Trace(joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at, env=env)
+    arrivals = tuple(step.arrivals.places)
+    return Trace(
+        joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at,
+        arrivals=arrivals, env=env,
+    )  # fmt: skip
 
 
 def _handing_over(recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors) -> Recipe:

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.gradients.arrivals import Arrivals
 from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.joint.returned_views import views_told_apart
@@ -45,6 +46,7 @@ class StepModule(nn.Module):
     ----------
     repeats : where the results of the last run repeat a tensor. They are the distinct ones then.
     known : what the last run has known of values.
+    arrivals : in which order its gradients come.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class StepModule(nn.Module):
         self._writes, self._ran = writes, ran
         self._casts_once = torch.is_autocast_cache_enabled()
         self.repeats: Repeats | None = None
-        self.known = KnownValues()
+        self.known, self.arrivals = KnownValues(), Arrivals()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """Run the model, then the loss.
@@ -71,6 +73,7 @@ class StepModule(nn.Module):
         """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
+        self.arrivals.watch(self.parameters())
         batch = leaves_with_paths((args, kwargs, target))
         self.known = KnownValues((argument_name(path), leaf) for path, leaf in batch)
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()

@@ -16,11 +16,11 @@ from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.side_effects.carried import Carried, state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step, links_of
+from remat.rewriter.gradients.arrival_order import in_order, is_order_noted, warn_of_own_order
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
-from remat.rewriter.guards.new_buckets import warn_of_new_buckets
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.plan import Prediction
@@ -84,7 +84,6 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_step(self, batch: Any) -> Any:
         guards, step = self._remat_guards, self._remat_compiled_step
         guards.left_whole.require_fresh(self)
-        warn_of_new_buckets(guards.kind)
         state, leaves = guards.require(batch)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
@@ -93,6 +92,11 @@ class RematModule(SharedState, fx.GraphModule):
             step.tier.require_room()
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         running: Running | None = None
+        if is_order_noted():
+            if step.handing:
+                warn_of_own_order(guards.kind)
+            else:
+                used = in_order(used, step.arrivals)
         if step.handing:
             updates = self._remat_updates
             if updates:

@@ -12,7 +12,7 @@ from tests.distributed.launch import Found, ranks
 FSDP2 = ("full", "full_root_too", "keep", "part")
 REPLICAS = ("hsdp", "hsdp_keep", "finer_states", "offload")
 MIXED = ("mixed", "mixed_keep", "mixed_part", "mixed_hsdp_reduced")
-IN_BUCKETS = ("ddp", "ddp_views", "ddp_new_buckets", "zero1", "zero1_over_two")
+IN_BUCKETS = ("ddp", "ddp_views", "ddp_static", "ddp_first_buckets", "zero1", "zero1_over_two")
 OTHERS = ("replicate", *IN_BUCKETS)
 WITHIN = {"zero1": 0.02, "zero1_over_two": 0.02}
 """Of ZeRO-1, where ranks hold whole parameters, and the one that holds most is predicted."""
@@ -49,8 +49,7 @@ def test_eagers_bits_and_the_predicted_peak(
     launched: Launched, group: tuple[str, ...], case: str
 ) -> None:
     here = [one[case] for one in launched(group)]
-    # More than two ranks sum in another order where DDP makes its buckets anew.
-    assert all(one["same"] or case == "ddp_new_buckets" for one in here)
+    assert all(one["same"] for one in here)
     assert all(one["n"] == 27 for one in here)
     assert all(one["plan"] == here[0]["plan"] for one in here)
     assert here[0]["overhead"] > 0
