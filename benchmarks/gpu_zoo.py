@@ -74,12 +74,12 @@ def errors(said: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def complaints(said: dict[str, Any]) -> list[str]:
-    """The faults of a model's figures."""
+def complaints(said: dict[str, Any], *, is_cuda: bool) -> list[str]:
+    """The faults of a model's figures; times are those of a device that nobody else uses."""
     found, off = list(said["failures"]), said["errors"]
     if abs(off["plan_peak_bytes"]) > PEAK_ERROR:
         found.append(f"the peak is off by {100 * off['plan_peak_bytes']:.1f} %")
-    if abs(off["plan_step_us"]) > TIME_ERROR:
+    if is_cuda and abs(off["plan_step_us"]) > TIME_ERROR:
         found.append(f"the step is off by {100 * off['plan_step_us']:.1f} %")
     return found
 
@@ -92,7 +92,8 @@ def main() -> int:
     parser.add_argument("--budget", default="60%")
     parser.add_argument("--only", nargs="*", help="parts of names, to look at a few")
     asked = parser.parse_args()
-    if not torch.cuda.is_available():
+    is_cuda = asked.device.startswith("cuda")
+    if is_cuda and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
     warnings.simplefilter("ignore")
     meter = meter_of(asked.device)
@@ -105,11 +106,13 @@ def main() -> int:
         try:
             said = measured(build, asked.device, asked.budget)
             said["errors"] = errors(said)
-            rows[name] = said | {"complaints": complaints(said)}
+            rows[name] = said | {"complaints": complaints(said, is_cuda=is_cuda)}
             print(name, said["errors"], *rows[name]["complaints"], flush=True)
         except RematError as error:
             rows[name] = {"refused": str(error), "complaints": []}
             print(name, "refused:", error, flush=True)
+    if not rows:
+        raise SystemExit(f"no model here has one of {asked.only} in its name")
     if asked.out:
         date = time.strftime("%Y-%m-%d")
         asked.out.write_text(json.dumps({**kept, "date": date, "models": rows}, indent=1) + "\n")

@@ -76,6 +76,12 @@ class FakeCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """A `torch.cuda` with one device that counts and computes nothing."""
     fake = FakeCuda()
+    install(fake, monkeypatch)
+    return fake
+
+
+def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put it in the place of `torch.cuda`."""
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -102,4 +108,3 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    return fake

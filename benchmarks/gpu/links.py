@@ -18,13 +18,14 @@ from torch import Tensor
 from benchmarks.gpu.device import facts, keep
 from remat.graph_capture.devices.cuda_links import SIZES, copies_us
 
-PRODUCTS, WIDTH = 40, 8192
+PRODUCTS, WIDTH, SMALL_WIDTH = 40, 8192, 64
+"""The small one is for a rehearsal on a CPU."""
 BESIDE_COPIES = 6
 
 
-def row_of(size_bytes: int) -> dict[str, float]:
+def row_of(device: str, size_bytes: int) -> dict[str, float]:
     """Copies of one size."""
-    row = copies_us("cuda", size_bytes)
+    row = copies_us(device, size_bytes)
     return {
         "bytes": size_bytes, "d2h_us": row.down, "h2d_us": row.up,
         "both_d2h_us": row.both_down, "both_h2d_us": row.both_up,
@@ -32,10 +33,11 @@ def row_of(size_bytes: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def beside() -> dict[str, float]:
+def beside(device: str) -> dict[str, float]:
     """Milliseconds of products alone, and with a copy each way beside them."""
-    x = torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
-    on_device = torch.empty(SIZES[-1], dtype=torch.uint8, device="cuda")
+    width = WIDTH if device.startswith("cuda") else SMALL_WIDTH
+    x = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+    on_device = torch.empty(SIZES[-1], dtype=torch.uint8, device=device)
     pinned = torch.empty(SIZES[-1], dtype=torch.uint8, pin_memory=True)
     side = torch.cuda.Stream()
 
@@ -65,13 +67,15 @@ def beside() -> dict[str, float]:
 def main() -> int:
     """Measure, print a line a size, and keep the figures."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu.links", description=__doc__)
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    kept: dict[str, Any] = {**facts("cuda:0"), "copies": [row_of(size) for size in SIZES]}
+    device: str = asked.device
+    kept: dict[str, Any] = {**facts(device), "copies": [row_of(device, n) for n in SIZES]}
     for row in kept["copies"]:
         rates = {k: round(row["bytes"] / 1e3 / us, 1) for k, us in row.items() if k != "bytes"}
         print(f"{row['bytes']:>10} bytes, GB/s: {rates}")
-    kept["products"] = beside()
+    kept["products"] = beside(device)
     print(f"products: {kept['products']}")
     keep(asked.out, kept)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +45,39 @@ def test_all_parts_end_within_nine_minutes() -> None:
     assert len(limits) == 7
     profiles_s = 20  # of a second model
     assert sum(map(int, limits)) + profiles_s <= MOST_S
+
+
+@pytest.mark.parametrize(
+    ("words", "python", "said"),
+    [
+        (["--rehearse"], sys.executable, "gpu_run: --rehearse FOLDER: a folder that is not kept"),
+        ([], "/nowhere/python", "gpu_run: /nowhere/python cannot import torch: set PYTHON to one"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(words: list[str], python: str, said: str) -> None:
+    ran = subprocess.run(
+        ["sh", SCRIPT, *words], capture_output=True, text=True, check=False,
+        env={"PYTHON": python, "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(said)
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_rehearsal_ends_green_and_writes_every_file(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        ["sh", SCRIPT, "--rehearse", tmp_path], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHON": sys.executable, "REMAT_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("exit code 0") == 8
+    written = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    profiles = {"profile_gpt.json", "profile_resnet.json"}
+    parts = {"links.json", "steps.json", "copies.json", "compiled.json", "zoo.json"}
+    assert set(written) == profiles | parts
+    assert all(written.values())
 
 
 SMALL = ["gpt2-tiny", "--suite", "smoke", "--device", "cpu", "--budgets"]
@@ -93,7 +127,6 @@ def test_compiled_steps_are_measured_and_errors_are_told(
 
 def copied(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The rows of the small model at 80 %."""
-    patch.setattr(copies, "HOST", "1GiB")
     patch.setattr(sys, "argv", ["copies", *SMALL, "80%", "--out", str(path)])
     exact = torch.are_deterministic_algorithms_enabled()
     try:
