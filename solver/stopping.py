@@ -127,6 +127,8 @@ LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)
 
 CLIMBED = Rounds(most=400, times_ops=60_000, least=20)
 """Sets of hosted ops that are tried. Each takes a repair or two and some judged schedules."""
+REORDERED = Rounds(most=60, times_ops=12_000, least=4)
+"""Orders of copies down that are tried for one state, each placed and judged."""
 
 # ---- repair and exchange (`local_search`, `cuts`)
 

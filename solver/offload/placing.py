@@ -57,16 +57,19 @@ def place_copies(
     rounds: int = ROUNDS,
     slack_us: float = 0.0,
     spilled: Collection[str] = (),
+    order: tuple[str, ...] = (),
 ) -> Placed | None:
     """The fastest of some rounds of placing the copies of `base`.
 
-    None where the base is over the budget, or the host or NVMe has no room for what goes there.
+    None where the base is over the budget, or the host or NVMe has no room for what goes there, or
+    a value must leave before its turn in `order`.
 
     Parameters
     ----------
     links : what times the copies; the room below the device is theirs as well.
     slack_us : by how much fetches begin before their latest start.
     spilled : values that go on from the host to NVMe.
+    order : of copies down, with every value that is ever absent; by default that of their making.
 
     Raises
     ------
@@ -78,8 +81,11 @@ def place_copies(
     clock_us = clock_of_base(graph, base)
     size = _sizes(graph, base)
     for _ in range(rounds):
-        one = Round(base, links, size, clock_us, budget_bytes - base.live_bytes)
-        steps = _steps(one, one.trips(slack_us), frozenset(spilled))
+        one = Round(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
+        trips = one.trips(slack_us)
+        if any(trip.leaves <= one.down[trip.absence.value] for trip in trips):
+            return best
+        steps = _steps(one, trips, frozenset(spilled))
         if not _fits_below(steps, size, links):
             return best
         schedule = Schedule.for_graph(graph, steps, budget_bytes=budget_bytes)
@@ -114,14 +120,14 @@ def _sizes(graph: TrainingGraph, base: Base) -> dict[str, int]:
 
 
 def _steps(one: Round, trips: Sequence[Trip], spilled: frozenset[str]) -> list[Step]:
-    """The steps. Offloads stand right after the op that makes their value.
+    """The steps. Offloads stand right after the op that makes their value, or one before it.
 
     Before an item stand the frees of what leaves there, then copies up.
     """
     before = _before(one, trips, spilled)
     away = {trip.absence.value for trip in trips}
     offloads: dict[int, list[Step]] = {}
-    for name, k in one.base.made.items():
+    for name, k in one.down.items():
         if name in away:
             down = (Offload(name), *(writes(name) if name in spilled else ()))
             offloads.setdefault(k, []).extend(down)

@@ -69,14 +69,11 @@ def nvme_links(links: Links) -> tuple[Link, Link]:
 
 def _written(one: Round, first: Collection[str], write: Link) -> dict[str, int]:
     """The first item at which each value is whole on NVMe, and after the one that makes it."""
-    hosted = sorted(one.base.made.items(), key=lambda pair: pair[1])
-    ready = [(float(one.clock_us[k + 1]), one.size[name]) for name, k in hosted]
-    arrived = earliest_ends(ready, one.links.d2h)
-    names = [(name, k, us) for (name, k), us in zip(hosted, arrived, strict=True) if name in first]
-    ends = earliest_ends([(us, one.size[name]) for name, _, us in names], write)
+    arrived = [(name, us) for name, us in one.arrived_us().items() if name in first]
+    ends = earliest_ends([(us, one.size[name]) for name, us in arrived], write)
     return {
-        name: max(item_at(one.clock_us, end_us), k + 1)
-        for (name, k, _), end_us in zip(names, ends, strict=True)
+        name: max(item_at(one.clock_us, end_us), one.down[name] + 1)
+        for (name, _), end_us in zip(arrived, ends, strict=True)
     }
 
 

@@ -6,7 +6,8 @@ The rules stand in `placing`; this is one round of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ class Round:
     base : what is placed. links : what times the copies. size : bytes of each value.
     clock_us : the device's clock before each item, and at the end.
     room_bytes : what is free on the device while each item runs; it shrinks by what is in flight.
+    order : in which values go down; by default that of their making.
+    down : for each value, in that order, the item after which its copy down stands.
     """
 
     base: Base
@@ -51,6 +54,13 @@ class Round:
     size: dict[str, int]
     clock_us: Times
     room_bytes: Bytes
+    order: tuple[str, ...] = ()
+    down: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = self.order or order_of_making(self.base)
+        stands = accumulate((self.base.made[name] for name in order), max)
+        object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
 
     def trips(self, slack_us: float = 0.0) -> list[Trip]:
         """The absences that are left, in the order of their returns.
@@ -69,9 +79,15 @@ class Round:
             trips.append(Trip(absence, leaving[absence], first, start_us))
         return trips
 
+    def arrived_us(self) -> dict[str, float]:
+        """When the copy of each value to the host ends, in the order in which they begin."""
+        ready = ((float(self.clock_us[k + 1]), self.size[name]) for name, k in self.down.items())
+        ends = earliest_ends(ready, self.links.d2h)
+        return dict(zip(self.down, ends, strict=True))
+
     def _leaving(self) -> dict[Absence, int]:
         """The item before which each value is freed."""
-        whole_us = self._copied_us()
+        whole_us = self.arrived_us()
         leaving: dict[Absence, int] = {}
         copied: set[str] = set()
         for absence in self.base.absences:
@@ -82,13 +98,6 @@ class Round:
                 copied.add(value)
                 leaving[absence] = end
         return leaving
-
-    def _copied_us(self) -> dict[str, float]:
-        """When the copy of each value to the host ends, begun in the order of their making."""
-        made = sorted(self.base.made.items(), key=lambda pair: pair[1])
-        ready = ((float(self.clock_us[k + 1]), self.size[name]) for name, k in made)
-        ends = earliest_ends(ready, self.links.d2h)
-        return {name: end for (name, _), end in zip(made, ends, strict=True)}
 
     def _kept(self, first: int, end: int, size_bytes: int) -> int:
         """Keep so many bytes from item `first` on, at most to `end`; how far there is room."""
@@ -101,6 +110,11 @@ class Round:
         """The item before which the fetch stands, from `first` on."""
         began = min(max(item_before(self.clock_us, start_us), first), absence.returns)
         return taken_from(self.room_bytes, began, absence.returns, self.size[absence.value])
+
+
+def order_of_making(base: Base) -> tuple[str, ...]:
+    """Every value that is ever absent, in the order in which they are made."""
+    return tuple(sorted(base.made, key=lambda name: base.made[name]))
 
 
 def earliest_ends(copies: Iterable[tuple[float, int]], link: Link) -> list[float]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from remat.graph_capture.links import Links
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.offload.arrivals import base_of, in_flight_by_stage
+from remat.solver.offload.copy_order import in_better_order
 from remat.solver.offload.placing import in_flight_bytes, place_copies
+from remat.solver.offload.trips import order_of_making
 from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 
@@ -78,8 +81,15 @@ def repair_beside(search: Search, state: State, flight: Bytes, power: float) -> 
 def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:
     """Place the copies of `state`, offer that, and return whether the device waits for copies."""
     base = base_of(state, hosted.ops)
-    placed = place_copies(search.graph, base, search.budget_bytes, links, spilled=hosted.spilled)
+    place = partial(
+        place_copies, search.graph, base, search.budget_bytes, links, spilled=hosted.spilled
+    )
+    placed = place()
     if placed is None:
         return False
+    if placed.found.time_us - placed.found.stall_us < search.best_key[0]:
+        placed = in_better_order(
+            search, placed, order_of_making(base), lambda order: place(order=order)
+        )
     search.offer_judged(placed.schedule, placed.found)
     return bool(placed.found.stalls)
