@@ -1,8 +1,9 @@
 """From a state whose hosted ops arrive again to schedules with their copies placed.
 
 A state is repaired and filled as if copies took no time, and its copies are placed. Where that
-stalls, bytes in flight had no room: the state is repaired once more, for the budget less what a
-schedule without stalls has in flight, stage by stage, and placed again.
+stalls, another order of copies down may do. Where it does not, bytes in flight had no room: the
+state is repaired once more, for the budget less what a schedule without stalls has in flight, stage
+by stage, and placed again.
 """
 
 from __future__ import annotations
