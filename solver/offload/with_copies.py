@@ -39,6 +39,9 @@ class Weighing(NamedTuple):
 WEIGHINGS = (Weighing(1.0, 1.0), Weighing(1.0, 0.1), Weighing(0.5, 1.0))
 """Tried in turn; on large graphs the first alone."""
 
+MOST_WAITS = 0.01
+"""Of a step, in waits, up to which another order is looked for: longer ones are for a full link."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
@@ -88,7 +91,9 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
     placed = place()
     if placed is None:
         return False
-    if placed.found.time_us - placed.found.stall_us < search.best_key[0]:
+    waits_us = placed.found.stall_us
+    is_better = placed.found.time_us - waits_us < search.best_key[0]
+    if is_better and waits_us <= MOST_WAITS * placed.found.time_us:
         placed = in_better_order(
             search, placed, order_of_making(base), lambda order: place(order=order)
         )
