@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from remat.schedules.judge.clocks import Copy
 from remat.schedules.schedule import Free
+from remat.schedules.simulation import Copy
 from remat.solver.offload.placing import Placed
 from remat.solver.search import Search
 from remat.solver.stopping import REORDERED
