@@ -26,9 +26,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.clock import Clock
-from remat.solver.cuts.cut import begin
 from remat.solver.cuts.starts import take_policies
 from remat.solver.cuts.way_down import take_least_peak
+from remat.solver.cuts.windowed import begin_windows
 from remat.solver.exact.checkmate import Checkmate
 from remat.solver.exact.exhaustive import Exhaustive
 from remat.solver.exact.state_space import OrderOption
@@ -143,18 +143,20 @@ class Auto:
         if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
         gap = self._gap_for(search.graph)
-        lazy = begin(search, plain, gap, has_start=share.start is not None)
+        windows = begin_windows(search, plain, gap, has_start=share.start is not None)
         prove_nothing_fits(search)
         if share.is_look:
             if search.is_open(gap):
                 search.cut_short = True
             return
-        if share.start is None and search.is_open(gap):
+        # Policies take long, and where there are several windows, they found nothing better.
+        has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
+        if share.start is None and search.is_open(gap) and not has_enough:
             self._take_more_starts(search)
         if search.best is None and search.lowest is None:
             take_least_peak(search, plain)
-        if lazy is not None and not search.proved_infeasible:
-            Improvement(search, lazy, gap, self.seed, self.workers).run()
+        if windows is not None and not search.proved_infeasible:
+            Improvement(search, windows, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= EXACT_OPS and search.is_open(gap):
             Checkmate().run(search, EXACT.of(search.left_s))
 

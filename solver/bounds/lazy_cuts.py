@@ -11,7 +11,7 @@ first computations, for any number of recomputations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,10 +27,11 @@ FAR, AT_A_CUT = 4.0, 0.01
 """Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them: a cut
 beside another says little that is new."""
 
-Interval = tuple[int, int]
+FLOOR_SLACK = 1e-6
+"""Part of a proved time by which a row that says it is looser."""
 
-Fixed = float | None
-"""1.0 or 0.0 where a bit is known, None where a variable has it."""
+Interval = tuple[int, int]
+Floor = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class LazyCuts:
     bound_us : the best bound proved. is_done : whether there is nothing to add.
     is_exact : whether to solve the program as it is now without any tolerance: its point fits,
         so no further cut will replace it.
+    begin, end : cuts are added from op `begin` to op `end` - 1, and no stage after `end` counts.
+    floors : (t, last, least): what runs again in the intervals of cuts from t to before `last`
+        takes at least so many us, as proved by a program of these alone.
+    added : the cuts in order of their addition, as they stand unless given.
     """
 
     problem: Problem
@@ -61,17 +66,27 @@ class LazyCuts:
     bound_us: float = 0.0
     is_done: bool = False
     is_exact: bool = False
-    added: tuple[int, ...] = field(init=False)
+    begin: int = 0
+    end: int | None = None
+    floors: tuple[Floor, ...] = ()
+    added: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.added = self.cuts
+        self.added = self.added or self.cuts
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage that counts."""
+        return self.problem.n_ops if self.end is None else self.end
 
     def program(self) -> CutProgram:
         """The program of the cuts and rows so far."""
-        made = CutProgram(self.problem, self.cuts, self.budget_bytes)
+        made = CutProgram(self.problem, self.cuts, self.budget_bytes, self.end)
         for stage, op in self.rows:
             add_stage_row(made, self.cuts.index(stage), op)
         add_spans(made, self.added)
+        for floor in self.floors:
+            add_floor(made, floor)
         return made
 
     def climb(self, limits: Limits) -> Climbed:
@@ -83,16 +98,29 @@ class LazyCuts:
         self.bound_us = max(self.bound_us, solution.bound_us)
         start = None
         if solution.values is not None:
-            start = State.from_recomputed(self.problem, expand(solution))
+            start = State.from_recomputed(self._until_end(), expand(solution))
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
 
+    def _until_end(self) -> Problem:
+        """The problem in which nothing is read after the last stage that counts.
+
+        The program carries nothing for later stages, and nor must the expansion of its point.
+        """
+        if self.end is None:
+            return self.problem
+        needs = self.problem.needs[: self.end + 1]
+        later = ((),) * (self.problem.n_ops - self.end)
+        return replace(self.problem, needs=(*needs, *later))
+
     def _refine(self, state: State) -> bool:
         """Add what `state`, an expansion, violates most; return whether there was something."""
         n_ops = self.problem.n_ops
         over = (state.peak_bytes[:n_ops] - self.budget_bytes).astype(float)
+        over[: self.begin] = 0.0
+        over[self.last_stage :] = 0.0
         distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
         over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
         for stage in np.argsort(-over, kind="stable")[:PLACES].tolist():
@@ -104,7 +132,7 @@ class LazyCuts:
 
     def _add_at(self, state: State, stage: int) -> bool:
         for place in (stage, stage - 1):
-            if place >= 0 and place not in self.cuts:
+            if place >= self.begin and place not in self.cuts:
                 self.cuts = tuple(sorted((*self.cuts, place)))
                 self.added = (*self.added, place)
                 return True
@@ -124,7 +152,7 @@ def add_spans(made: CutProgram, added: Sequence[int]) -> None:
     They keep what was said of the whole interval. Without them the linear relaxation falls when
     cuts are added, as measured on layered graphs.
     """
-    end = made.problem.n_ops
+    end = made.last_stage
     places = [*made.cuts, end]
     runs: dict[Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
@@ -132,6 +160,21 @@ def add_spans(made: CutProgram, added: Sequence[int]) -> None:
     for first, between, last in reversed(_splits(added, end)):
         left, right = runs[first, between], runs[between, last]
         runs[first, last] = _add_span(made, (first, last), left, right)
+
+
+def add_floor(made: CutProgram, floor: Floor) -> None:
+    """Σ cost · again over the intervals that `floor` names >= what was proved of them."""
+    first, last, least_us = floor
+    unit_us = made.cost_unit_us
+    terms = [
+        (index, made.problem.cost_us[op] / unit_us)
+        for t, runs in zip(made.cuts, made.again, strict=True)
+        if first <= t < last
+        for op, index in runs.items()
+        if made.problem.cost_us[op]
+    ]
+    # Less a little: the bound is as exact as the tolerances of HiGHS.
+    made.program.row(terms, lower=(1 - FLOOR_SLACK) * least_us / unit_us)
 
 
 def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
