@@ -26,6 +26,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.clock import Clock
+from remat.solver.cuts.cut import begin
 from remat.solver.cuts.starts import take_policies
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.cuts.windowed import begin_windows
@@ -143,15 +144,17 @@ class Auto:
         if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
         gap = self._gap_for(search.graph)
-        windows = begin_windows(search, plain, gap, has_start=share.start is not None)
-        prove_nothing_fits(search)
+        has_start = share.start is not None
         if share.is_look:
-            if search.is_open(gap):
-                search.cut_short = True
+            begin(search, plain, gap, has_start=has_start)
+            prove_nothing_fits(search)
+            search.cut_short |= search.is_open(gap)
             return
+        windows = begin_windows(search, plain, gap, has_start=has_start)
+        prove_nothing_fits(search)
         # Policies take long, and where there are several windows, they found nothing better.
         has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
-        if share.start is None and search.is_open(gap) and not has_enough:
+        if not has_start and search.is_open(gap) and not has_enough:
             self._take_more_starts(search)
         if search.best is None and search.lowest is None:
             take_least_peak(search, plain)
