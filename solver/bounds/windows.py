@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.cut_program import CutProgram, CutSolution, expand
+from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
 from remat.solver.problem import Problem
 from remat.solver.state import Bytes, State
@@ -35,6 +35,9 @@ NEAR = 3
 """Stages between the first cuts of a window: nearer ones say little that is new."""
 FIRST_CUTS = 8
 """First cuts of a window at most; further ones come where its point is over the budget."""
+CLOSE = 2e-4
+"""Part of the time of the step that programs of windows may leave open together, however far the
+schedule is: unlike those of one cut, they stand for good."""
 PATIENCE = 0.5
 """How much less a window is worth another try, each time that a limit ended its program."""
 
@@ -110,7 +113,8 @@ class Windows:
         if len(self.parts) == 1:
             return limits
         nodes = limits.node_limit and limits.node_limit << self.late[at]
-        return replace(limits, absolute_gap=limits.absolute_gap / len(self.parts), node_limit=nodes)
+        gap = min(limits.absolute_gap, CLOSE * COST_SCALE) / len(self.parts)
+        return replace(limits, absolute_gap=gap, node_limit=nodes)
 
     def _add_up(self) -> None:
         if len(self.parts) == 1:
