@@ -98,6 +98,10 @@ class Windows:
                 self._merge(self._widest_pair())
         return Climbed(replace(climbed.solution, bound_us=self.bound_us), start)
 
+    def relaxed_us(self, time_limit_s: float) -> list[float]:
+        """What the linear relaxation of each window says that it must run again, at least."""
+        return [part.program().relaxed(time_limit_s).bound_us - self.base_us for part in self.parts]
+
     def relaxed_start(self, budget_bytes: int, time_limit_s: float) -> State | None:
         """What linear relaxations of the windows come to at another budget, None if they do not."""
         solutions: list[CutSolution] = []

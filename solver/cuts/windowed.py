@@ -24,6 +24,9 @@ from remat.solver.search import Search
 from remat.solver.state import State
 from remat.solver.stopping import CUTS, FIRST_CUT_NODES, RELAXED
 
+NEARLY_ALL = 0.9
+"""Part of what all windows say together."""
+
 
 def begin_windows(
     search: Search, plain: State, gap: float, *, has_start: bool = False
@@ -34,7 +37,7 @@ def begin_windows(
     found none on narrow graphs.
     """
     windows = windows_of(search.problem, search.budget_bytes, plain.peak_bytes)
-    has_several = len(windows.parts) > 1
+    has_several = len(windows.parts) > 1 and not search.is_large
     lazy = begin(search, plain, gap, has_start=has_start or has_several)
     if lazy is None:
         return None
@@ -47,7 +50,16 @@ def begin_windows(
 
 
 def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> bool:
-    """Climb each of the windows once; whether their bound is above that of `lazy`."""
+    """Climb each of the windows once; whether their bound is above that of `lazy`.
+
+    They are not climbed where one says nearly all by its linear relaxation: the cut is better then,
+    to which others are added as they are needed.
+    """
+    if not search.is_open(gap):
+        return False
+    relaxed_us = windows.relaxed_us(RELAXED.of(search.left_s))
+    if max(relaxed_us) >= NEARLY_ALL * sum(relaxed_us):
+        return False
     for _ in range(len(windows.parts)):
         if not search.is_open(gap):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
@@ -36,6 +37,17 @@ def test_one_cut_stays_the_only_window_where_full_stages_share_most() -> None:
     (window,) = windows.parts
     assert len(window.cuts) == 2, "one cut, and what its point violates"
     assert windows.bound_us == window.bound_us == search.bound_us
+
+
+def test_one_cut_stays_where_one_window_says_nearly_all() -> None:
+    """After the first hump, what must go costs nothing."""
+    graph, replace = humps(3), msgspec.structs.replace
+    ops = tuple(op if op.name in {"a0", "b0"} else replace(op, cost_us=0.0) for op in graph.ops)
+    search = search_of(replace(graph, ops=ops), 9)
+    windows = begin_windows(search, store_all_state(search.problem), 1e-3)
+    assert windows is not None
+    (window,) = windows.parts
+    assert window.cuts[0] == 2
 
 
 def test_no_windows_are_asked_of_a_step_that_cannot_fit() -> None:
