@@ -3,7 +3,8 @@
 Run as `python -m benchmarks.NAME`; each says more with `--help`:
 
 - solvers: `solvers` (every solver on every graph), `solver_table` and `order_table` (the tables of
-  docs/solvers.md), `graphs` and `layered` (the graphs), `instance` (one graph from a file),
+  docs/solvers.md), `graphs` and `layered` (the graphs),
+  `narrow_solves` (narrow ones by CPU seconds), `instance` (one graph from a file),
   `references` (graphs whose optimum is known), `scaling` (cost of a plan against graph size);
 - training steps: `training` (ours beside what others do; its parts are in `comparison/`),
   `examples`, `runtime`, `compiled_rewritten`, `torch_checkpoint`, `gpu_zoo`, `gpu/`;

@@ -21,7 +21,8 @@ tens: RL1 has 80..6,150 with median 1,600.
 The given orders of the published graphs are not layer by layer: they leave a layer before
 it is done and come back. In RL1 the next node stands, on average, at 0.72 of those that are
 ready: 0 is the longest ready, 1 the newest. A place drawn as √u gives that back. `by_layers` asks
-for the order layer by layer instead. With ``--narrow``, graphs of another kind: `narrow.py`.
+for the order layer by layer instead. With ``--narrow``, graphs of another kind: `narrow.py`; with
+``--narrow --table``, what `auto` made of them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from benchmarks import narrow_table
 from benchmarks.drawn_nodes import drawn_nodes
 from benchmarks.instance_format import Instance, checked, graph_of
 from benchmarks.narrow import narrow_instance
@@ -187,7 +189,7 @@ def _order(nodes: int, edges: set[Edge], source: random.Random) -> tuple[int, ..
 
 
 def main() -> int:
-    """Write one instance to standard output."""
+    """Write one instance to standard output, or the table of narrow ones."""
     parser = argparse.ArgumentParser(prog="benchmarks.layered", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=Shape.nodes)
@@ -196,8 +198,14 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=float, default=getattr(Shape, name))
     parser.add_argument("--by-layers", action="store_true", help="the given order, layer by layer")
     parser.add_argument("--narrow", action="store_true", help="of half the root of the nodes")
+    parser.add_argument("--table", action="store_true", help="what `auto` made of narrow ones")
     asked = vars(parser.parse_args())
     seed, is_narrow = asked.pop("seed"), asked.pop("narrow")
+    if asked.pop("table"):
+        if not is_narrow:
+            parser.error("--table is of narrow graphs: ask for --narrow --table")
+        print("\n".join(narrow_table.lines(narrow_table.kept())))
+        return 0
     if asked["width"] is None:
         asked["width"] = published_width(asked["nodes"])
     try:

@@ -5,7 +5,8 @@ in captured order, or in any (`order`). The parts come in order of cost:
 
 1. keep everything; if that fits, it is optimal;
 2. on tiny graphs, exhaustive search;
-3. one cut, which gives a bound and schedules, and segments between lower sets;
+3. one cut, which gives a bound and schedules, and segments between lower sets; or windows of
+   cuts, where memory is full in several places (`windows`);
 4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
 5. lazy cuts and large neighbourhoods side by side (`improve`);
 6. on small graphs, the exact program of `checkmate`.
@@ -29,6 +30,7 @@ from remat.solver.clock import Clock
 from remat.solver.cuts.cut import begin
 from remat.solver.cuts.starts import take_policies
 from remat.solver.cuts.way_down import take_least_peak
+from remat.solver.cuts.windowed import begin_windows
 from remat.solver.exact.checkmate import Checkmate
 from remat.solver.exact.exhaustive import Exhaustive
 from remat.solver.exact.state_space import OrderOption
@@ -143,18 +145,22 @@ class Auto:
         if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
         gap = self._gap_for(search.graph)
-        lazy = begin(search, plain, gap, has_start=share.start is not None)
-        prove_nothing_fits(search)
+        has_start = share.start is not None
         if share.is_look:
-            if search.is_open(gap):
-                search.cut_short = True
+            begin(search, plain, gap, has_start=has_start)
+            prove_nothing_fits(search)
+            search.cut_short |= search.is_open(gap)
             return
-        if share.start is None and search.is_open(gap):
+        windows = begin_windows(search, plain, gap, has_start=has_start)
+        prove_nothing_fits(search)
+        # Policies take long, and where there are several windows, they found nothing better.
+        has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
+        if not has_start and search.is_open(gap) and not has_enough:
             self._take_more_starts(search)
         if search.best is None and search.lowest is None:
             take_least_peak(search, plain)
-        if lazy is not None and not search.proved_infeasible:
-            Improvement(search, lazy, gap, self.seed, self.workers).run()
+        if windows is not None and not search.proved_infeasible:
+            Improvement(search, windows, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= EXACT_OPS and search.is_open(gap):
             Checkmate().run(search, EXACT.of(search.left_s))
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from remat.schedules.schedule import Schedule
 from remat.solver.backends.background import Task
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.bounds.lazy_cuts import Climbed
+from remat.solver.bounds.windows import Windows
 from remat.solver.cuts.cut import limits_of, take_climbed
 from remat.solver.local_search.events import Runs
 from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods
 from remat.solver.search import Search
+from remat.solver.sequence import ops_of, recomputed_by_stage
 from remat.solver.stopping import (
     CUTS,
     FIRST_ROUND,
@@ -45,7 +48,7 @@ class Improvement:
     """Works on `search` until its gap is closed to `gap`, time is up or ideas run out."""
 
     search: Search
-    lazy: LazyCuts
+    lazy: Windows
     gap: float
     seed: int = 0
     workers: int = 2
@@ -65,7 +68,8 @@ class Improvement:
         while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
             self.least_effort = min(2 * self.least_effort, ROUND.most)
-            has_cuts = not self.lazy.is_done and self.stalled < STALLED_CUTS.most
+            most_stalled = STALLED_CUTS.most * len(self.lazy.parts)
+            has_cuts = not self.lazy.is_done and self.stalled < most_stalled
             is_searched = self.around is not None and self.around.is_exhausted
             if not has_cuts and (is_searched or self.search.best is None):
                 return
@@ -79,6 +83,8 @@ class Improvement:
         """Some programs of cuts, and neighbourhoods beside them."""
         before_us, open_gap = self.lazy.bound_us, self.search.gap
         effort = max(self.effort, self.least_effort) / CP_SAT_S
+        if self.search.best is not None:
+            self.lazy.spent_us = self._spent_us(self.search.best)
         if self.search.best is None or self.workers == 1:
             found = self._programs(open_gap)
             if self.search.best is not None:
@@ -117,6 +123,11 @@ class Improvement:
     def _limits(self, open_gap: float) -> Limits:
         limits = limits_of(self.search, self.lazy, self.gap, open_gap)
         return replace(limits, time_limit_s=self.cuts_limit.of(limits.time_limit_s))
+
+    def _spent_us(self, best: Schedule) -> list[float]:
+        problem = self.search.problem
+        again = recomputed_by_stage(problem, ops_of(problem, best))
+        return [sum(problem.cost_us[op] for op in stage) for stage in again]
 
     def _search_around(self, workers: int, effort: float) -> None:
         """Neighbourhoods of the best schedule known."""

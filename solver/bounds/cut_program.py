@@ -29,11 +29,18 @@ HiGHS refuses 1e15."""
 
 @dataclass(slots=True)
 class CutProgram:
-    """The program of `cuts` at `budget_bytes`, rows added family by family."""
+    """The program of `cuts` at `budget_bytes`, rows added family by family.
+
+    Attributes
+    ----------
+    end : the last stage that counts: what later ones read or run again is left out. None counts
+        all.
+    """
 
     problem: Problem
     cuts: tuple[int, ...]
     budget_bytes: int
+    end: int | None = None
     program: MixedProgram = field(default_factory=MixedProgram)
     carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
     again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
@@ -62,8 +69,13 @@ class CutProgram:
 
     def wanted_in(self, k: int) -> list[int]:
         """Values first made at or before t_k that interval k must have, once each."""
-        last = self.cuts[k + 1] if k + 1 < len(self.cuts) else self.problem.n_ops
+        last = self.cuts[k + 1] if k + 1 < len(self.cuts) else self.last_stage
         return self.wanted_between(self.cuts[k], last)
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage that counts."""
+        return self.problem.n_ops if self.end is None else self.end
 
     def wanted_between(self, t: int, last: int) -> list[int]:
         """Values first made at or before t that stages t + 1 to `last` read, once each."""
@@ -230,6 +242,8 @@ class CutSolution:
 def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[int]]:
     """Ops to run again in each stage: at first need in an interval, kept to its end.
 
+    None after the last stage that counts.
+
     Parameters
     ----------
     problem : that of the program, or one in which some ops run again for other inputs.
@@ -238,7 +252,8 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
     position = {t: k for k, t in enumerate(cuts)}
     available = bytearray(problem.n_values)
     recomputed: list[list[int]] = []
-    for t in range(problem.n_ops + 1):
+    last = solution.source.last_stage
+    for t in range(last + 1):
         if t - 1 in position:
             available = bytearray(problem.n_values)
             for v in solution.carried_past(position[t - 1], problem):
@@ -251,4 +266,4 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
         for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
             for v in problem.outputs[op]:
                 available[v] = 1
-    return recomputed
+    return [*recomputed, *([] for _ in range(problem.n_ops - last))]

@@ -11,12 +11,13 @@ first computations, for any number of recomputations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram, CutSolution, expand
+from remat.solver.bounds.cut_program import CutProgram, CutSolution, expand
+from remat.solver.bounds.stage_rows import add_stage_row
 from remat.solver.problem import Problem
 from remat.solver.stage import fullest_op
 from remat.solver.state import State
@@ -27,10 +28,11 @@ FAR, AT_A_CUT = 4.0, 0.01
 """Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them: a cut
 beside another says little that is new."""
 
-Interval = tuple[int, int]
+FLOOR_SLACK = 1e-6
+"""Part of a proved time by which a row that says it is looser."""
 
-Fixed = float | None
-"""1.0 or 0.0 where a bit is known, None where a variable has it."""
+Interval = tuple[int, int]
+Floor = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class LazyCuts:
     bound_us : the best bound proved. is_done : whether there is nothing to add.
     is_exact : whether to solve the program as it is now without any tolerance: its point fits,
         so no further cut will replace it.
+    begin, end : cuts are added from op `begin` to op `end` - 1, and no stage after `end` counts.
+    floors : (t, last, least): what runs again in the intervals of cuts from t to before `last`
+        takes at least so many us, as proved by a program of these alone.
+    added : the cuts in order of their addition, as they stand unless given.
     """
 
     problem: Problem
@@ -61,17 +67,27 @@ class LazyCuts:
     bound_us: float = 0.0
     is_done: bool = False
     is_exact: bool = False
-    added: tuple[int, ...] = field(init=False)
+    begin: int = 0
+    end: int | None = None
+    floors: tuple[Floor, ...] = ()
+    added: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.added = self.cuts
+        self.added = self.added or self.cuts
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage that counts."""
+        return self.problem.n_ops if self.end is None else self.end
 
     def program(self) -> CutProgram:
         """The program of the cuts and rows so far."""
-        made = CutProgram(self.problem, self.cuts, self.budget_bytes)
+        made = CutProgram(self.problem, self.cuts, self.budget_bytes, self.end)
         for stage, op in self.rows:
             add_stage_row(made, self.cuts.index(stage), op)
         add_spans(made, self.added)
+        for floor in self.floors:
+            add_floor(made, floor)
         return made
 
     def climb(self, limits: Limits) -> Climbed:
@@ -83,16 +99,29 @@ class LazyCuts:
         self.bound_us = max(self.bound_us, solution.bound_us)
         start = None
         if solution.values is not None:
-            start = State.from_recomputed(self.problem, expand(solution))
+            start = State.from_recomputed(self._until_end(), expand(solution))
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
 
+    def _until_end(self) -> Problem:
+        """The problem in which nothing is read after the last stage that counts.
+
+        The program carries nothing for later stages, and nor must the expansion of its point.
+        """
+        if self.end is None:
+            return self.problem
+        needs = self.problem.needs[: self.end + 1]
+        later = ((),) * (self.problem.n_ops - self.end)
+        return replace(self.problem, needs=(*needs, *later))
+
     def _refine(self, state: State) -> bool:
         """Add what `state`, an expansion, violates most; return whether there was something."""
         n_ops = self.problem.n_ops
         over = (state.peak_bytes[:n_ops] - self.budget_bytes).astype(float)
+        over[: self.begin] = 0.0
+        over[self.last_stage :] = 0.0
         distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
         over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
         for stage in np.argsort(-over, kind="stable")[:PLACES].tolist():
@@ -104,7 +133,7 @@ class LazyCuts:
 
     def _add_at(self, state: State, stage: int) -> bool:
         for place in (stage, stage - 1):
-            if place >= 0 and place not in self.cuts:
+            if place >= self.begin and place not in self.cuts:
                 self.cuts = tuple(sorted((*self.cuts, place)))
                 self.added = (*self.added, place)
                 return True
@@ -124,7 +153,7 @@ def add_spans(made: CutProgram, added: Sequence[int]) -> None:
     They keep what was said of the whole interval. Without them the linear relaxation falls when
     cuts are added, as measured on layered graphs.
     """
-    end = made.problem.n_ops
+    end = made.last_stage
     places = [*made.cuts, end]
     runs: dict[Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
@@ -132,6 +161,21 @@ def add_spans(made: CutProgram, added: Sequence[int]) -> None:
     for first, between, last in reversed(_splits(added, end)):
         left, right = runs[first, between], runs[between, last]
         runs[first, last] = _add_span(made, (first, last), left, right)
+
+
+def add_floor(made: CutProgram, floor: Floor) -> None:
+    """Σ cost · again over the intervals that `floor` names >= what was proved of them."""
+    first, last, least_us = floor
+    unit_us = made.cost_unit_us
+    terms = [
+        (index, made.problem.cost_us[op] / unit_us)
+        for t, runs in zip(made.cuts, made.again, strict=True)
+        if first <= t < last
+        for op, index in runs.items()
+        if made.problem.cost_us[op]
+    ]
+    # Less a little: the bound is as exact as the tolerances of HiGHS.
+    made.program.row(terms, lower=(1 - FLOOR_SLACK) * least_us / unit_us)
 
 
 def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
@@ -164,80 +208,3 @@ def _add_span(
     if span[1] in made.cuts:
         made.carry_what_is_there(made.cuts.index(span[1]), k, runs)
     return runs
-
-
-def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
-    """Bound what is live while `op` runs again right before the op of cut k.
-
-    through[v] >= carried in + live at t - made again - 1
-    Σ size · through + (outputs and workspace of op) · again[op] <= room,
-    where an input of op counts if it is through or if op runs, in a variable of this row:
-    it may be gone when another op runs again.
-    Does nothing where op cannot run again in that stage, or cut k - 1 is not its start.
-    """
-    if k == 0 or cuts.cuts[k - 1] + 1 != cuts.cuts[k] or op not in cuts.again[k - 1]:
-        return
-    problem = cuts.problem
-    runs = cuts.again[k - 1][op]
-    terms = {runs: problem.output_bytes[op] + problem.workspace_bytes[op]}
-    outputs = set(problem.outputs[op])
-    inputs = set(problem.inputs[op])
-    for v in sorted({*cuts.carried[k - 1], *cuts.free_at(k - 1)}):
-        size_bytes = problem.size_bytes[v]
-        if v in outputs or not size_bytes:
-            continue
-        through = _through(cuts, k, v)
-        if through is None and v in inputs:
-            terms[runs] += size_bytes
-        elif through is not None:
-            counted = _either(cuts, through, runs) if v in inputs else through
-            terms[counted] = size_bytes
-    room = cuts.budget_bytes - problem.resident_bytes
-    unit = max(room, 1) / ROW_SCALE
-    row = [(x, min(size / unit, MOST_SIZE)) for x, size in terms.items() if size]
-    cuts.program.row(row, upper=room / unit)
-
-
-def _either(cuts: CutProgram, left: int, right: int) -> int:
-    """A variable that is 1 where one of two is."""
-    either = cuts.program.variable()
-    for index in (left, right):
-        cuts.program.row([(either, 1.0), (index, -1.0)], lower=0.0)
-    return either
-
-
-def _through(cuts: CutProgram, k: int, v: int) -> int | None:
-    """A variable that is 1 where v is live through the stage; None where it cannot be said."""
-    known = cuts.through.get((k, v))
-    if known is not None:
-        return known
-    live_at = cuts.carried[k].get(v)
-    if v not in cuts.problem.needs[cuts.cuts[k]] and live_at is None:
-        return None
-    carried = cuts.carried[k - 1].get(v)
-    through = cuts.program.variable()
-    row = [(through, 1.0)]
-    missing = 1.0
-    for bit in (carried, live_at):
-        if bit is None:
-            missing -= 1.0
-        else:
-            row.append((bit, -1.0))
-    again = _made_again(cuts, k - 1, v)
-    if again is not None:
-        row.append((again, 1.0))
-    cuts.program.row(row, lower=-missing)
-    cuts.through[k, v] = through
-    return through
-
-
-def _made_again(cuts: CutProgram, k: int, v: int) -> int | None:
-    """The bit that v is made again in interval k, None where it must not be."""
-    problem = cuts.problem
-    op = problem.producer[v]
-    if problem.pinned[op]:
-        return None
-    if op not in cuts.again[k]:
-        cost = problem.cost_us[op] / cuts.cost_unit_us
-        cuts.again[k][op] = cuts.program.variable(cost, integer=True)
-    return cuts.again[k][op]

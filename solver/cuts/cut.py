@@ -27,6 +27,7 @@ from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.bounds.windows import Windows
 from remat.solver.cuts.starts import take_segments
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.local_search.exchange import take_exchanges
@@ -127,14 +128,20 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
         take_segments(search)
     if not is_repaired and search.best is None:
         take_climbed(search, first)
-    for target_bytes in targets(search, () if has_start else TARGETS):
+    if not has_start:
+        take_targets(search, place, gap)
+    return lazy
+
+
+def take_targets(search: Search, place: int, gap: float) -> None:
+    """Repair what the cut at `place` comes to at budgets below the real one."""
+    for target_bytes in targets(search, TARGETS):
         if search.is_open(gap) and not has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
             solution = program.relaxed(RELAXED.of(search.left_s))
             if solution.values is not None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
-    return lazy
 
 
 def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
@@ -158,7 +165,11 @@ def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf
 
 
 def limits_of(
-    search: Search, lazy: LazyCuts, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
+    search: Search,
+    lazy: LazyCuts | Windows,
+    gap: float,
+    open_gap: float,
+    nodes: Nodes = CUT_NODES,
 ) -> Limits:
     """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known.
 

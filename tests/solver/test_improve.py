@@ -10,6 +10,7 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.solver import Progress, make_solver, solve
+from remat.solver.bounds.windows import Windows
 from remat.solver.cuts.cut import begin
 from remat.solver.improve import Improvement
 from remat.solver.search import Search
@@ -98,7 +99,7 @@ def test_an_improvement_brings_bound_and_schedule_together(workers: int) -> None
     lazy = begin(search, store_all_state(search.problem), GAP)
     assert lazy is not None
     first_us, first_bound_us = search.best_key[0], search.bound_us
-    improvement = Improvement(search, lazy, GAP, workers=workers)
+    improvement = Improvement(search, Windows(search.problem, [lazy]), GAP, workers=workers)
     improvement.run()
     result = search.result()
     assert result.gap <= GAP < first_us / first_bound_us - 1
@@ -112,7 +113,7 @@ def test_an_improvement_that_is_not_needed_does_nothing() -> None:
     lazy = begin(search, store_all_state(search.problem), GAP)
     assert lazy is not None
     before = (search.best, lazy.cuts, lazy.rows)
-    improvement = Improvement(search, lazy, gap=1.0)
+    improvement = Improvement(search, Windows(search.problem, [lazy]), gap=1.0)
     improvement.run()
     assert (search.best, lazy.cuts, lazy.rows) == before
     assert improvement.around is None
