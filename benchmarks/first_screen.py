@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import remat
-from benchmarks.comparison.document import mb, percent
+from benchmarks.comparison.compared import mb, percent
 from benchmarks.comparison.fronts import Row, best_within
 from remat.budgets import unmodified
 from remat.graph_capture.derived.eager import as_unmodified

@@ -10,26 +10,22 @@ Rows that are in `--out` already are not measured again.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import math
 import shutil
 import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import repeat, zip_longest
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 import torch
 
-from benchmarks.cell import commit_here, cpu_name
 from benchmarks.comparison import batches
 from benchmarks.comparison.batches import CHECKPOINTS, GPU_GIB, METHODS
 from benchmarks.comparison.cores import CORES
-from benchmarks.comparison.fronts import TORCHS_KEPT, Row, front, targets
+from benchmarks.comparison.fronts import TORCHS_KEPT, front, targets
+from benchmarks.comparison.kept_results import Key, Results, name_of
 from benchmarks.comparison.methods import SHARES
 from benchmarks.comparison.models import SUITES
 from benchmarks.comparison.own_process import OwnProcesses
@@ -41,120 +37,45 @@ WORK = ROOT / "build" / "training"
 LIMIT_S = 900.0
 WORKERS = 4
 """Rows under way at once on CPUs with more than one core. A GPU's memory is for one row."""
-Key = tuple[str, float]
 JUDGE: Key = (TORCHS_KEPT, 0)
 """The row with whose gradients those of other compiled rows are compared."""
 EAGER_LIKE = ("aot", *(method for method, _ in CHECKPOINTS))
+BY_HAND: tuple[Key, ...] = (
+    ("save_on_cpu", 0), ("offload", 1), ("offload", 2), ("chunked", 4), ("chunked", 16),
+    ("adamw", 0), ("adamw_in_backward", 0),
+)  # fmt: skip
+BESIDE = {
+    "remat_host": ("save_on_cpu", "offload"),
+    "remat_pieces": ("chunked",),
+    "remat_step": ("adamw_in_backward",),
+}
+"""Levers of ours, and the methods at whose peaks they are measured."""
+LOWER = {"remat_step": 60}
+"""Per cent of the least of those peaks, where a lever is measured too: hooks may not lower it."""
+LEFT_OVER = 3
+"""The status of a run that left rows to the next."""
 SMOKE_SHARES = (0.3,)
 PERCENTS = (80, 60, 40)
 """Of the unmodified peak: budgets of ours beside the peaks of others."""
 
 
-@dataclass
-class Results:
-    """The file of a suite's results, written after each row."""
-
-    path: Path
-    kept: dict[str, Any]
-    lock: Lock = field(default_factory=Lock)
-    written_s: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def at(cls, path: Path, suite: str) -> Results:
-        """The results in the file, or none yet."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SystemExit(f"{path}: {error.strerror}; give --out another file") from None
-        if path.exists():
-            try:
-                kept = json.loads(path.read_text())
-                held = kept["suite"]
-            except (OSError, ValueError, KeyError, TypeError):
-                raise SystemExit(f"{path} holds no results; give --out another file") from None
-            if held != suite:
-                raise SystemExit(f"{path} holds the suite {held}, not {suite}")
-            now = facts(suite)
-            kept["resumed"] = {key: now[key] for key in ("date", "commit")}
-            return cls(path, kept)
-        return cls(path, {"suite": suite, **facts(suite), "seconds": 0.0, "rows": {}})
-
-    def rows(self, model: str) -> list[Row]:
-        """The rows of a model that were measured."""
-        return [Row.read(key, kept) for key, kept in self.kept["rows"].get(model, {}).items()]
-
-    def has(self, model: str, key: Key) -> bool:
-        """Whether the row was measured, or does not apply to the model."""
-        kept = self.kept["rows"].get(model, {}).get(name_of(key), {"error": "not yet"})
-        return "error" not in kept or kept.get("does_not_apply", False)
-
-    def keep(self, model: str, key: Key, found: dict[str, Any]) -> None:
-        """Note a row, print it, and write the file."""
-        with self.lock:
-            self.kept["rows"].setdefault(model, {})[name_of(key)] = found
-            self.write()
-        print(f"{model:13}{name_of(key):28}{shown(found)}", flush=True)
-
-    def batches(self, model: str, budget: int) -> dict[str, Any]:
-        """The largest batches of a model at a budget, by the name of their row."""
-        of_model = self.kept.setdefault("batches", {}).setdefault(model, {})
-        return of_model.setdefault(str(budget), {})
-
-    def keep_batch(self, model: str, budget: int, key: Key, found: dict[str, Any]) -> None:
-        """Note one of them, print it, and write the file."""
-        with self.lock:
-            self.batches(model, budget)[name_of(key)] = found
-            self.write("batches_seconds")
-        print(f"{model:13}{name_of(key):28}batch {found.get('batch', found)}", flush=True)
-
-    def write(self, spent_on: str = "seconds") -> None:
-        """Write the whole file at once, so that none is left half written; add the time spent."""
-        now_s = time.monotonic()
-        self.kept[spent_on] = self.kept.get(spent_on, 0.0) + now_s - self.written_s
-        self.written_s = now_s
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.kept, indent=1) + "\n")
-        beside.replace(self.path)
-
-
-def facts(suite: str) -> dict[str, Any]:
-    """Device, versions, date and commit."""
-    device = torch.cuda.get_device_name() if suite == "gpu" else f"{cpu_name()}, 1 thread a step"
-    return {
-        "device": device, "torch": str(torch.__version__), "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"), "commit": commit_here(),
-    }  # fmt: skip
-
-
-def name_of(key: Key) -> str:
-    """The name of a row in the file."""
-    return Row(*key, {}).name
-
-
-def shown(found: dict[str, Any]) -> str:
-    """A row in one line."""
-    if "error" in found:
-        return found["error"][:80]
-    text = f"{found['peak_bytes'] / 1e6:9.1f} MB{100 * found['over_eager']:+8.1f} %"
-    if "predicted_bytes" in found:
-        off = 100 * (found["predicted_bytes"] / found["peak_bytes"] - 1)
-        text += f"  peak off {off:+.2f} %, planned {100 * found['planned_overhead']:.1f} %"
-    if "measured_overhead" in found:
-        text += f", measured {100 * found['measured_overhead']:.1f} %"
-    text += "  SLOW" if found.get("was_slow", False) else ""
-    return text + ("" if found.get("is_right", True) else "  WRONG GRADIENTS")
-
-
 class Suite:
     """A suite under way."""
 
-    def __init__(self, name: str, results: Results) -> None:
+    def __init__(self, name: str, results: Results, within_s: float = math.inf) -> None:
         self.name, self.results = name, results
+        self.ends_s = time.monotonic() + within_s
+        self.has_left = False
         kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
         self.processes = OwnProcesses({**kept, **SETTINGS}, LIMIT_S)
         is_one = name == "gpu" or len(CORES) < 2
         self.workers = ThreadPoolExecutor(1 if is_one else WORKERS)
         self.cores = ThreadPoolExecutor(1 if is_one else min(len(CORES), WORKERS))
+
+    def is_late(self) -> bool:
+        """Whether no further row may begin; then one is left to the next run."""
+        self.has_left = self.has_left or time.monotonic() >= self.ends_s
+        return self.has_left
 
     def take(self, model: str, keys: Iterable[Key]) -> None:
         """Measure the rows that are missing, several at once."""
@@ -165,6 +86,8 @@ class Suite:
             missing = [JUDGE, *(key for key in missing if key != JUDGE)]
 
         def one(key: Key) -> None:
+            if self.is_late():
+                return
             found = self.processes.answer(row, self.name, model, *key, folder)
             self.results.keep(model, key, found)
 
@@ -177,6 +100,8 @@ class Suite:
         turns = WORK / self.name / "turns"
 
         def one(key: Key, budget: int) -> None:
+            if self.is_late():
+                return
             most = self.processes.answer(batches.found, self.name, model, *key, budget, turns)
             self.results.keep_batch(model, budget, key, most)
 
@@ -191,15 +116,25 @@ class Suite:
             shutil.rmtree(WORK / self.name / model, ignore_errors=True)
         shares = SMOKE_SHARES if self.name == "smoke" else SHARES
         compiled = [JUDGE, *(("inductor", share) for share in shares)]
-        eager_like = [*CHECKPOINTS, ("sac_ilp", 0), *(("aot", share) for share in shares)]
+        eager_like = [*CHECKPOINTS, ("sac_ilp", 0), *(("aot", share) for share in shares), *BY_HAND]
         self.take(model, in_turn(compiled, eager_like))
+        if self.has_left:
+            return
         rows = self.results.rows(model)
         eager_bytes = next(row.peak_bytes for row in rows if row.method == "eager")
         parts = [percent * eager_bytes // 100 for percent in PERCENTS]
         peaks = targets(front([row for row in rows if row.method == "inductor"]), [])
         planned = [("remat_compiled", peak) for peak in peaks]
         peaks = targets(front([row for row in rows if row.method in EAGER_LIKE]), parts)
-        self.take(model, in_turn(planned, [("remat", peak) for peak in peaks]))
+        levers = [(ours, peak) for ours in BESIDE for peak in self.peaks_beside(model, ours)]
+        self.take(model, in_turn(planned, [*(("remat", peak) for peak in peaks), *levers]))
+
+    def peaks_beside(self, model: str, ours: str) -> list[int]:
+        """Budgets for a lever of ours: the peaks of what people do for the same."""
+        rows = [row for row in self.results.rows(model) if row.method in BESIDE[ours]]
+        least = min((row.peak_bytes for row in rows if row.is_measured), default=0)
+        lower = [LOWER[ours] * least // 100] if least and ours in LOWER else []
+        return targets(front(rows), lower)
 
 
 def in_turn(slow: Iterable[Key], fast: Iterable[Key]) -> list[Key]:
@@ -214,6 +149,10 @@ def main() -> int:
     parser.add_argument("--suite", choices=list(SUITES), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="JSON file; what it has is kept")
     parser.add_argument("--batches", action="store_true", help="the largest batches as well")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf,
+        help="begin no row after so many; status 3 says that the next run goes on",
+    )  # fmt: skip
     parser.add_argument("--models", nargs="+", help="of the suite, to measure a few")
     asked = parser.parse_args()
     unknown = set(asked.models or ()) - set(SUITES[asked.suite])
@@ -224,11 +163,14 @@ def main() -> int:
     if asked.suite == "gpu" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
     results = Results.at(asked.out, asked.suite)
-    suite = Suite(asked.suite, results)
+    suite = Suite(asked.suite, results, 60 * asked.minutes)
     for model in asked.models or SUITES[asked.suite]:
         suite.run(model)
-        if asked.batches:
+        if asked.batches and not suite.has_left:
             suite.largest(model)
+        if suite.has_left:
+            print("rows are left: the same command goes on")
+            return LEFT_OVER
     return 0
 
 

@@ -16,9 +16,10 @@ import torch
 
 import remat
 from benchmarks.comparison import methods
+from benchmarks.comparison.bench import Bench
 from benchmarks.comparison.calm import ROUNDS, Timed
 from benchmarks.comparison.models import SUITES
-from benchmarks.comparison.row import Bench, variant_of
+from benchmarks.comparison.row import variant_of
 from benchmarks.comparison.turns import Turns
 
 CHECKPOINTS: tuple[tuple[str, float], ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,7 +17,12 @@ MARKS = {
     "sequential": ("sequential", "#009e73", "^"),
     "aot": ("compile, eager-like", "#cc79a7", "v"),
     "inductor": ("compile, Inductor", "#e69f00", "D"),
+    "save_on_cpu": ("save_on_cpu", "#999999", "P"),
+    "offload": ("save_on_cpu, blocks", "#999999", "X"),
+    "chunked": ("loss in chunks", "#f0e442", "h"),
     "remat": ("remat", "#d55e00", "o"),
+    "remat_pieces": ("remat, head in pieces", "#d55e00", "h"),
+    "remat_host": ("remat, host", "#d55e00", "P"),
     "remat_compiled": ("remat, compiled", "#8b2500", "D"),
 }
 """Colours of Okabe and Ito, which the colour-blind can tell apart; shapes differ as well."""
@@ -33,8 +38,9 @@ def draw(models: Mapping[str, Sequence[Row]], path: Path) -> None:
     figure, axes = plt.subplots(lines, COLUMNS, figsize=(11, 3.1 * lines), squeeze=False)
     for ax in axes.flat[len(models) :]:
         ax.set_axis_off()
+    measured = {row.method for rows in models.values() for row in rows}
     for ax, (name, rows) in zip(axes.flat, models.items(), strict=False):
-        _panel(ax, rows)
+        _panel(ax, rows, measured)
         ax.set_title(name)
     for ax in axes[-1]:
         ax.set_xlabel("measured peak, MB")
@@ -47,8 +53,10 @@ def draw(models: Mapping[str, Sequence[Row]], path: Path) -> None:
     plt.close(figure)
 
 
-def _panel(ax: plt.Axes, rows: Sequence[Row]) -> None:
+def _panel(ax: plt.Axes, rows: Sequence[Row], measured: Set[str]) -> None:
     for method, (label, colour, marker) in MARKS.items():
+        if method not in measured:
+            continue
         found = [r for r in rows if r.method == method and r.over_eager < WORST]
         xs, ys = [r.peak_bytes / 1e6 for r in found], [100 * r.over_eager for r in found]
         ax.scatter(xs, ys, c=colour, marker=marker, s=24, label=label, zorder=3)

@@ -6,7 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OURS = ("remat", "remat_compiled")
+OURS = ("remat", "remat_pieces", "remat_host", "remat_compiled", "remat_step")
+ON_HOST = ("save_on_cpu", "offload", "remat_host")
+"""Methods that take memory of the host besides: they are compared among themselves."""
+WITH_UPDATE = ("adamw", "adamw_in_backward", "remat_step")
+"""Methods whose step ends with updated parameters, compared among themselves too."""
 TORCHS_KEPT = "keep_all"
 """Torch's compiled step that keeps everything: no method, but the judge of others' gradients."""
 CLOSE = 0.03
@@ -48,6 +52,11 @@ class Row:
         return self.kept["over_eager"]
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether memory of the host is taken besides."""
+        return self.method in ON_HOST
+
+    @property
     def is_right(self) -> bool:
         """Whether its gradients are those of the step that keeps everything."""
         return self.kept.get("is_right", True)
@@ -64,6 +73,13 @@ def front(rows: Iterable[Row]) -> list[Row]:
     return found[::-1]
 
 
+def fronts(rows: Iterable[Row]) -> list[Row]:
+    """The front of the rows that leave the host alone, then that of the others."""
+    every = list(rows)
+    apart = ([row for row in every if row.is_on_host is on_host] for on_host in (False, True))
+    return [row for part in apart for row in front(part)]
+
+
 def targets(rows: Sequence[Row], more: Sequence[int]) -> list[int]:
     """Budgets of ours: the peaks of `rows`, then `more`, each unless it is close to another.
 
@@ -74,6 +90,11 @@ def targets(rows: Sequence[Row], more: Sequence[int]) -> list[int]:
         if all(abs(peak / other - 1) > CLOSE for other in found):
             found.append(peak)
     return sorted(found, reverse=True)
+
+
+def best_beside(rows: Iterable[Row], other: Row) -> Row | None:
+    """The fastest of the rows within the other's peak; it is on the host only if the other is."""
+    return best_within((r for r in rows if other.is_on_host or not r.is_on_host), other.peak_bytes)
 
 
 def best_within(rows: Iterable[Row], peak_bytes: int) -> Row | None:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 
 from benchmarks.comparison.models import Trainee
 
-SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
+SHARES = (1.0, 0.7, 0.55, 0.4, 0.2, 0.1)
 """Values of torch's activation_memory_budget."""
 COMPILERS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
 

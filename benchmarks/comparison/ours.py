@@ -20,14 +20,22 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
 import remat
+from benchmarks.comparison.by_hand.early_update import Updating, adamw, finished_by
 from benchmarks.comparison.methods import DoesNotApplyError, Variant
 from benchmarks.comparison.models import Trainee
 from benchmarks.comparison.turns import Quiet
 from remat.budgets import UNBOUNDED_BYTES
+from remat.graph_capture.errors import BudgetError
 from remat.rewriter.inductor import partition as inductor_partition
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
 LIMIT_S = 10.0
+LEVERS: dict[str, dict[str, Any]] = {
+    "remat": {"split": "none"},
+    "remat_pieces": {"split": "exact"},
+    "remat_host": {"split": "none", "host": "8GiB"},
+}
+"""What the captured step of a method may do besides recomputing."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,13 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began_s
 
 
-def rewritten(trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet) -> Planned:
-    """`remat.rewrite` of the schedule for a budget."""
+def rewritten(
+    trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet, method: str = "remat"
+) -> Planned:
+    """`remat.rewrite` of the schedule for a budget, with the levers of a method."""
     seconds: dict[str, float] = {}
     with quiet.pricing(), timed(seconds, "capture_and_price_s"):
-        graph = remat.capture(trainee.model, trainee.args, device=device, split="none")
+        graph = remat.capture(trainee.model, trainee.args, device=device, **LEVERS[method])
     with quiet.solving(), timed(seconds, "solve_s"):
         result = remat.solve(graph, budget_bytes, time_limit_s=LIMIT_S)
     if result.schedule is None:
@@ -71,6 +81,31 @@ def rewritten(trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet) ->
     return Planned(
         Variant(module), Variant(remat.rewrite(trainee.model, everything)), lambda: facts
     )
+
+
+def updating(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
+    """`remat.training_step`: its backward updates parameters as gradients arrive."""
+    optimizer = adamw(trainee.model)
+
+    def within(budget: str | int) -> Any:
+        return remat.training_step(
+            trainee.model, trainee.args, optimizer=optimizer, budget=budget, split="none",
+            time_limit_s=LIMIT_S, check=False,
+        )  # fmt: skip
+
+    with quiet.solving():
+        try:
+            module, kept = within(budget_bytes), within(UNBOUNDED_BYTES)
+        except BudgetError as error:
+            raise DoesNotApplyError(str(error)) from error
+    plan = module._remat_prediction
+    facts = {
+        "budget_bytes": budget_bytes, "predicted_bytes": plan.peak_bytes,
+        "planned_overhead": plan.overhead, "gap": plan.gap,
+    }  # fmt: skip
+    finish = finished_by(optimizer)
+    both = [Updating(one, optimizers=(optimizer,), finish=finish) for one in (module, kept)]
+    return Planned(both[0], both[1], lambda: facts)
 
 
 def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:

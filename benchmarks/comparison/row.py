@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.comparison import methods, ours
-from benchmarks.comparison.calm import Round, timed_calmly
-from benchmarks.comparison.fronts import TORCHS_KEPT
+from benchmarks.comparison.bench import Bench
+from benchmarks.comparison.by_hand import chunked_loss, early_update, host_copies
+from benchmarks.comparison.by_hand.updating_bench import UpdatingBench
+from benchmarks.comparison.calm import timed_calmly
+from benchmarks.comparison.fronts import TORCHS_KEPT, WITH_UPDATE
 from benchmarks.comparison.methods import DoesNotApplyError, Variant
-from benchmarks.comparison.models import SUITES, Trainee
+from benchmarks.comparison.models import SUITES
 from benchmarks.comparison.sac_ilp import ilp
 from benchmarks.comparison.turns import Quiet, Turns
-from remat.graph_capture.memory_events import measure_peak
 
 JUDGED = ("inductor", "remat_compiled")
 """Methods whose gradients are held against those of the compiled step that keeps everything."""
 AWAITED_S = 300.0
 """How long a row waits for gradients that another row is to write."""
-GRADIENTS, DECOMPOSED, FASTEST = "gradients.pt", "decomposed.pt", "fastest_s"
-SEED = 3
+GRADIENTS, DECOMPOSED = "gradients.pt", "decomposed.pt"
 SMALL = 1e-3
 """A gradient smaller than this part of the largest may be nothing but rounding.
 
@@ -45,82 +44,6 @@ RIGHT = 0.02
 Kernels that are fused differently round differently, and batch norm makes that larger. Gradients
 of other random numbers are off by 1.
 """
-
-
-class Bench:
-    """A trainee on its device, and what is measured of variants of it."""
-
-    def __init__(self, trainee: Trainee, device: str) -> None:
-        self.device, self.is_cuda = device, device.startswith("cuda")
-        args = tuple(arg.to(device) for arg in trainee.args)
-        self.trainee = Trainee(trainee.model.to(device), args, trainee.blocks, trainee.chain)
-        self.parameters = list(trainee.model.parameters())
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """bfloat16 on a GPU, nothing on a CPU."""
-        return torch.autocast("cuda", torch.bfloat16) if self.is_cuda else nullcontext()
-
-    def step(self, variant: Variant) -> None:
-        """One training step without an optimizer; earlier gradients are dropped."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        with variant.context():
-            with self.autocast():
-                loss = variant.call(*self.trainee.args)
-            loss.backward()
-
-    def gradients(self, variant: Variant) -> list[Tensor]:
-        """Of a step from a fixed random state."""
-        torch.manual_seed(SEED)
-        self.step(variant)
-        return [p.grad.clone() for p in self.parameters if p.grad is not None]
-
-    def rounds(self, *variants: Variant) -> Callable[[], Round]:
-        """Warm each up; a call then takes a step of each in turn.
-
-        Times are the processor's seconds on a CPU, the clock's on a GPU.
-        """
-        for variant in variants:
-            self.step(variant)
-        # The first is the unmodified step, and the others follow in either order in turn. On a
-        # shared machine that step is fast by chance, the next one .6 as much, the one after .4.
-        # In one order the two that are compared would get unequal shares of its luck.
-        orders = cycle([[0, *range(1, len(variants))], [0, *range(len(variants) - 1, 0, -1)]])
-
-        def measure() -> Round:
-            taken_s = {number: self._taken_s(variants[number]) for number in next(orders)}
-            return [taken_s[number] for number in range(len(variants))]
-
-        return measure
-
-    def _taken_s(self, variant: Variant) -> float:
-        began_s = self._now_s()
-        self.step(variant)
-        return self._now_s() - began_s
-
-    def _now_s(self) -> float:
-        if not self.is_cuda:
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def peaks(self, variant: Variant) -> dict[str, int]:
-        """Bytes at the peak of a step, parameters, buffers and the batch included."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        tensors = [*self.parameters, *self.trainee.model.buffers(), *self.trainee.args]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        held_bytes = sum(storages.values())
-        if not self.is_cuda:
-            return {"peak_bytes": held_bytes + measure_peak(lambda: self.step(variant))}
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        other_bytes = torch.cuda.memory_allocated() - held_bytes
-        self.step(variant)
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated() - other_bytes,
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-        }
 
 
 def variant_of(bench: Bench, method: str, amount: float) -> Variant:
@@ -135,15 +58,22 @@ def variant_of(bench: Bench, method: str, amount: float) -> Variant:
         "aot": lambda: methods.compiled(trainee, "aot", amount),
         "inductor": lambda: methods.compiled(trainee, "inductor", amount),
         TORCHS_KEPT: lambda: methods.compiled_keeping_all(trainee),
+        "save_on_cpu": lambda: host_copies.save_all(trainee, bench.device),
+        "offload": lambda: host_copies.save_blocks(trainee, int(amount), bench.device),
+        "chunked": lambda: chunked_loss.in_chunks(trainee, int(amount)),
+        "adamw": lambda: early_update.after_backward(trainee),
+        "adamw_in_backward": lambda: early_update.in_backward(trainee),
     }
     return makers[method]()
 
 
 def planned_of(bench: Bench, method: str, amount: float, quiet: Quiet) -> ours.Planned:
     """The variant by any method; only ours come with predictions."""
-    if method == "remat":
+    if method in ours.LEVERS:
         with bench.autocast():
-            return ours.rewritten(bench.trainee, int(amount), bench.device, quiet)
+            return ours.rewritten(bench.trainee, int(amount), bench.device, quiet, method)
+    if method == "remat_step":
+        return ours.updating(bench.trainee, int(amount), quiet)
     if method == "remat_compiled":
         return ours.compiled(bench.trainee, int(amount), quiet)
     return ours.Planned(variant_of(bench, method, amount), None, dict)
@@ -174,7 +104,7 @@ def measured(
     gradients. Its row may be set up beside the rows that read its gradients, so they wait.
     """
     bench = make()
-    eager = methods.eager(bench.trainee)
+    eager = bench.unmodified()
     references = [bench.gradients(eager)]
     began_s = time.perf_counter() - turns.waited_s
     planned = planned_of(bench, method, amount, Quiet(turns, folder / f"{method}.priced"))
@@ -188,7 +118,7 @@ def measured(
     if planned.keep_all:
         with Turns(folder / f"{method}.kept_turns").first(folder / f"{method}.kept"):
             bench.step(planned.keep_all)
-    facts |= times(bench, eager, planned, turns, folder / FASTEST)
+    facts |= times(bench, eager, planned, turns, folder / bench.fastest)
     if method in JUDGED:
         references.append(_awaited(folder / GRADIENTS))
     if method != TORCHS_KEPT:
@@ -240,10 +170,13 @@ def row(suite: str, model: str, method: str, amount: float, folder: Path) -> dic
     torch.set_num_threads(1)
 
     def make() -> Bench:
-        return Bench(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
+        kind = UpdatingBench if method in WITH_UPDATE else Bench
+        return kind(SUITES[suite][model].make(), "cuda" if suite == "gpu" else "cpu")
 
     turns = Turns(folder.parent / "turns", None if suite == "gpu" else os.getppid())
+    began_s = time.monotonic()
     try:
-        return measured(make, method, amount, folder, turns)
+        found = measured(make, method, amount, folder, turns)
+        return {**found, "row_s": time.monotonic() - began_s}
     except DoesNotApplyError as error_:
         return {"error": str(error_), "does_not_apply": True}

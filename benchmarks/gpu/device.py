@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.cell import commit_here
-from benchmarks.comparison import row
+from benchmarks.comparison import bench
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import SUITES
 from remat.compile.on_device import libraries_bytes
@@ -54,7 +54,7 @@ def keep(path: Path | None, found: dict[str, Any]) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-class Bench(row.Bench):
+class Bench(bench.Bench):
     """A model of a suite on a device, trained under bfloat16 autocast on a GPU.
 
     Parameters
