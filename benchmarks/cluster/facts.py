@@ -1,4 +1,4 @@
-"""What was found of a job, as facts to keep: a mesh, where its step goes, and who holds its bytes."""
+"""What was found of a job, as facts to keep: a mesh, where its step goes, who holds its bytes."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def _collectives_us(graph: TrainingGraph) -> float:
 
 
 def seconds(time_us: float) -> float:
-    """Rounded, so that the file shows what changed."""
-    return round(time_us / 1e6, 4)
+    """Rounded, so that the file shows what changed; never -0."""
+    return round(time_us / 1e6, 4) + 0.0

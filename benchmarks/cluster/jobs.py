@@ -61,7 +61,7 @@ def _megatron(
 
 
 def _titan(gpus: int, step_s: float) -> PublishedJob:
-    """Eager, without float8. Its card is of the table; the MFU that it states is of another peak."""
+    """Eager, without float8. Its card is of the table; the MFU that it states is of another one."""
     return PublishedJob(
         f"llama3-8b-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", Asked(1, 1, 1, 2),
         TITAN, step_s, budget="80GiB", again=HALF_AGAIN,

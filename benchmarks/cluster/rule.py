@@ -19,7 +19,8 @@ PRODUCT, ATTENTION = "aten.mm.default", "scaled_dot_product"
 def step_by_rule_us(found: ClusterOutcome) -> float:
     """Of the best mesh, which has no pipeline."""
     best, file = found.ranked[0], found.file
-    assert file is not None and found.block is not None and best.plan.mesh.degrees.pp == 1
+    assert file is not None
+    assert found.block is not None
     (stage,) = best.stages
     ends_us = stage.work_us - found.job.layers * found.block.work_us
 

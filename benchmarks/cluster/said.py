@@ -40,8 +40,8 @@ def free_lines(facts: dict[str, Any]) -> list[str]:
         return ["    free: no mesh fits"]
     holders = ", ".join(f"{k} {v:.1f}" for k, v in free["fullest_gib"].items())
     lines = [
-        f"    free: {free['mesh']}, P kept {free['parameters_kept']}, OS over "
-        f"{free['states_over']}: {_figures(free)}; without overlap {free['without_overlap_s']:.2f} "
+        f"    free: {free['mesh']}, {_states(free)}: "
+        f"{_figures(free)}; without overlap {free['without_overlap_s']:.2f} "
         f"s; {free['evaluated']} evaluated, {free['pruned']} pruned, "
         f"{facts['free_made']['cpu_s']:.0f} CPU s",
         f"    takes {_takes(free)}",
@@ -50,7 +50,7 @@ def free_lines(facts: dict[str, Any]) -> list[str]:
     ]
     for one in free["runners_up"]:
         more = percent_text(one["step_s"] / free["step_s"] - 1)
-        lines.append(f"    runner-up +{more}: {one['mesh']}, P kept {one['parameters_kept']}")
+        lines.append(f"    runner-up +{more}: {one['mesh']}, {_states(one)}")
     return lines
 
 
@@ -74,6 +74,10 @@ def _why(ours: dict[str, Any] | None, free: dict[str, Any]) -> list[str]:
 def off_text(facts: dict[str, Any], step_s: float) -> str:
     """Ours over the published time."""
     return f"{100 * (step_s / facts['published_s'] - 1):+.1f} %"
+
+
+def _states(one: dict[str, Any]) -> str:
+    return f"P kept {one['parameters_kept']}, OS over {one['states_over']}"
 
 
 def _figures(one: dict[str, Any]) -> str:
