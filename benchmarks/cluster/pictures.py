@@ -1,4 +1,4 @@
-"""The picture of `docs/distributed.md`: `python -m benchmarks.cluster.pictures`.
+"""The picture of `docs/clusters.md`: `python -m benchmarks.cluster.pictures`.
 
 A plan of GPT 175B for 64 modelled A100, with fewer microbatches than were published, so that the
 bubbles can be seen. It is the same on any machine.

@@ -1,4 +1,4 @@
-"""The table of `docs/distributed.md`, out of the kept results."""
+"""The table of `docs/clusters.md`, out of the kept results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.cluster.said import off_text
 from remat.formats import percent_text
 
-PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 BEGIN, END = "<!-- clusters -->\n", "<!-- /clusters -->\n"
 HEAD = (
     "| job | its mesh | published | ours | chosen | then |",

@@ -91,7 +91,9 @@ def plan_cluster(
                 (judged_plan(search, plan) for plan in near[:REPLAYED]),
                 key=lambda one: (one.time_us, one.formula_us),
             )
-        kept = tuple(ranked[: runners_up + 1])
+        # The search ranks by the formula; what is shown as near is so as replayed.
+        near_us = ranked[0].time_us * (1 + search.close) if ranked else 0.0
+        kept = tuple(one for one in ranked[: runners_up + 1] if one.time_us <= near_us)
         file = _file(request, search, parts, kept) if kept else None
         block = None
         if kept:
