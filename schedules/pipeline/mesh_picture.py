@@ -11,6 +11,8 @@ from remat.schedules.pipeline.svg import Picture
 from remat.schedules.views.palette import CYCLE
 
 CELL, GAP, LEFT, TOP = 14, 12, 150, 46
+LEAST = 520
+"""Width that the line below needs."""
 MOST_COLUMNS, MOST_ROWS = 8, 6
 """Stages and data parallel ranks that are drawn; of more, the first ones and the last."""
 
@@ -22,7 +24,9 @@ def mesh_picture(plan: ClusterFile) -> Picture:
     stages = shown(mesh.pipeline_parallel_degree, MOST_COLUMNS)
     rows = shown(_data_parallel(mesh), MOST_ROWS)
     wide, high = max(tp * CELL, 64) + GAP, cp * CELL + GAP
-    picture = Picture(LEFT + len(stages) * wide + 20, TOP + len(rows) * high + 40, _says(plan))
+    picture = Picture(
+        max(LEFT + len(stages) * wide + 20, LEAST), TOP + len(rows) * high + 40, _says(plan)
+    )
     for column, stage in enumerate(stages):
         blocks = len(plan.stages[stage].blocks)
         picture.text(LEFT + column * wide, 16, f"stage {stage}")

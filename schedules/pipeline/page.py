@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
-from remat.formats import GIB, bytes_text, percent_text
+from remat.formats import bytes_text, percent_text
 from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
 from remat.schedules.pipeline.mesh_picture import mesh_picture
 from remat.schedules.pipeline.replay import PipelineReplay
@@ -86,21 +86,25 @@ def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[Section]:
         ("step", "The step of each rank", timeline_picture(plan, replay)),
         ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
     ):
-        found.append(Section(name, title, f"{picture.says}.", picture.inline()))
+        found.append(
+            Section(
+                name, title, picture.says[:1].upper() + picture.says[1:] + ".", picture.inline()
+            )
+        )
     return found
 
 
 def _stages(plan: ClusterFile) -> Table:
     headers = ["stage", "blocks", "in flight", "recomputed", *HOLDERS, "peak"]
     rows = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
-    return Table("stages", "Stages; bytes in GiB", headers, rows)
+    return Table("stages", "Stages, with bytes by holder", headers, rows)
 
 
 def _stage_row(number: int, stage: StageFacts) -> list[str]:
-    held = [f"{stage.held_bytes.get(name, 0) / GIB:.2f}" for name in HOLDERS]
+    held = [bytes_text(stage.held_bytes.get(name, 0)) for name in HOLDERS]
     return [
         str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
-        percent_text(stage.overhead), *held, f"{stage.peak_bytes / GIB:.2f}",
+        percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
     ]  # fmt: skip
 
 

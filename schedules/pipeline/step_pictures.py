@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from remat.formats import GIB
+from remat.formats import bytes_text, percent_text
 from remat.schedules.pipeline.cluster_plan import ClusterFile
 from remat.schedules.pipeline.mesh_picture import shown
 from remat.schedules.pipeline.replay import PipelineReplay, RankReplay, Span
@@ -41,7 +41,7 @@ def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> Picture:
     """One lane a rank; what is empty is a bubble. Behind, gathers, reductions and updates."""
     lanes = shown(len(replay.ranks), MOST_LANES)
     step_us = plan.predicted.step_us
-    says = f"{100 * replay.bubble:.1f} % of the ranks' time in the pipeline is spent waiting"
+    says = f"{percent_text(replay.bubble)} of the ranks' time in the pipeline is spent waiting"
     picture = Picture(WIDTH + LEFT + 20, len(lanes) * LANE + 66, says)
     kinds: set[str] = set()
     for row, rank in enumerate(lanes):
@@ -87,7 +87,7 @@ def bytes_picture(
     """Bytes by holder over the step, of a few stages, below the budget."""
     stages = shown(len(plan.stages), most_stages)
     fullest = max(stage.peak_bytes for stage in plan.stages)
-    says = f"the fullest stage holds {fullest / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB"
+    says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"
     picture = Picture(WIDTH + LEFT + 20, len(stages) * (HIGH + 24) + 40, says)
     for row, stage in enumerate(stages):
         _draw_stage(picture, plan, replay.ranks[stage], stage, 8 + row * (HIGH + 24))
@@ -120,7 +120,7 @@ def _draw_stage(
     picture.line(LEFT, y(plan.budget_bytes), LEFT + WIDTH, VERMILLION)
     picture.text(LEFT - 10, top + 26, f"stage {stage}", "end")
     peak = plan.stages[stage].peak_bytes
-    picture.text(LEFT - 10, top + 44, f"{peak / GIB:.1f} GiB", "end")
+    picture.text(LEFT - 10, top + 44, bytes_text(peak), "end")
 
 
 Stairs = list[tuple[int, int]]

@@ -60,7 +60,7 @@ class Picture:
 
     def inline(self) -> str:
         """For a page, whose ink it takes."""
-        return self._whole('class="picture"')
+        return self._whole(f'class="picture" style="max-width: {self.width}px"')
 
     def file(self, ink: str) -> str:
         """For a file of its own."""
