@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.cluster.jobs import MODELS, WHOLE_80GB
+from remat.cluster.judged import replay_of
 from remat.cluster.planning import plan_cluster
-from remat.cluster.reported import replay_of
 from remat.cluster.request import ClusterRequest
 from remat.schedules.pipeline.step_pictures import bytes_picture, timeline_picture
 from remat.schedules.pipeline.svg import stacked

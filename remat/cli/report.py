@@ -13,7 +13,7 @@ from remat.cli import options
 from remat.cli.outcome import opened_feasible, place_shown, said_layout
 from remat.cli.session import Session
 from remat.cli.verb import verb
-from remat.cluster.reported import page_of
+from remat.cluster.cluster_screen import page_of
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import DeviceError, FileError, LayoutError
 from remat.graph_capture.files.contents import read_contents, write_contents
@@ -96,8 +96,11 @@ def report_verb(
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
     """The page of a kept plan for a cluster."""
+    # It imports torch, whose order of a pipeline is replayed.
+    from remat.cluster.judged import replay_of
+
     plan = read_cluster_plan(read_contents(source), source)
-    _write(session, output, page_of(plan, source).encode(), "report")
+    _write(session, output, page_of(plan, replay_of(plan, source)).encode(), "report")
     if session.as_json:
         session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})
 

@@ -6,7 +6,15 @@ import msgspec
 
 from remat.cluster.torch_orders import torch_order
 from remat.graph_capture.cluster.chain_shape import PLACES
-from remat.schedules.pipeline.replay import StageCosts, in_order, replay_pipeline
+from remat.graph_capture.errors import PlanError
+from remat.schedules.pipeline.actions import PipelineAction, RankOrder
+from remat.schedules.pipeline.cluster_plan import MAKE_AGAIN, ClusterFile
+from remat.schedules.pipeline.replay import (
+    PipelineReplay,
+    StageCosts,
+    in_order,
+    replay_pipeline,
+)
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us
@@ -93,3 +101,29 @@ def _states_bytes(stage: StagePlan) -> int:
     """What is live beside the microbatches."""
     moving = ("saved activations", "while a block runs")
     return sum(size for name, size in stage.held_bytes.items() if name not in moving)
+
+
+def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
+    """The microbatches of a kept plan, replayed; without a pipeline they go one after another.
+
+    Raises
+    ------
+    PlanError : the plan does not say what its stages take, as those of before.
+    """
+    if not all(stage.costs for stage in plan.stages):
+        raise PlanError(
+            f"{name} does not say what its stages take, so no step can be drawn. {MAKE_AGAIN}"
+        )
+    costs = in_order([stage.costs for stage in plan.stages])
+    return replay_pipeline(_order_of(plan), costs, plan.hop_us)
+
+
+def _order_of(plan: ClusterFile) -> tuple[RankOrder, ...]:
+    mesh = plan.parallelism
+    if not mesh.pipeline_parallel_schedule:
+        pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
+        return (tuple(pairs),)
+    return torch_order(
+        mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree, plan.microbatches,
+        plan.chunks,
+    )  # fmt: skip

@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
+from remat.cluster.cluster_screen import page_of
+from remat.cluster.judged import replay_of
 from remat.cluster.planning import plan_cluster
-from remat.cluster.reported import page_of, replay_of
 from remat.cluster.request import ClusterRequest
 from remat.graph_capture.errors import PlanError
 from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
@@ -78,7 +79,7 @@ def test_a_page_without_a_pipeline_has_its_microbatches_in_turn() -> None:
     plan = planned(Asked(tp=1, cp=1, pp=1, microbatch=1))
     spans = replay_of(plan).ranks[0].spans
     assert [str(span.action) for span in spans[:3]] == ["0F0", "0B0", "0F1"]
-    assert "The step of each rank" in page_of(plan)
+    assert "The step of each rank" in page_of(plan, replay_of(plan))
 
 
 def test_the_verb_writes_the_page_of_a_file(staged: ClusterFile, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_file_of_before_is_read_and_refused_a_page(staged: ClusterFile) -> Non
     old = msgspec.structs.replace(staged, stages=stages)
     assert read_cluster_plan(old.to_json()) == old
     with pytest.raises(PlanError, match=r"old\.json does not say what its stages take"):
-        page_of(old, "old.json")
+        replay_of(old, "old.json")
     cut = msgspec.structs.replace(
         staged, stages=tuple(msgspec.structs.replace(s, costs=s.costs[:1]) for s in staged.stages)
     )
