@@ -1,4 +1,4 @@
-"""One screen of a plan for a cluster, or a page: mesh, states, time, stages, runners-up, what is modelled."""
+"""A plan for a cluster as one screen, or as a page, with what is modelled in it."""
 
 from __future__ import annotations
 

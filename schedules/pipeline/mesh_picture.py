@@ -25,7 +25,7 @@ def mesh_picture(plan: ClusterFile) -> Picture:
     rows = shown(_data_parallel(mesh), MOST_ROWS)
     wide, high = max(tp * CELL, 64) + GAP, cp * CELL + GAP
     picture = Picture(
-        max(LEFT + len(stages) * wide + 20, LEAST), TOP + len(rows) * high + 40, _says(plan)
+        max(LEFT + len(stages) * wide + 20, LEAST), TOP + len(rows) * high + 40, _mesh_says(plan)
     )
     for column, stage in enumerate(stages):
         blocks = len(plan.stages[stage].blocks)
@@ -67,7 +67,7 @@ def _row_text(mesh: Parallelism, replica: int) -> str:
     return f"replica {replica // shard}, shard {replica % shard}"
 
 
-def _says(plan: ClusterFile) -> str:
+def _mesh_says(plan: ClusterFile) -> str:
     mesh = plan.parallelism
     return (
         f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {_data_parallel(mesh)} data "

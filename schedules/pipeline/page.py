@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -11,14 +10,8 @@ from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
 from remat.schedules.pipeline.mesh_picture import mesh_picture
 from remat.schedules.pipeline.replay import PipelineReplay
 from remat.schedules.pipeline.step_pictures import HOLDERS, bytes_picture, timeline_picture
-
-
-class Figure(NamedTuple):
-    """One large figure at the head of the page."""
-
-    name: str
-    text: str
-    note: str
+from remat.schedules.report.page import Figure
+from remat.schedules.report.tables import Table
 
 
 class Section(NamedTuple):
@@ -30,15 +23,6 @@ class Section(NamedTuple):
     picture: str
 
 
-class Table(NamedTuple):
-    """Rows whose first cell names them."""
-
-    name: str
-    caption: str
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: str) -> str:
     """The page, as HTML.
 
@@ -48,7 +32,7 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: s
     """
     from jinja2 import Environment, StrictUndefined
 
-    text = _file("remat.schedules.pipeline", "page.html")
+    text = _text_of("remat.schedules.pipeline", "page.html")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
     return template.render(
         plan=plan,
@@ -57,11 +41,11 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: s
         figures=_figures(plan),
         sections=_sections(plan, replay),
         tables=[_stages(plan), *([_runners_up(plan)] if plan.runners_up else [])],
-        style=_file("remat.schedules.report", "page.css"),
+        style=_text_of("remat.schedules.report", "page.css"),
     )
 
 
-def _file(package: str, name: str) -> str:
+def _text_of(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -95,21 +79,21 @@ def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[Section]:
 
 
 def _stages(plan: ClusterFile) -> Table:
-    headers = ["stage", "blocks", "in flight", "recomputed", *HOLDERS, "peak"]
-    rows = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
+    headers = ("stage", "blocks", "in flight", "recomputed", *HOLDERS, "peak")
+    rows = tuple(_stage_row(number, stage) for number, stage in enumerate(plan.stages))
     return Table("stages", "Stages, with bytes by holder", headers, rows)
 
 
-def _stage_row(number: int, stage: StageFacts) -> list[str]:
+def _stage_row(number: int, stage: StageFacts) -> tuple[str, ...]:
     held = [bytes_text(stage.held_bytes.get(name, 0)) for name in HOLDERS]
-    return [
+    return (
         str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
         percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _runners_up(plan: ClusterFile) -> Table:
-    rows: list[list[str]] = []
+    rows: list[tuple[str, ...]] = []
     for one in plan.runners_up:
         p = one.parallelism
         degrees = (
@@ -118,6 +102,6 @@ def _runners_up(plan: ClusterFile) -> Table:
             p.pipeline_parallel_microbatch_size,
         )  # fmt: skip
         later = percent_text(one.step_us / plan.predicted.step_us - 1)
-        rows.append([f"+{later}", *map(str, degrees), p.fsdp_reshard_after_forward])
-    headers = ["step", "tp", "cp", "pp", "replicas", "shards", "chunks", "microbatch", "P kept"]
-    return Table("near", "Meshes within 5 % of the step", headers, rows)
+        rows.append((f"+{later}", *map(str, degrees), p.fsdp_reshard_after_forward))
+    headers = ("step", "tp", "cp", "pp", "replicas", "shards", "chunks", "microbatch", "P kept")
+    return Table("near", "Meshes within 5 % of the step", headers, tuple(rows))

@@ -44,7 +44,7 @@ class StageCosts(msgspec.Struct, frozen=True):
         return {"F": self.forward_us, "I": self.input_us, "W": self.weight_us, "B": whole}[kind]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """One action of a rank: when it runs, and what its microbatches hold meanwhile and after."""
 
     action: PipelineAction
@@ -67,7 +67,7 @@ class RankReplay(msgspec.Struct, frozen=True):
     busy_us: float
     peak_bytes: int
     most_open: int
-    spans: tuple[Span, ...] = ()
+    spans: tuple[ActionSpan, ...] = ()
 
 
 class PipelineReplay(msgspec.Struct, frozen=True):
@@ -172,7 +172,7 @@ class _Rank:
     peak_bytes: int = 0
     most_open: int = 0
     open: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    spans: list[Span] = field(default_factory=list[Span])
+    spans: list[ActionSpan] = field(default_factory=list[ActionSpan])
 
     @property
     def is_done(self) -> bool:
@@ -210,7 +210,9 @@ class _Rank:
         self.most_open = max(self.most_open, len(self.open))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + cost.need_bytes)
         self.spans.append(
-            Span(action, began_us, self.clock_us, self.live_bytes, cost.need_bytes, self.live_bytes)
+            ActionSpan(
+                action, began_us, self.clock_us, self.live_bytes, cost.need_bytes, self.live_bytes
+            )
         )
 
     def _end(self, together: Together, costs: Sequence[StageCosts]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from remat.formats import bytes_text, percent_text
 from remat.schedules.pipeline.cluster_plan import ClusterFile
 from remat.schedules.pipeline.mesh_picture import shown
-from remat.schedules.pipeline.replay import PipelineReplay, RankReplay, Span
+from remat.schedules.pipeline.replay import ActionSpan, PipelineReplay, RankReplay
 from remat.schedules.pipeline.svg import Picture
 from remat.schedules.views.palette import (
     BLUE,
@@ -48,10 +48,10 @@ def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> Picture:
         y = 6 + row * LANE
         picture.text(LEFT - 10, y + 13, f"rank {rank}", "end")
         picture.frame(LEFT, y, WIDTH, LANE - 4)
-        for kind, boxes in _merged(replay.ranks[rank].spans, step_us).items():
+        for kind, boxes in _touching(replay.ranks[rank].spans, step_us).items():
             kinds.add(kind)
             picture.boxes([(x, y, w, LANE - 4) for x, w in boxes], ACTIONS[kind])
-        end = _x(replay.time_us, step_us)
+        end = _across(replay.time_us, step_us)
         picture.boxes([(end, y, LEFT + WIDTH - end, LANE - 4)], BEHIND, "states: reduce, update")
     foot = 6 + len(lanes) * LANE + 18
     shown_kinds = [(NAMES[k], ACTIONS[k]) for k in ACTIONS if k in kinds]
@@ -61,13 +61,13 @@ def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> Picture:
     return picture
 
 
-def _merged(spans: Sequence[Span], step_us: float) -> dict[str, list[tuple[int, int]]]:
+def _touching(spans: Sequence[ActionSpan], step_us: float) -> dict[str, list[tuple[int, int]]]:
     """Actions of one kind as boxes of whole units: x and width. Those that touch become one."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     last = ""
     for span in spans:
         kind = span.action.kind
-        begin, end = _x(span.begin_us, step_us), _x(span.end_us, step_us)
+        begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
         boxes = found[kind]
         if boxes and last == kind and sum(boxes[-1]) >= begin:
             boxes[-1] = boxes[-1][0], end - boxes[-1][0]
@@ -77,7 +77,7 @@ def _merged(spans: Sequence[Span], step_us: float) -> dict[str, list[tuple[int, 
     return found
 
 
-def _x(time_us: float, step_us: float) -> int:
+def _across(time_us: float, step_us: float) -> int:
     return LEFT + min(WIDTH, round(WIDTH * time_us / step_us))
 
 
@@ -132,7 +132,7 @@ def _stairs(rank: RankReplay, step_us: float) -> tuple[Stairs, Stairs]:
     running: dict[int, int] = {LEFT: 0}
     before = 0
     for span in rank.spans:
-        begin, end = _x(span.begin_us, step_us), _x(span.end_us, step_us)
+        begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
         for stairs, size in ((saved, before), (running, before)):
             stairs[begin] = max(stairs.get(begin, 0), size)
         saved[end] = max(saved.get(end, 0), span.saved_bytes)
