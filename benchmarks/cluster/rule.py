@@ -7,6 +7,9 @@ of a block, and computes all else again (`_apply_ac_to_transformer_block` in its
 
 from __future__ import annotations
 
+import msgspec
+
+from remat.cluster.judged import replay_of
 from remat.cluster.planning import ClusterOutcome
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.cluster.step_time import data_parallel_us
@@ -16,8 +19,8 @@ from remat.solver.templates.template import Template, template_sequence, unavoid
 PRODUCT, ATTENTION = "aten.mm.default", "scaled_dot_product"
 
 
-def step_by_rule_us(found: ClusterOutcome) -> float:
-    """Of the best mesh, which has no pipeline."""
+def step_with_half_again_us(found: ClusterOutcome) -> float:
+    """Of the best mesh, which has no pipeline, by torchtitan's rule."""
     best, file = found.ranked[0], found.file
     assert file is not None
     assert found.block is not None
@@ -31,6 +34,26 @@ def step_by_rule_us(found: ClusterOutcome) -> float:
 
     own_us = stage.extra_us / found.job.layers
     return best.time_us + with_us(again_us(file.graphs[0])) - with_us(own_us)
+
+
+def step_with_all_again_us(found: ClusterOutcome) -> float:
+    """Of the best mesh, which has a pipeline, if each block keeps the least that it can."""
+    best, file = found.ranked[0], found.file
+    assert file is not None
+    assert found.block is not None
+    full_us, chunks = found.block.options[-1].extra_us, file.chunks
+    stages = tuple(
+        msgspec.structs.replace(facts, costs=tuple(
+            msgspec.structs.replace(
+                cost,
+                input_us=cost.input_us + (stage.blocks * full_us - stage.extra_us) / chunks,
+            )
+            for cost in facts.costs
+        ))
+        for facts, stage in zip(file.stages, best.stages, strict=True)
+    )  # fmt: skip
+    replay = replay_of(msgspec.structs.replace(file, stages=stages))
+    return replay.time_us + best.plan.time_us - best.plan.pipeline_us
 
 
 def again_us(block: TrainingGraph) -> float:

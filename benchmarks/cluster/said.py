@@ -27,7 +27,7 @@ def published_lines(name: str, facts: dict[str, Any]) -> list[str]:
     if "by_its_rule_s" in facts:
         rule = facts["by_its_rule_s"]
         lines.append(
-            f"    with its own recomputation, every second product of a block: {rule:.2f} s, "
+            f"    with its own recomputation, {facts['its_rule']}: {rule:.2f} s, "
             f"{off_text(facts, rule)}"
         )
     return lines
