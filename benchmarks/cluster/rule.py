@@ -12,6 +12,8 @@ import msgspec
 from remat.cluster.judged import replay_of
 from remat.cluster.planning import ClusterOutcome
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.pipeline.replay import StageCosts
+from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import data_parallel_us
 from remat.solver.problem import Problem
 from remat.solver.templates.template import Template, template_sequence, unavoidable
@@ -37,21 +39,29 @@ def step_with_half_again_us(found: ClusterOutcome) -> float:
 
 
 def step_with_all_again_us(found: ClusterOutcome) -> float:
-    """Of the best mesh, which has a pipeline, if each block keeps the least that it can."""
+    """Of the best mesh, which has a pipeline of one chunk a rank: a checkpoint around each block.
+
+    Stages have as many blocks each, as those of the source do.
+    """
     best, file = found.ranked[0], found.file
     assert file is not None
     assert found.block is not None
-    full_us, chunks = found.block.options[-1].extra_us, file.chunks
+    block, even = found.block, found.job.layers / file.parallelism.pipeline_parallel_degree
+    least_bytes = min(option.saved_bytes for option in block.options)
+    full_us = min(o.extra_us for o in block.options if o.saved_bytes == least_bytes)
+
+    def evenly(cost: StageCosts, stage: StagePlan) -> StageCosts:
+        more = even - stage.blocks
+        again = even * full_us - stage.extra_us
+        return msgspec.structs.replace(
+            cost, forward_us=cost.forward_us + more * block.forward_us,
+            input_us=cost.input_us + more * block.backward_us + again,
+        )  # fmt: skip
+
     stages = tuple(
-        msgspec.structs.replace(facts, costs=tuple(
-            msgspec.structs.replace(
-                cost,
-                input_us=cost.input_us + (stage.blocks * full_us - stage.extra_us) / chunks,
-            )
-            for cost in facts.costs
-        ))
+        msgspec.structs.replace(facts, costs=(evenly(facts.costs[0], stage),))
         for facts, stage in zip(file.stages, best.stages, strict=True)
-    )  # fmt: skip
+    )
     replay = replay_of(msgspec.structs.replace(file, stages=stages))
     return replay.time_us + best.plan.time_us - best.plan.pipeline_us
 

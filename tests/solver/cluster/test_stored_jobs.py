@@ -63,21 +63,19 @@ def _evenly_us(search: ClusterSearch, plan: ClusterPlan) -> float:
     return sum(times) + (d.microbatches - 1) * max(times) + plan.time_us - plan.pipeline_us
 
 
-def test_parameters_are_kept_over_a_node_where_links_between_are_slow() -> None:
-    """ZeRO++'s hpZ, for Llama 8B on 8 nodes."""
-    kept = {gb_s: _kept_on(gb_s) for gb_s in (400.0, 20.0)}
-    assert kept[20.0] == (64, 8)
-    assert kept[400.0] != (64, 8)
-
-
-def _kept_on(between_gb_s: float) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    ("gb_s", "budget_gib", "shard", "keep"), [(40, 28, 64, 64), (10, 28, 64, 8), (5, 36, 8, 8)]
+)
+def test_states_are_held_as_the_links_between_nodes_allow(
+    gb_s: float, budget_gib: int, shard: int, keep: int
+) -> None:
+    """Llama 8B on 8 nodes: ZeRO-3; on slower links ZeRO++'s hpZ; then HSDP, which needs room."""
     stored = stored_job("llama3_8b-64")
-    links = msgspec.structs.replace(stored.cluster.links, between_gb_s=between_gb_s)
-    # With whole parameters and gradients there would be nothing to gather again.
-    cluster = msgspec.structs.replace(stored.cluster, links=links, budget_bytes=28 << 30)
+    links = msgspec.structs.replace(stored.cluster.links, between_gb_s=gb_s)
+    cluster = msgspec.structs.replace(stored.cluster, links=links, budget_bytes=budget_gib << 30)
     search = msgspec.structs.replace(stored, cluster=cluster, asked=Asked(1, 1, 1, 1)).search()
     best = search.run()[0].mesh
-    return best.shard, best.keep
+    assert (best.shard, best.keep) == (shard, keep)
 
 
 @cache
@@ -105,16 +103,17 @@ def test_at_128k_tokens_the_block_is_cut_at_attentions_output() -> None:
 
 
 def test_a_plan_for_1024_gpus_captures_and_evaluates_little() -> None:
-    """Of Llama 70B: captures and options are what a plan costs, so most are ruled out before."""
+    """Of Llama 70B. Captures and options are what a plan costs, so bounds come before both."""
     search = stored_job("llama3_70b-1024").search()
     assert search.run()
-    solved = asked_parts(search).asked
     degrees = list(all_degrees(search.job, search.cluster, search.asked))
     meshes = [mesh for d in degrees for mesh in all_states(d, search.cluster, search.asked)]
-    assert len(asked_parts(search).parts) <= MOST_CAPTURED
-    assert len(solved) <= MOST_SOLVED
-    assert search.evaluated < len(meshes) / 3
+    captured = {(one.place, *one.degrees) for one in asked_parts(search).parts}
+    solved = asked_parts(search).asked
+    assert len([key for key in captured if key[0] != "first"]) <= 0.75 * ALL_PARTS
+    assert len([key for key in solved if key[0] != "first"]) <= 0.45 * ALL_PARTS
+    assert search.evaluated <= len(meshes) / 4
 
 
-MOST_CAPTURED, MOST_SOLVED = 60, 40
-"""Parts with their ends, of 96 that there are: two to three seconds each on one core."""
+ALL_PARTS = 64
+"""Blocks and heads at 4 tensor and 2 context parallel degrees and 4 sizes of a microbatch."""
