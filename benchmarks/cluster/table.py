@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.said import off_text
+from benchmarks.cluster.said import WIDE, off_text
 from remat.formats import percent_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
@@ -27,13 +27,17 @@ def table(kept: dict[str, Any]) -> str:
 def _row(name: str, facts: dict[str, Any]) -> str:
     ours, free = facts["on_its_mesh"], facts.get("free")
     cells = [name, _mesh(ours), _published(facts), _ours(facts)]
-    cells += [_mesh(free), f"{free['step_s']:.2f} s"] if free else ["-", "-"]
+    cells += [_mesh(free) + _doubt(free), f"{free['step_s']:.2f} s"] if free else ["-", "-"]
     return f"| {' | '.join(cells)} |"
 
 
 def _mesh(one: dict[str, Any] | None) -> str:
     """``8·1·35·1``: tp, cp, pp, dp."""
     return "-" if one is None else "·".join(str(one[name]) for name in ("tp", "cp", "pp", "dp"))
+
+
+def _doubt(free: dict[str, Any]) -> str:
+    return " ?" if free["states_over"] > WIDE else ""
 
 
 def _published(facts: dict[str, Any]) -> str:
