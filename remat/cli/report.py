@@ -13,6 +13,7 @@ from remat.cli import options
 from remat.cli.outcome import opened_feasible, place_shown, said_layout
 from remat.cli.session import Session
 from remat.cli.verb import verb
+from remat.cluster.cluster_screen import page_of
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import DeviceError, FileError, LayoutError
 from remat.graph_capture.files.contents import read_contents, write_contents
@@ -25,6 +26,7 @@ from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.layout import Layout
+from remat.schedules.pipeline.cluster_plan import is_cluster_plan, read_cluster_plan
 from remat.schedules.report.facts import MeasuredStep
 
 
@@ -69,6 +71,9 @@ def report_verb(
     from remat.schedules.report.data import page_data
     from remat.schedules.report.page import render
 
+    if source.endswith(PLAN_FILES) and is_cluster_plan(read_contents(source)):
+        _report_cluster(session, source, output)
+        return
     if measure:
         require_model(source, request)
     if kept_layout and place:
@@ -87,6 +92,17 @@ def report_verb(
         summary = msgspec.to_builtins(page.summary)
         said = {"report": str(output), "summary": summary, "note": facts.note}
         session.emit(said | said_layout(layout))
+
+
+def _report_cluster(session: Session, source: str, output: Path) -> None:
+    """The page of a kept plan for a cluster."""
+    # It imports torch, whose order of a pipeline is replayed.
+    from remat.cluster.judged import replay_of
+
+    plan = read_cluster_plan(read_contents(source), source)
+    _write(session, output, page_of(plan, replay_of(plan, source)).encode(), "report")
+    if session.as_json:
+        session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})
 
 
 @verb()

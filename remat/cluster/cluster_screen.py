@@ -1,4 +1,4 @@
-"""One screen of a plan for a cluster: mesh, states, time, stages, runners-up, what is modelled."""
+"""A plan for a cluster as one screen, or as a page, with what is modelled in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.text import Text
 from remat.formats import GIB, bytes_text, percent_text
 from remat.questions.tables import plain_table
 from remat.schedules.pipeline.cluster_plan import ClusterFile, Parallelism, StageFacts
+from remat.schedules.pipeline.page import cluster_page
+from remat.schedules.pipeline.replay import PipelineReplay
 
 MOST_STAGES = 8
 """More are not shown one by one: the first and last ones, and one of the middle."""
@@ -44,6 +46,16 @@ def show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
     console.print()
     for note in plan.modelled:
         console.print(f"modelled  {note}", markup=False, soft_wrap=True)
+
+
+def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
+    """The page of a plan, as HTML.
+
+    Parameters
+    ----------
+    replay : of its pipeline.
+    """
+    return cluster_page(plan, replay, mesh_text(plan.parallelism, plan.chunks), states_text(plan))
 
 
 def nothing_fits(gpus: int, budget_bytes: int) -> str:

@@ -6,7 +6,15 @@ import msgspec
 
 from remat.cluster.torch_orders import torch_order
 from remat.graph_capture.cluster.chain_shape import PLACES
-from remat.schedules.pipeline.replay import PipelineReplay, StageCosts, replay_pipeline
+from remat.graph_capture.errors import PlanError
+from remat.schedules.pipeline.actions import PipelineAction, RankOrder
+from remat.schedules.pipeline.cluster_plan import MAKE_AGAIN, ClusterFile
+from remat.schedules.pipeline.replay import (
+    PipelineReplay,
+    StageCosts,
+    in_order,
+    replay_pipeline,
+)
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us
@@ -19,6 +27,7 @@ class JudgedPlan(msgspec.Struct, frozen=True):
     ----------
     schedule : torch's name of it; empty without a pipeline. time_us : of the step, as replayed.
     formula_us : of the step, by which the search ranked it. bubble : share of time that ranks wait.
+    costs : of each stage, by chunk.
     """
 
     plan: ClusterPlan
@@ -29,53 +38,42 @@ class JudgedPlan(msgspec.Struct, frozen=True):
     mfu: float
     bubble: float
     peak_bytes: tuple[int, ...]
+    costs: tuple[tuple[StageCosts, ...], ...]
 
 
 def judged_plan(search: ClusterSearch, plan: ClusterPlan) -> JudgedPlan:
     """The plan, its pipeline replayed for time and bytes."""
     stages = tuple(search.stages(plan))
     degrees = plan.mesh.degrees
+    costs = _costs_of(search, plan, stages)
     if degrees.pp == 1:
         peaks = tuple(stage.peak_bytes for stage in stages)
         return JudgedPlan(
-            plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks
-        )
+            plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks,
+            costs,
+        )  # fmt: skip
     schedule = "1F1B" if degrees.chunks == 1 else "Interleaved1F1B"
-    replay = replayed(search, plan, stages, schedule)
+    order = torch_order(schedule, degrees.pp, degrees.microbatches, degrees.chunks)
+    replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, plan.mesh))
     time_us = replay.time_us + plan.time_us - plan.pipeline_us
     peaks = tuple(
         rank.peak_bytes + _states_bytes(stage)
         for rank, stage in zip(replay.ranks, stages, strict=True)
     )
     return JudgedPlan(
-        plan, stages, schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble, peaks
-    )
+        plan, stages, schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble, peaks,
+        costs,
+    )  # fmt: skip
 
 
-def replayed(
-    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...], schedule: str
-) -> PipelineReplay:
-    """The pipeline of a plan in the order of one of torch's schedules."""
-    d = plan.mesh.degrees
-    order = torch_order(schedule, d.pp, d.microbatches, d.chunks)
-    costs = [cost for stage in _chunks(search, plan, stages) for cost in stage]
-    return replay_pipeline(order, costs, hop_us(search.job, search.cluster, plan.mesh))
-
-
-def _chunks(
+def _costs_of(
     search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...]
-) -> list[list[StageCosts]]:
-    """Costs of all stages: the first chunk of each rank, then the second, and so on."""
-    chunks = plan.mesh.degrees.chunks
-    return [
-        [_costs(search, plan, stage, rank, chunk) for rank, stage in enumerate(stages)]
-        for chunk in range(chunks)
-    ]
+) -> tuple[tuple[StageCosts, ...], ...]:
+    chunks = range(plan.mesh.degrees.chunks)
+    return tuple(tuple(_costs(search, plan, stage, chunk) for chunk in chunks) for stage in stages)
 
 
-def _costs(
-    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, rank: int, chunk: int
-) -> StageCosts:
+def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, chunk: int) -> StageCosts:
     """Of one chunk: its share of the rank's blocks, and the end of the model that it has."""
     d = plan.mesh.degrees
     first, block, last = (search.parts.part(place, d.tp, d.cp, d.microbatch) for place in PLACES)
@@ -103,3 +101,29 @@ def _states_bytes(stage: StagePlan) -> int:
     """What is live beside the microbatches."""
     moving = ("saved activations", "while a block runs")
     return sum(size for name, size in stage.held_bytes.items() if name not in moving)
+
+
+def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
+    """The microbatches of a kept plan, replayed; without a pipeline they go one after another.
+
+    Raises
+    ------
+    PlanError : the plan does not say what its stages take, as those of before.
+    """
+    if not all(stage.costs for stage in plan.stages):
+        raise PlanError(
+            f"{name} does not say what its stages take, so no step can be drawn. {MAKE_AGAIN}"
+        )
+    costs = in_order([stage.costs for stage in plan.stages])
+    return replay_pipeline(_order_of(plan), costs, plan.hop_us)
+
+
+def _order_of(plan: ClusterFile) -> tuple[RankOrder, ...]:
+    mesh = plan.parallelism
+    if not mesh.pipeline_parallel_schedule:
+        pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
+        return (tuple(pairs),)
+    return torch_order(
+        mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree, plan.microbatches,
+        plan.chunks,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ import msgspec
 from remat.graph_capture.errors import GraphError, PlanError, ScheduleError, TextError
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.pipeline.replay import StageCosts
 from remat.schedules.plan import Versions
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
@@ -61,7 +62,8 @@ class StageFacts(msgspec.Struct, frozen=True):
         of the plan's schedules, by its number; those with most recomputation come first. head : the
         schedule of what follows all blocks, on the last stage. microbatches_in_flight : of all
         blocks. overhead : of the recomputation.
-    peak_bytes : in all. held_bytes : by holder.
+    peak_bytes : in all. held_bytes : by holder. costs : of one microbatch, by chunk, as the
+        judge of pipelines takes them; empty in files of before.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -71,6 +73,7 @@ class StageFacts(msgspec.Struct, frozen=True):
     overhead: float
     peak_bytes: int
     held_bytes: dict[str, int]
+    costs: tuple[StageCosts, ...] = ()
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -118,7 +121,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
         cluster. batch, seq, microbatches : of the step. chunks : of the model on each rank.
     gradients : reduced after ``each`` microbatch, or ``once``.
     graphs : of the distinct block and of the head, as one rank runs them, with prices.
-    modelled : what is modelled, in words.
+    modelled : what is modelled, in words. hop_us : from one stage to the next.
     """
 
     model: str
@@ -142,6 +145,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
     versions: Versions
     kind: str = CLUSTER_KIND
     schema_version: int = CLUSTER_SCHEMA
+    hop_us: float = 0.0
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -151,6 +155,20 @@ class ClusterFile(msgspec.Struct, frozen=True):
     def to_json(self) -> bytes:
         """Encode as JSON; `read_cluster_plan` reads it back to an equal plan."""
         return msgspec.json.encode(self)
+
+
+class _OfKind(msgspec.Struct):
+    """What a file says it is."""
+
+    kind: str = ""
+
+
+def is_cluster_plan(data: bytes | str) -> bool:
+    """Whether a text says that it is a plan for a cluster, sound or not."""
+    try:
+        return decoded(data, _OfKind).kind == CLUSTER_KIND
+    except TextError:
+        return False
 
 
 def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
@@ -195,6 +213,8 @@ def _wrong(plan: ClusterFile) -> str:
             return f"stage {number} has {len(stage.layers)} chunks, not {plan.chunks}"
         if sum(stage.schedules.values()) != len(stage.blocks):
             return f"stage {number} has not one schedule for each block"
+        if stage.costs and len(stage.costs) != plan.chunks:
+            return f"stage {number} has not one cost for each chunk"
         if stage.peak_bytes > plan.budget_bytes:
             return f"stage {number} is over the budget"
     return _wrong_schedule(plan)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,18 +44,30 @@ class StageCosts(msgspec.Struct, frozen=True):
         return {"F": self.forward_us, "I": self.input_us, "W": self.weight_us, "B": whole}[kind]
 
 
+class ActionSpan(NamedTuple):
+    """One action of a rank: when it runs, and what its microbatches hold meanwhile and after."""
+
+    action: PipelineAction
+    begin_us: float
+    end_us: float
+    saved_bytes: int
+    need_bytes: int
+    after_bytes: int
+
+
 class RankReplay(msgspec.Struct, frozen=True):
     """What one rank does.
 
     Attributes
     ----------
     busy_us : time in which it computes. peak_bytes : the most that its microbatches hold at once.
-    most_open : the most forwards of its stages whose backward has not ended.
+    most_open : the most forwards of its stages whose backward has not ended. spans : its actions.
     """
 
     busy_us: float
     peak_bytes: int
     most_open: int
+    spans: tuple[ActionSpan, ...] = ()
 
 
 class PipelineReplay(msgspec.Struct, frozen=True):
@@ -68,6 +81,14 @@ class PipelineReplay(msgspec.Struct, frozen=True):
         """Share of the ranks' time in which they wait."""
         busy_us = sum(rank.busy_us for rank in self.ranks)
         return 1 - busy_us / (self.time_us * len(self.ranks)) if self.time_us else 0.0
+
+
+def in_order(costs: Sequence[Sequence[StageCosts]]) -> list[StageCosts]:
+    """Costs by rank and chunk as a pipeline numbers its stages.
+
+    The first chunk of each rank comes first, then the second, and so on.
+    """
+    return [cost for chunk in zip(*costs, strict=True) for cost in chunk]
 
 
 def replay_pipeline(
@@ -96,7 +117,10 @@ def replay_pipeline(
     _check_complete(done, len(costs))
     return PipelineReplay(
         max((rank.clock_us for rank in ranks), default=0.0),
-        tuple(RankReplay(rank.busy_us, rank.peak_bytes, rank.most_open) for rank in ranks),
+        tuple(
+            RankReplay(rank.busy_us, rank.peak_bytes, rank.most_open, tuple(rank.spans))
+            for rank in ranks
+        ),
     )
 
 
@@ -148,6 +172,7 @@ class _Rank:
     peak_bytes: int = 0
     most_open: int = 0
     open: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    spans: list[ActionSpan] = field(default_factory=list[ActionSpan])
 
     @property
     def is_done(self) -> bool:
@@ -175,7 +200,7 @@ class _Rank:
     ) -> None:
         if action in done:
             raise ScheduleError(f"action {action} of the pipeline runs twice")
-        spent_us = cost.us(action.kind)
+        spent_us, began_us = cost.us(action.kind), self.clock_us
         self.clock_us += spent_us
         self.busy_us += spent_us
         done[action] = self.clock_us
@@ -184,6 +209,11 @@ class _Rank:
             self.open.add((action.stage, action.microbatch))
         self.most_open = max(self.most_open, len(self.open))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + cost.need_bytes)
+        self.spans.append(
+            ActionSpan(
+                action, began_us, self.clock_us, self.live_bytes, cost.need_bytes, self.live_bytes
+            )
+        )
 
     def _end(self, together: Together, costs: Sequence[StageCosts]) -> None:
         """Free what the actions that ended held."""
@@ -195,6 +225,7 @@ class _Rank:
                 self.open.discard((stage, microbatch))
             if kind == "W":
                 self.live_bytes -= cost.for_weights_bytes
+        self.spans[-1] = self.spans[-1]._replace(after_bytes=self.live_bytes)
 
 
 def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:

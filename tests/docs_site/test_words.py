@@ -11,6 +11,7 @@ MOST_IN_ALL = 25_000
 """Words of all pages and the README, tables of results apart."""
 PAGES_WITH_RESULTS = {
     "solvers.md", "benchmarks.md", "models.md", "reserved.md", "against_papers.md",
+    "clusters.md",
 }  # fmt: skip
 
 

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from remat.cli.main import app
-from remat.cluster.planning import plan_cluster
+from remat.cluster.planning import modelled_notes, plan_cluster
 from remat.cluster.request import ClusterRequest
 from remat.graph_capture.errors import PlanError
 from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
 from remat.schedules.simulate import simulate
-from remat.solver.cluster.mesh import Asked
+from remat.solver.cluster.mesh import Asked, Degrees, Mesh
 
 CHAINS = "tests.graph_capture.cluster.chains"
 SMALL = f"{CHAINS}:small_llama"
@@ -94,6 +94,25 @@ def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:
     again = remat(str(kept))
     assert again.exit_code == 0, again.stderr
     assert "mesh tp 2" in " ".join(again.stdout.split())
+
+
+def test_runners_up_are_within_5_percent_as_replayed(planned: ClusterFile) -> None:
+    near = [one.step_us for one in planned.runners_up]
+    assert near == sorted(near)
+    assert all(planned.predicted.step_us <= us <= 1.05 * planned.predicted.step_us for us in near)
+
+
+def test_states_over_many_nodes_are_doubted() -> None:
+    request = ClusterRequest(256, 1024, 8192, "h100")
+
+    def notes(shard: int) -> str:
+        mesh = Mesh(Degrees(1, 1, 1, 256, 1, 4, 1), shard, shard, reduce_each=True)
+        return " ".join(modelled_notes(request.cluster(), request, mesh))
+
+    assert "flattered" not in notes(8)
+    assert "states over 64 ranks may be flattered" in notes(64)
+    assert "more were not compared" not in notes(64)
+    assert "more were not compared" in notes(256)
 
 
 def test_json_is_one_object() -> None:

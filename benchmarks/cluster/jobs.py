@@ -1,0 +1,89 @@
+"""Published cluster jobs: their sizes, their mesh, and what was published of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from remat.cluster.request import ClusterRequest
+from remat.solver.cluster.mesh import Asked
+
+MODELS = "benchmarks.cluster_models"
+H800 = Path(__file__).parents[1] / "cluster_links_h800.json"
+KORTHIKANTI = "Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, table 5 *"
+TITAN = "torchtitan, 2024-12, benchmarks/llama3_h100_202412_torchtitan.md"
+YUAN = "Yuan et al. 2024, the artifact's README *"
+LLAMA = "Llama 3, 2024, https://arxiv.org/abs/2407.21783, table 4 *"
+"""Figures of sources that end with * were not read again for this table."""
+WHOLE_80GB = "72GiB"
+HALF_AGAIN, ALL_AGAIN = "every second product of a block", "all of each block"
+
+
+@dataclass(frozen=True)
+class PublishedJob:
+    """A job with its mesh, and what was published of it.
+
+    Attributes
+    ----------
+    step_s, mfu : as published; None where they were not. budget : of a GPU.
+    again : what the job computes again by a rule of its own, where the source says so and `rule.py`
+        knows it.
+    """
+
+    name: str
+    model: str
+    gpus: int
+    batch: int
+    seq: int
+    device: str
+    mesh: Asked
+    source: str
+    step_s: float | None = None
+    mfu: float | None = None
+    links: Path | None = None
+    budget: str = WHOLE_80GB
+    again: str = ""
+
+    def request(self, asked: Asked) -> ClusterRequest:
+        """Of Megatron's kind, with receive buffers for microbatches in flight; torchtitan's not."""
+        return ClusterRequest(
+            self.gpus, self.batch, self.seq, self.device, 8, self.budget, self.links, asked,
+            receive_ring=self.source is not TITAN,
+        )  # fmt: skip
+
+
+def _megatron(
+    name: str, gpus: int, mesh: Asked, step_s: float | None, mfu: float, batch: int = 0
+) -> PublishedJob:
+    model = "gpt_" + name.split("-")[1]
+    return PublishedJob(
+        name, model, gpus, batch or gpus, 2048, "a100", mesh, KORTHIKANTI, step_s, mfu
+    )
+
+
+def _titan(gpus: int, step_s: float) -> PublishedJob:
+    """Eager, without float8. Its card is of the table; the MFU that it states is of another one."""
+    return PublishedJob(
+        f"llama3-8b-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", Asked(1, 1, 1, 2),
+        TITAN, step_s, budget="80GiB", again=HALF_AGAIN,
+    )  # fmt: skip
+
+
+# The paper names three chunks a rank for 175B and 530B, and none for 1T: those are chosen.
+JOBS = (
+    _megatron("gpt-22b", 8, Asked(8, 1, 1, 4), 1.10, 0.415, batch=4),
+    _megatron("gpt-175b", 64, Asked(8, 1, 8, 1, 3), 13.75, 0.514),
+    _megatron("gpt-530b", 280, Asked(8, 1, 35, 1, 3), 37.83, 0.56),
+    _megatron("gpt-1t", 512, Asked(8, 1, 64, 1), 71.49, 0.563),
+    _megatron("gpt-530b-2240", 2240, Asked(8, 1, 35, 1, 3), None, 0.542),
+    PublishedJob(
+        "llama-175b", "llama_175b", 256, 256, 8192, "h100", Asked(2, 2, 16, 1, 1), YUAN, 27.4,
+        0.334, H800, again=ALL_AGAIN,
+    ),
+    _titan(8, 2.844),
+    _titan(128, 2.923),
+    PublishedJob(
+        "llama3-405b", "llama3_405b", 8192, 2048, 8192, "h100", Asked(8, 1, 16, 1), LLAMA, None,
+        0.43,
+    ),
+)  # fmt: skip

@@ -1,0 +1,37 @@
+"""The picture of `docs/clusters.md`: `python -m benchmarks.cluster.pictures`.
+
+A plan of GPT 175B for 64 modelled A100, with fewer microbatches than were published, so that the
+bubbles can be seen. It is the same on any machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.cluster.jobs import MODELS, WHOLE_80GB
+from remat.cluster.judged import replay_of
+from remat.cluster.planning import plan_cluster
+from remat.cluster.request import ClusterRequest
+from remat.schedules.pipeline.step_pictures import bytes_picture, timeline_picture
+from remat.schedules.pipeline.svg import stacked
+from remat.solver.cluster.mesh import Asked
+
+PICTURES = Path(__file__).parents[2] / "docs"
+INK = {"light": "#222222", "dark": "#dddddd"}
+
+
+def main() -> None:
+    """Write both files."""
+    request = ClusterRequest(
+        64, 16, 2048, "a100", 8, WHOLE_80GB, asked=Asked(8, 1, 8, 1, 1), receive_ring=True
+    )
+    plan = plan_cluster(f"{MODELS}:gpt_175b", request, 0).file
+    assert plan is not None
+    replay = replay_of(plan)
+    whole = stacked(timeline_picture(plan, replay), bytes_picture(plan, replay, most_stages=2))
+    for theme, ink in INK.items():
+        (PICTURES / f"cluster-{theme}.svg").write_text(whole.file(ink))
+
+
+if __name__ == "__main__":
+    main()
