@@ -16,6 +16,7 @@ from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
+from tests.solver.humps import humps
 from tests.solver.random_graphs import training_graphs
 from tests.solver.tight_cases import tight_cases
 
@@ -82,22 +83,6 @@ def test_small_narrow_graphs_are_bounded_by_their_own_windows(seed: int) -> None
     plain = store_all_state(Problem.of(graph))
     windows = windows_of(plain.problem, budget_bytes, plain.peak_bytes)
     climbed_to_the_end(windows, least_time_us(graph, budget_bytes))
-
-
-def humps(count: int) -> TrainingGraph:
-    """So many times: a and b stay until `last`, but `big` comes between; then all are gone."""
-    ops: list[Op] = []
-    values: list[Value] = []
-    before: tuple[str, ...] = ()
-    for i in range(count):
-        made = (("a", 3, 5.0), ("b", 3, 7.0), ("big", 6, 1.0), ("last", 0, 1.0))
-        reads = {"a": before, "b": before, "big": (), "last": (f"a{i}", f"b{i}", f"big{i}")}
-        for name, size_bytes, cost_us in made:
-            ops.append(Op(f"{name}{i}", "t", "forward", reads[name], (f"{name}{i}",), cost_us))
-            values.append(Value(f"{name}{i}", size_bytes, f"{name}{i}"))
-        ops[-1] = Op(f"last{i}", "t", "forward", (f"a{i}", f"b{i}"), (f"last{i}",), 1.0)
-        before = (f"last{i}",)
-    return TrainingGraph("humps", tuple(ops), tuple(values))
 
 
 def test_bounds_of_windows_add_up_before_any_merge() -> None:
