@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from remat.graph_capture.joint.block_match import BlockMatch
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.block_match import BlockMatch
 from remat.schedules.schedule import Compute, Fetch, Schedule, Step
 from remat.solver.problem import Problem
 from remat.solver.sequence import end_of_forward, schedule_of

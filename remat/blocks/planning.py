@@ -46,6 +46,7 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     pattern : the glob that named the blocks. schedules : by path, each for the block's own graph.
     result : of the whole step as it then runs, on one rank where it is sharded.
     distinct : how many distinct blocks were captured. links : to what blocks copy values to.
+    host_bytes, nvme_bytes : most bytes there at once, of all blocks together.
     """
 
     pattern: str
@@ -53,6 +54,8 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     result: Result
     distinct: int
     links: Links | None = None
+    host_bytes: int = 0
+    nvme_bytes: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -130,8 +133,11 @@ class BlockPlanner:
             wall_s=began.elapsed_s,
             cut_short=self.clock.left_s < 0,
         )
-        n_distinct = len(self.traced.distinct)
-        return BlocksPlan(self.traced.pattern, schedules, result, n_distinct, self.graph.links)
+        found = simulate(self.graph, schedule)
+        return BlocksPlan(
+            self.traced.pattern, schedules, result, len(self.traced.distinct),
+            self.graph.links, found.host_peak_bytes, found.nvme_peak_bytes,
+        )  # fmt: skip
 
     def _fastest(self, budget_bytes: int) -> Planned | None:
         """The fastest plan tried whose whole step fits; None if none does.

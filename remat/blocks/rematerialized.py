@@ -19,6 +19,7 @@ from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.devices.device_table import is_cuda
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.over_ranks.collectives import collectives_in
@@ -37,6 +38,7 @@ from remat.ranks.required_group import refuse_fake, require_group
 from remat.ranks.together import Together
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
+from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
 from remat.rewriter.user_module.shared_state import SharedState
@@ -194,8 +196,19 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
     return plan
 
 
+def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
+    """Raise `TierError` where files have no room for all blocks, though they have for each.
+
+    On a CUDA device each block takes its pinned memory before its first step, and says so then.
+    """
+    links = plan.links
+    if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
+        FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
+
+
 def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.Module:
     """The model with its blocks replaced; equal blocks of one schedule are compiled once."""
+    _require_room(traced, plan)
     compiled: dict[tuple[int, Any], CompiledStep] = {}
     replaced: dict[nn.Module, nn.Module] = {}
     for path, schedule in plan.schedules.items():

@@ -2,14 +2,14 @@
 
 This is `hierarchical` for blocks that are given and run as units: the options of each distinct
 block are found once, then a knapsack takes one for each block. What lies between blocks runs as
-eager runs it, so its one option is to keep all. Where there is memory below the device, some options
-copy what a block keeps there. Its room is that of all blocks together: each has its values there
-from its forward to its backward.
+eager runs it, so its one option is to keep all. Where there is memory below the device, some
+options copy what a block keeps there. Its room is that of all blocks together: each has its values
+there from its forward to its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +47,7 @@ class GivenBlocks:
     Attributes
     ----------
     blocks : the given ones and what lies between, in forward order. is_given : which is which.
+    graphs : of each block. solved : of the equal one, perhaps itself, that its `tables` names.
     distinct : how many distinct blocks were given. below_bytes : rooms on the host and on NVMe for
         what waits there.
     """
@@ -54,6 +55,7 @@ class GivenBlocks:
     problem: Problem
     blocks: list[Block]
     graphs: list[TrainingGraph]
+    solved: list[TrainingGraph]
     tables: list[Options]
     is_given: list[bool]
     choices: list[list[BlockChoice]]
@@ -83,21 +85,25 @@ class GivenBlocks:
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
         graphs = [block_graph(problem, reads, block) for block in blocks]
-        known: dict[Shape, Options] = {}
-        tables: list[Options] = []
+        known: dict[Shape, tuple[Options, TrainingGraph]] = {}
+        found: list[tuple[Options, TrainingGraph]] = []
         for block, small, given in zip(blocks, graphs, is_given, strict=True):
             made = [name for op in small.ops for name in op.outputs]
             stays = tuple(name in staying for name in made)
             shape = (given, stays, shape_of(problem, reads, block))
             if shape not in known:
                 held = [name for name in made if name in staying]
-                known[shape] = _options(small, given, held, graph.links, clock)
-            tables.append(known[shape])
+                known[shape] = _options(small, given, held, graph.links, clock), small
+            found.append(known[shape])
+        tables = [table for table, _ in found]
+        solved = [small for _, small in found]
         layers = list(zip(blocks, tables, strict=True))
         choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
         below_bytes = _rooms_below(graph.links, tables)
-        return cls(problem, blocks, graphs, tables, is_given, choices, distinct, below_bytes)
+        return cls(
+            problem, blocks, graphs, solved, tables, is_given, choices, distinct, below_bytes
+        )
 
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
         """For each given block its computations and copies, in order; None if nothing fits.
@@ -116,7 +122,7 @@ class GivenBlocks:
         if chosen is None:
             return None
         return [
-            _run(self.graphs[i], self.tables[i][pick])
+            _run(self.graphs[i], self.solved[i], self.tables[i][pick])
             for i, pick in enumerate(chosen)
             if self.is_given[i]
         ]
@@ -187,14 +193,27 @@ def _rooms_below(links: Links | None, tables: Sequence[Options]) -> Below:
     return links.host_bytes - passing_bytes, links.nvme_bytes
 
 
-def _run(graph: TrainingGraph, option: BlockOption) -> list[Step]:
+def _run(graph: TrainingGraph, solved: TrainingGraph, option: BlockOption) -> list[Step]:
     if option.steps:
-        return list(_with_copies_alone(option.steps))
+        return [*_renamed(_with_copies_alone(option.steps), solved, graph)]
     turns = {op.name for op in graph.ops if op.target == TURN and op.name == "turn"}
     schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
-    return [
-        step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns
-    ]
+    return [step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns]
+
+
+def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph) -> Iterator[Step]:
+    """Steps of one graph as those of an equal one."""
+    ops = {one.name: other for one, other in zip(solved.ops, graph.ops, strict=True)}
+    values = {
+        value: other
+        for op in solved.ops
+        for value, other in zip(op.outputs, ops[op.name].outputs, strict=True)
+    }
+    for step in steps:
+        if isinstance(step, Compute):
+            yield Compute(ops[step.op].name)
+        else:
+            yield msgspec.structs.replace(step, value=values[step.value])
 
 
 def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
