@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Schedule, brought, dropped
+from remat.schedules.schedule import (
+    Compute,
+    Fetch,
+    Offload,
+    Schedule,
+    Step,
+    brought,
+    dropped,
+)
 
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
     """Index after the first run of the forward op that first runs last; None if one never runs.
 
-    Forward ends there. A schedule has no marker for it: what runs again after that point runs in
-    the backward graph.
+    Forward ends there, or right after it with the last value that leaves for the tier below: what
+    is saved for backward then is that copy. A schedule has no marker for the end of forward: what
+    runs again after it runs in the backward graph.
     """
     left = {op.name for op in graph.ops if op.phase == "forward"}
     for i, step in enumerate(schedule.steps):
         if not left:
-            return i
+            return _end_of_leaving(schedule.steps, i)
         if isinstance(step, Compute):
             left.discard(step.op)
     return None if left else len(schedule.steps)
+
+
+def _end_of_leaving(steps: Sequence[Step], end: int) -> int:
+    """After the last of the steps from `end` on, before the next op, that frees what has a copy."""
+    below = {step.value for step in steps[:end] if isinstance(step, Offload)}
+    for i in range(end, len(steps)):
+        step = steps[i]
+        if isinstance(step, Compute | Fetch):
+            break
+        if isinstance(step, Offload):
+            below.add(step.value)
+        elif step.at == "device" and step.value in below:
+            end = i + 1
+    return end
 
 
 def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[str]:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import msgspec
 
+from remat.blocks.own_schedule import own_schedule
 from remat.blocks.tracing import DistinctBlock, TracedBlocks
 from remat.graph_capture.derived.block_units import with_units
 from remat.graph_capture.derived.communication import BEFORE_BLOCK, BEHIND_BLOCK, COMMUNICATION
@@ -21,14 +22,13 @@ from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.derived.one_rank import sharded
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.links import Links
 from remat.schedules.assemble import assembled
-from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.schedules.schedule import Compute, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.given_blocks import GivenBlocks
 from remat.solver.clock import Clock
-from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
-from remat.solver.sequence import end_of_forward, schedule_of
 from remat.solver.store_all import StoreAll
 
 TRIES = 12
@@ -45,13 +45,17 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     ----------
     pattern : the glob that named the blocks. schedules : by path, each for the block's own graph.
     result : of the whole step as it then runs, on one rank where it is sharded.
-    distinct : how many distinct blocks were captured.
+    distinct : how many distinct blocks were captured. links : to what blocks copy values to.
+    host_bytes, nvme_bytes : most bytes there at once, of all blocks together.
     """
 
     pattern: str
     schedules: dict[str, Schedule]
     result: Result
     distinct: int
+    links: Links | None = None
+    host_bytes: int = 0
+    nvme_bytes: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -86,7 +90,18 @@ class BlockPlanner:
     def _shared(self) -> GivenBlocks:
         spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
         left_s = max(self.clock.left_s, 0.0)
-        return GivenBlocks.of(self.alone, spans, self._communication_bytes(), left_s)
+        beside_bytes = self._communication_bytes()
+        return GivenBlocks.of(self.alone, spans, beside_bytes, left_s, self._handed_out())
+
+    def _handed_out(self) -> set[str]:
+        """What calls of blocks return: no copy takes it from the device."""
+        return {
+            match.value_of[name]
+            for one in self.traced.distinct
+            for match in one.at.values()
+            for name in (*one.trace.graph.forward_outputs, *one.trace.graph.outputs)
+            if name in match.value_of
+        }
 
     def _communication_bytes(self) -> list[int]:
         """What communication keeps live on a sharded rank, at each op of the step without it.
@@ -118,7 +133,11 @@ class BlockPlanner:
             wall_s=began.elapsed_s,
             cut_short=self.clock.left_s < 0,
         )
-        return BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
+        found = simulate(self.graph, schedule)
+        return BlocksPlan(
+            self.traced.pattern, schedules, result, len(self.traced.distinct),
+            self.graph.links, found.host_peak_bytes, found.nvme_peak_bytes,
+        )  # fmt: skip
 
     def _fastest(self, budget_bytes: int) -> Planned | None:
         """The fastest plan tried whose whole step fits; None if none does.
@@ -158,14 +177,14 @@ class BlockPlanner:
 
     def _composed(self, room_bytes: int) -> Planned | None:
         """A schedule for each block, and that of the whole step, if something fits."""
-        sequences = self._shared.sequences(room_bytes)
-        if sequences is None:
+        runs = self._shared.runs(room_bytes)
+        if runs is None:
             return None
         schedules: dict[str, Schedule] = {}
         steps_of: dict[str, tuple[list[Step], list[Step]]] = {}
-        for unit, sequence in zip(self.units, sequences, strict=True):
+        for unit, run in zip(self.units, runs, strict=True):
             path, one = unit.path, self.traced.of_path[unit.path]
-            schedules[path] = _of_block(one, path, sequence)
+            schedules[path] = own_schedule(one.trace.graph, one.at[path], run)
             steps_of[path] = self._steps_in_model(path, one, schedules[path])
         return schedules, assembled(self.graph, steps_of, self.path_of)
 
@@ -177,9 +196,9 @@ class BlockPlanner:
         halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
         half = halves[0]
         for step in schedule.steps:
-            if isinstance(step, Free):
-                half.append(Free(match.value_of[step.value]))
-            elif isinstance(step, Compute) and step.op in match.op_of:
+            if not isinstance(step, Compute):
+                half.append(msgspec.structs.replace(step, value=match.value_of[step.value]))
+            elif step.op in match.op_of:
                 half.append(Compute(match.op_of[step.op]))
             else:
                 half = halves[1]
@@ -201,16 +220,6 @@ def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
     live = simulate(graph, schedule).live_bytes
     steps = zip(schedule.steps, live, strict=True)
     return {step.op: size for step, size in steps if isinstance(step, Compute)}
-
-
-def _of_block(one: DistinctBlock, path: str, sequence: Sequence[str]) -> Schedule:
-    """The schedule of a block's own graph that runs the given ops of the model's."""
-    graph = one.trace.graph
-    problem = Problem.of(graph)
-    name_in_block = {theirs: mine for mine, theirs in one.at[path].op_of.items()}
-    ops = [graph.op_index[name_in_block[op]] for op in sequence if op in name_in_block]
-    end = end_of_forward(problem, ops) + 1
-    return schedule_of(problem, [*ops[:end], graph.n_forward, *ops[end:]], solver="blocks")
 
 
 def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:

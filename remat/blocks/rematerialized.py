@@ -17,11 +17,12 @@ from remat.blocks.planning import BlockPlanner, BlocksPlan
 from remat.blocks.tracing import TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
+from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.devices.device_table import is_cuda
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.over_ranks.collectives import collectives_in
-from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.mixed_precision import (
@@ -37,6 +38,7 @@ from remat.ranks.required_group import refuse_fake, require_group
 from remat.ranks.together import Together
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
+from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
 from remat.rewriter.user_module.shared_state import SharedState
@@ -54,6 +56,8 @@ def rematerialize_blocks(
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: str | SupportsIndex,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
     optimizer: Optimizer = "none",
@@ -79,6 +83,8 @@ def rematerialize_blocks(
     args, kwargs, loss_fn, target, optimizer, accumulate, profile : as of `remat.capture`. The loss
         is only used to plan backward.
     budget : as of `remat.solve`; per cents are of the unmodified step's peak on one rank.
+    host, nvme : as of `remat.rematerialize`, for all blocks together. What a block sends there has
+        left the device when its forward ends, and comes back while its backward runs.
     sharding : how the result is to be sharded afterwards; the budget then is that of one rank.
     group : ranks that are to follow the same plan: the first makes it. All of them must call. A
         model with collectives needs it.
@@ -90,7 +96,10 @@ def rematerialize_blocks(
     ------
     CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
         the same computation by itself as inside the model; or a range of sizes is asked for.
-    BudgetError : nothing fits; the message names the least budget that is known to.
+    BudgetError : nothing fits; the message names the least budget that is known to. Or `host` or
+        `nvme` cannot be read, or is more than there is.
+    FileError, TierError : the folder of `nvme`, or that of the host, cannot be written or has too
+        little room for all that blocks keep there at once.
     AgreementError : ranks have different models or batches, one of them has failed, or the model
         has collectives with ranks outside of the group.
     RewriteError : the check found a difference, or a measured peak above the budget.
@@ -102,7 +111,7 @@ def rematerialize_blocks(
     ranks_together = Together(group, "remat.rematerialize_blocks")
     with ranks_together as ranks, parameters_cast(model, sharding):
         _refuse(model)
-        known = as_profile(profile)
+        known, tiers = as_profile(profile), tiers_for(model, None, host, nvme)
         traced = trace_blocks(
             model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, sharding=sharding, hand_over=False,
@@ -112,7 +121,7 @@ def rematerialize_blocks(
             require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
         def make() -> BlocksPlan:
-            priced = price(traced.whole, profile=known)
+            priced = price_for(traced.whole, profile=known, tiers=tiers)
             return _plan_within(BlockPlanner(traced, priced, sharding, time_limit_s), budget)
 
         ranks.require_same_step(traced.hash)
@@ -187,8 +196,19 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
     return plan
 
 
+def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
+    """Raise `TierError` where files have no room for all blocks, though they have for each.
+
+    On a CUDA device each block takes its pinned memory before its first step, and says so then.
+    """
+    links = plan.links
+    if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
+        FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
+
+
 def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.Module:
     """The model with its blocks replaced; equal blocks of one schedule are compiled once."""
+    _require_room(traced, plan)
     compiled: dict[tuple[int, Any], CompiledStep] = {}
     replaced: dict[nn.Module, nn.Module] = {}
     for path, schedule in plan.schedules.items():
@@ -199,7 +219,7 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
         # A step that holds objects of one block is of use to no other.
         if step is None or step.settled or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)
-            step, state = compile_step(fresh, schedule), fresh.python_state
+            step, state = compile_step(fresh, schedule, links=plan.links), fresh.python_state
             compiled[key] = step
         else:
             traced_as = one.trace.python_state

@@ -51,6 +51,8 @@ class MovingEmitter(EagerEmitter):
     Attributes
     ----------
     handles : nodes of what is below the device. pending : of values that are on their way back.
+    leaving : handles of copies to the host that may still read the device. That on the host may be
+        dropped before, where it goes on to NVMe.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class MovingEmitter(EagerEmitter):
         self.moving = moving
         self.handles: dict[Below, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
+        self.leaving: dict[str, fx.Node] = {}
 
     def move(self, step: Offload | Fetch) -> None:
         """Emit a copy, but for one that waits for a write."""
@@ -109,7 +112,7 @@ class MovingEmitter(EagerEmitter):
     def kept(self, what: Demanded) -> fx.Node:
         """The emitted node to save: a handle, a random state or a tensor."""
         if isinstance(what, Below):
-            return self.handles[what]
+            return self.handles.get(what) or self.leaving[what.value]
         if isinstance(what, str):
             self._arrive(what)
         return super().kept(what)
@@ -126,7 +129,8 @@ class MovingEmitter(EagerEmitter):
 
     def _offload(self, value: str, begun_at: int) -> None:
         args = self._tensor(value), self._place(begun_at)
-        self._keep(Below(value, "host"), self._call("offload", args, f"{value}_host"))
+        self.leaving[value] = self._call("offload", args, f"{value}_host")
+        self._keep(Below(value, "host"), self.leaving[value])
         self.moving.leaving[value] = None
 
     def _below(
@@ -142,10 +146,11 @@ class MovingEmitter(EagerEmitter):
             return
         del self.moving.leaving[value]
         key = Below(value, "host")
-        handle = self._handle(key)
+        handle = self.leaving.pop(value, None) or self._handle(key)
         left = self._call("leave", (handle, self._tensor(value)), f"{value}_left")
         left.meta = dict(handle.meta)
-        self.handles[key] = left
+        if self.handles.get(key) is handle:
+            self.handles[key] = left
 
     def _arrive(self, value: str) -> None:
         """Wait for the value, if it is on its way back."""

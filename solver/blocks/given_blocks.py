@@ -2,18 +2,32 @@
 
 This is `hierarchical` for blocks that are given and run as units: the options of each distinct
 block are found once, then a knapsack takes one for each block. What lies between blocks runs as
-eager runs it, so its one option is to keep all.
+eager runs it, so its one option is to keep all. Where there is memory below the device, some
+options copy what a block keeps there. Its room is that of all blocks together: each has its values
+there from its forward to its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute
+from remat.graph_capture.links import Links
+from remat.schedules.schedule import Compute, Fetch, Free, Step
+from remat.solver.blocks.copied_options import with_copied
 from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
-from remat.solver.blocks.options import TURN, BlockOption, Options, block_graph, block_options
+from remat.solver.blocks.options import (
+    NOTHING,
+    TURN,
+    Below,
+    BlockOption,
+    Options,
+    block_graph,
+    block_options,
+)
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.clock import Clock
 from remat.solver.problem import Problem
@@ -33,16 +47,20 @@ class GivenBlocks:
     Attributes
     ----------
     blocks : the given ones and what lies between, in forward order. is_given : which is which.
-    distinct : how many distinct blocks were given.
+    graphs : of each block. solved : of the equal one, perhaps itself, that its `tables` names.
+    distinct : how many distinct blocks were given. below_bytes : rooms on the host and on NVMe for
+        what waits there.
     """
 
     problem: Problem
     blocks: list[Block]
     graphs: list[TrainingGraph]
+    solved: list[TrainingGraph]
     tables: list[Options]
     is_given: list[bool]
     choices: list[list[BlockChoice]]
     distinct: int
+    below_bytes: Below
 
     @classmethod
     def of(
@@ -51,36 +69,47 @@ class GivenBlocks:
         spans: Sequence[Span],
         beside_bytes: Sequence[int],
         time_limit_s: float,
+        staying: Collection[str] = (),
     ) -> GivenBlocks:
-        """Find the options of each block.
+        """Find the options of each block; where `graph` has links, also those with copies.
 
         Parameters
         ----------
         spans : in forward order; backward runs through them in reverse.
         beside_bytes : for each op, bytes live beside it that the knapsack would not see.
             Buffers of FSDP2 are such: a block's own graph does not show them.
+        staying : values that no copy may take from the device, as a block hands them out.
         """
         clock = Clock(time_limit_s)
         problem = Problem.of(graph)
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
         graphs = [block_graph(problem, reads, block) for block in blocks]
-        known: dict[Shape, Options] = {}
-        tables: list[Options] = []
+        known: dict[Shape, tuple[Options, TrainingGraph]] = {}
+        found: list[tuple[Options, TrainingGraph]] = []
         for block, small, given in zip(blocks, graphs, is_given, strict=True):
-            shape = (given, shape_of(problem, reads, block))
+            made = [name for op in small.ops for name in op.outputs]
+            stays = tuple(name in staying for name in made)
+            shape = (given, stays, shape_of(problem, reads, block))
             if shape not in known:
-                limits = LIMITS if given else 0
-                found = block_options(small, limits, lambda: clock.left_s)
-                known[shape] = found if given else _keeping_all(found)
-            tables.append(known[shape])
+                held = [name for name in made if name in staying]
+                known[shape] = _options(small, given, held, graph.links, clock), small
+            found.append(known[shape])
+        tables = [table for table, _ in found]
+        solved = [small for _, small in found]
         layers = list(zip(blocks, tables, strict=True))
         choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
-        return cls(problem, blocks, graphs, tables, is_given, choices, distinct)
+        below_bytes = _rooms_below(graph.links, tables)
+        return cls(
+            problem, blocks, graphs, solved, tables, is_given, choices, distinct, below_bytes
+        )
 
-    def sequences(self, room_bytes: int) -> list[list[str]] | None:
-        """For each given block the ops that it runs, in order; None if nothing fits.
+    def runs(self, room_bytes: int) -> list[list[Step]] | None:
+        """For each given block its computations and copies, in order; None if nothing fits.
+
+        Of frees, only those are there that a copy makes possible. The turn is in it where there
+        are copies.
 
         The knapsack's memory is a model. The caller puts the blocks together to a schedule of
         the whole step, simulates it, and asks again with more or less room.
@@ -89,11 +118,11 @@ class GivenBlocks:
         ----------
         room_bytes : beyond what is resident.
         """
-        chosen = compose(self.choices, room_bytes, SLOTS)
+        chosen = self._composed(room_bytes)
         if chosen is None:
             return None
         return [
-            _sequence(self.graphs[i], self.tables[i][pick])
+            _run(self.graphs[i], self.solved[i], self.tables[i][pick])
             for i, pick in enumerate(chosen)
             if self.is_given[i]
         ]
@@ -105,11 +134,14 @@ class GivenBlocks:
         step = max(high // SLOTS, 1)
         while high - low > step:
             middle = (low + high) // 2
-            if compose(self.choices, middle, SLOTS) is None:
+            if self._composed(middle) is None:
                 low = middle
             else:
                 high = middle
         return high
+
+    def _composed(self, room_bytes: int) -> list[int] | None:
+        return compose(self.choices, room_bytes, SLOTS, self.below_bytes)
 
 
 def _with_pieces(problem: Problem, spans: Sequence[Span]) -> tuple[list[Block], list[bool]]:
@@ -134,9 +166,66 @@ def _keeping_all(options: Options) -> Options:
     return (min(options, key=lambda option: option.extra_us),)
 
 
-def _sequence(graph: TrainingGraph, option: BlockOption) -> list[str]:
-    schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
+def _options(
+    graph: TrainingGraph, given: bool, held: Sequence[str], links: Links | None, clock: Clock
+) -> Options:
+    plain = block_options(graph, LIMITS if given else 0, lambda: clock.left_s)
+    if not given:
+        return _keeping_all(plain)
+    if links is None or not links.host_bytes:
+        return plain
+    forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}
+    handing_out = msgspec.structs.replace(
+        graph,
+        forward_outputs=tuple(
+            dict.fromkeys((*graph.forward_outputs, *(name for name in held if name in forward)))
+        ),
+        outputs=tuple(dict.fromkeys((*graph.outputs, *held))),
+    )
+    return with_copied(handing_out, plain, links, LIMITS, lambda: clock.left_s)
+
+
+def _rooms_below(links: Links | None, tables: Sequence[Options]) -> Below:
+    """What may wait on the host and on NVMe, where some of the host is left for what passes."""
+    if links is None:
+        return NOTHING
+    passing_bytes = max((one.passing_bytes for table in tables for one in table), default=0)
+    return links.host_bytes - passing_bytes, links.nvme_bytes
+
+
+def _run(graph: TrainingGraph, solved: TrainingGraph, option: BlockOption) -> list[Step]:
+    if option.steps:
+        return [*_renamed(_with_copies_alone(option.steps), solved, graph)]
     turns = {op.name for op in graph.ops if op.target == TURN and op.name == "turn"}
-    return [
-        step.op for step in schedule.steps if isinstance(step, Compute) and step.op not in turns
-    ]
+    schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
+    return [step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns]
+
+
+def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph) -> Iterator[Step]:
+    """Steps of one graph as those of an equal one."""
+    ops = {one.name: other for one, other in zip(solved.ops, graph.ops, strict=True)}
+    values = {
+        value: other
+        for op in solved.ops
+        for value, other in zip(op.outputs, ops[op.name].outputs, strict=True)
+    }
+    for step in steps:
+        if isinstance(step, Compute):
+            yield Compute(ops[step.op].name)
+        else:
+            yield msgspec.structs.replace(step, value=values[step.value])
+
+
+def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
+    """Computations, copies, and the frees of what is copied but for its last on the device."""
+    comes_back: set[str] = set()
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Fetch) and step.to == "device":
+            comes_back.add(step.value)
+        elif isinstance(step, Free) and step.at == "device":
+            if step.value not in comes_back:
+                continue
+            comes_back.discard(step.value)
+        kept.append(step)
+    return reversed(kept)

@@ -4,8 +4,10 @@ Also called: prefix-constrained multiple-choice knapsack, solved by dynamic prog
 What a block keeps is live while every later block runs, forward and backward. When its own
 backward runs, later blocks are done: only gradients and outputs of theirs are left. So there is
 one row for each block: what the blocks before it keep plus what it needs itself is within the
-room.
-Optimal on the grid. Cost: blocks x options x slots, in vector operations.
+room. Where blocks copy values below the device, what they have there adds up over all of them: a
+coordinate more for each tier whose room binds.
+Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `BELOW_SLOTS` for
+each tier that binds.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.blocks.options import Options
+from remat.solver.blocks.options import NOTHING, Below, Options
 from remat.solver.blocks.repeated import Block
 from remat.solver.problem import Problem
 
+BELOW_SLOTS = 64
+"""Steps of the grid of a tier below the device."""
 Layer = tuple[Block, Options]
 """A block in its place, and the options that it shares with its equals."""
 
@@ -29,12 +33,13 @@ class BlockChoice(NamedTuple):
     """An option of one block in its place.
 
     `need_bytes` is the most that is live while the block runs. It leaves out what the blocks
-    before it keep.
+    before it keep. `below_bytes` wait on the host and on NVMe.
     """
 
     saved_bytes: int
     need_bytes: int
     extra_us: float
+    below_bytes: Below = NOTHING
 
 
 def choices_in_place(
@@ -69,7 +74,12 @@ def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list
     beside = fixed[stages_of_block(block)]
     beside[-1] = beside[-2]
     return [
-        BlockChoice(option.saved_bytes, int((option.live_bytes + beside).max()), option.extra_us)
+        BlockChoice(
+            option.saved_bytes,
+            int((option.live_bytes + beside).max()),
+            option.extra_us,
+            option.below_bytes,
+        )
         for option in table
     ]
 
@@ -85,48 +95,88 @@ def stages_of_block(block: Block) -> list[int]:
 
 
 def compose(
-    choices: Sequence[Sequence[BlockChoice]], room_bytes: int, slots: int
+    choices: Sequence[Sequence[BlockChoice]],
+    room_bytes: int,
+    slots: int,
+    below_bytes: Below = NOTHING,
 ) -> list[int] | None:
     """One choice a block, of least extra time; None if nothing fits.
 
     For each block, what the blocks before it save, rounded up to a grid of `slots` steps,
-    and the need of its choice are within `room_bytes`.
+    and the need of its choice are within `room_bytes`. What all of them have below the device,
+    rounded up likewise, is within `below_bytes`.
     """
-    if room_bytes < 0:
+    if room_bytes < 0 or min(below_bytes) < 0:
         return None
-    unit = max(-(-room_bytes // slots), 1)
-    best_us = np.full(room_bytes // unit + 1, np.inf)
-    best_us[0] = 0.0
+    grid = _Grid.of(choices, room_bytes, slots, below_bytes)
+    best_us = np.full(grid.shape, np.inf)
+    best_us[0, 0, 0] = 0.0
     steps: list[npt.NDArray[np.int16]] = []
     for table in choices:
         following = np.full_like(best_us, np.inf)
-        step = np.full(best_us.size, -1, np.int16)
+        step = np.full(grid.shape, -1, np.int16)
         for i, choice in enumerate(table):
-            shift = -(-choice.saved_bytes // unit)
-            last = min((room_bytes - choice.need_bytes) // unit, best_us.size - 1 - shift)
-            if last < 0:
+            shift = grid.shift(choice)
+            ends = [size - by for size, by in zip(grid.shape, shift, strict=True)]
+            ends[0] = min(ends[0], (room_bytes - choice.need_bytes) // grid.units[0] + 1)
+            if min(ends) <= 0:
                 continue
-            reached = best_us[: last + 1] + choice.extra_us
-            part = slice(shift, shift + last + 1)
+            reached = best_us[: ends[0], : ends[1], : ends[2]] + choice.extra_us
+            part = tuple(slice(by, by + end) for by, end in zip(shift, ends, strict=True))
             better = reached < following[part]
             following[part][better] = reached[better]
             step[part][better] = i
         steps.append(step)
         best_us = following
-    return _traced(choices, steps, best_us, unit)
+    return _traced(choices, steps, best_us, grid)
+
+
+class _Grid(NamedTuple):
+    """The steps of device, host and NVMe, in bytes, and how many places each has."""
+
+    units: tuple[int, int, int]
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(
+        cls,
+        choices: Sequence[Sequence[BlockChoice]],
+        room_bytes: int,
+        slots: int,
+        below_bytes: Below,
+    ) -> _Grid:
+        unit = max(-(-room_bytes // slots), 1)
+        units, shape = [unit], [room_bytes // unit + 1]
+        for tier, most_bytes in enumerate(below_bytes):
+            wanted = sum(max(choice.below_bytes[tier] for choice in table) for table in choices)
+            # One place is enough where all that blocks could have there fits.
+            unit = max(-(-most_bytes // BELOW_SLOTS), 1)
+            units.append(unit if wanted > most_bytes else 0)
+            shape.append(most_bytes // unit + 1 if wanted > most_bytes else 1)
+        return cls((units[0], units[1], units[2]), (shape[0], shape[1], shape[2]))
+
+    def shift(self, choice: BlockChoice) -> tuple[int, int, int]:
+        """By how many places a choice moves on."""
+        host_bytes, nvme_bytes = choice.below_bytes
+        sizes = choice.saved_bytes, host_bytes, nvme_bytes
+        first, second, third = (
+            -(-size // unit) if unit else 0 for size, unit in zip(sizes, self.units, strict=True)
+        )
+        return first, second, third
 
 
 def _traced(
     choices: Sequence[Sequence[BlockChoice]],
     steps: Sequence[npt.NDArray[np.int16]],
     best_us: npt.NDArray[np.float64],
-    unit: int,
+    grid: _Grid,
 ) -> list[int] | None:
-    slot = int(np.argmin(best_us))
-    if not np.isfinite(best_us[slot]):
+    place = tuple(int(at) for at in np.unravel_index(int(np.argmin(best_us)), grid.shape))
+    if not np.isfinite(best_us[place]):
         return None
     chosen: list[int] = []
     for table, step in zip(reversed(choices), reversed(steps), strict=True):
-        chosen.append(int(step[slot]))
-        slot -= -(-table[chosen[-1]].saved_bytes // unit)
+        chosen.append(int(step[place]))
+        shift = grid.shift(table[chosen[-1]])
+        place = tuple(at - by for at, by in zip(place, shift, strict=True))
     return chosen[::-1]

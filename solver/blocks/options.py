@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.schedule import Step
 from remat.solver.backends.mip import Limits
 from remat.solver.blocks.repeated import Block, Reads
 from remat.solver.bounds.cut_program import CutProgram, expand
@@ -38,6 +39,10 @@ GAP = 2.0
 LOW_PEAK = 0.5
 """How far a low-peak option goes: this share of the way from its peak to the least possible."""
 
+Below = tuple[int, int]
+"""Bytes on the host, and on NVMe."""
+NOTHING: Below = (0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
@@ -48,18 +53,28 @@ class BlockOption:
     saved_bytes : of the block's values that are live from its forward to its backward.
     live_bytes : the most in each stage of the block's graph, of the block's values and the
         workspaces of its ops.
-    extra_us : time of the recomputations. recomputed : ops of the block's graph, by stage.
+    extra_us : time of the recomputations, and of waits for copies. recomputed : ops of the block's
+        graph, by stage.
+    steps : of a block that copies values below the device (`copied_options`), else empty.
+    below_bytes : of these values on the host and on NVMe from its forward to its backward.
+    passing_bytes : most bytes on the host beyond those, of values on their way.
     """
 
     saved_bytes: int
     live_bytes: npt.NDArray[np.int64]
     extra_us: float
     recomputed: tuple[tuple[int, ...], ...]
+    steps: tuple[Step, ...] = ()
+    below_bytes: Below = NOTHING
+    passing_bytes: int = 0
 
     def is_no_worse(self, other: BlockOption) -> bool:
         """Whether it saves no more, costs no more and is nowhere higher than `other`."""
         is_cheap = self.saved_bytes <= other.saved_bytes and self.extra_us <= other.extra_us
-        return is_cheap and bool((self.live_bytes <= other.live_bytes).all())
+        mine = *self.below_bytes, self.passing_bytes
+        theirs = *other.below_bytes, other.passing_bytes
+        is_low = all(a <= b for a, b in zip(mine, theirs, strict=True))
+        return is_cheap and is_low and bool((self.live_bytes <= other.live_bytes).all())
 
 
 Options = tuple[BlockOption, ...]

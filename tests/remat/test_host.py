@@ -73,7 +73,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("given", "kind", "says"), BAD)
-@pytest.mark.parametrize("call", ["capture", "rematerialize", "plan_cache"])
+@pytest.mark.parametrize("call", ["capture", "rematerialize", "blocks", "plan_cache"])
 def test_bad_input_is_refused_before_anything_is_captured(
     call: str, given: dict[str, Any], kind: type[Exception], says: str, monkeypatch: Any
 ) -> None:
@@ -82,10 +82,12 @@ def test_bad_input_is_refused_before_anything_is_captured(
 
     monkeypatch.setattr(capturing, "trace", captured)
     monkeypatch.setattr("remat.graph_capture.tracing.trace.trace", captured)
+    monkeypatch.setattr("remat.blocks.tracing.trace", captured)
     model, args = small()
     calls: dict[str, Callable[[], Any]] = {
         "capture": lambda: remat.capture(model, args, **given),
         "rematerialize": lambda: remat.rematerialize(model, args, budget="60%", **given),
+        "blocks": lambda: remat.rematerialize_blocks(model, "*", args, budget="60%", **given),
         "plan_cache": lambda: remat.plan_cache(model, budget="60%", **given),
     }
     with pytest.raises(kind) as error:

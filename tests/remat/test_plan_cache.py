@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from torch.nn import functional
 
 import remat
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.graph_capture.unnamed_files.files import HOST_FOLDER
+from remat.schedules.schedule import Schedule
 from remat.several_shapes import PlanCache, plans_of
 from tests.behaviours.trainee import read_again
+from tests.block_models import WIDTH, Stack
+from tests.rewriter.tiers.plans import is_clean, same, step
 
 LENGTHS = (24, 40, 32)
 
@@ -205,3 +210,17 @@ def test_a_last_batch_too_small_for_its_per_cent_takes_what_others_take() -> Non
     strict = remat.plan_cache(model, budget="1MiB", solver="cut")
     with pytest.raises(BudgetError, match="is below"):
         strict(torch.randn(2048, 128))
+
+
+def test_plans_of_a_cache_have_copies_at_each_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
+    torch.manual_seed(0)
+    model = Stack()
+    cache = remat.plan_cache(model, budget="50%", host="64MiB", check=False)
+    for count in (64, 128, 64):
+        x = torch.randn(count, WIDTH)
+        assert same(step(cache, (x,)), step(model, (x,)))
+    assert [plan.moves for plan in plans_of(cache) if isinstance(plan, Schedule)] == [True, True]
+    assert is_clean(tmp_path)
