@@ -68,7 +68,9 @@ def _made_of(lines: Sequence[Line]) -> str:
     versions = {f"{name} {what}" for line in lines for name, what in line.versions.items()}
     dates, commits = ({getattr(line, name) for line in lines} for name in ("date", "commit"))
     parts = [versions, dates, {f"commit {commit}" for commit in commits}]
-    return f"Ours: {'; '.join(', '.join(sorted(part)) for part in parts)}."
+    seconds = [line.seconds for line in lines] or [0.0]
+    took = f"Solves took {min(seconds):.1f} to {max(seconds):.0f} s, on a machine under other load."
+    return f"Ours: {'; '.join(', '.join(sorted(part)) for part in parts)}. {took}"
 
 
 def _table(table: str, jobs: Sequence[Job], lines: Sequence[Line]) -> Iterator[str]:

@@ -34,6 +34,7 @@ class Line(msgspec.Struct, frozen=True):
     budget_share : of the unmodified peak of the graph planned for.
     policy_overhead : of the published rule on this graph; None where none is asked or found.
     overhead, bound_overhead, gap : ours; None if nothing fits.
+    seconds : of our solve. commit : of the code that makes the line.
     """
 
     job: str
