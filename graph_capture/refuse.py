@@ -7,17 +7,16 @@ fails while traced gets its place and a way out by `refusal`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from remat.graph_capture.branches import branch_on_values, is_of_values, known_way_out
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, DeviceError
-from remat.graph_capture.joint.known_values import RANDOM
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
@@ -35,14 +34,6 @@ VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
 OTHER_VECTORS_BYTES = 64
 """Of AVX2, and no less of others."""
-
-_DATA_DEPENDENT = (
-    "DataDependentOutputException",
-    "GuardOnDataDependentSymNode",
-    "DynamicOutputShapeException",
-    "UnsupportedOperatorException",
-)
-
 
 Hooked = tuple[str, nn.Module, str, Any]
 """Path and module, and the name of a table of its hooks, with the table."""
@@ -218,7 +209,7 @@ def refusal(
     kind = type(error).__name__
     if isinstance(error, DeviceError):
         return CaptureError(f"{error} ({place})")
-    if way := _known_way_out(error):
+    if way := known_way_out(error):
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
     if type(error).__module__ == "torch._dynamo.exc":
         return CaptureError(
@@ -227,8 +218,8 @@ def refusal(
             "._torchdynamo_orig_callable of it, or torch.where in place of torch.cond; or plan "
             'with torch.compile(model, backend="remat")'
         )
-    if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
-        return _branch_on_values(place, read, _first_line(error))
+    if is_of_values(error):
+        return branch_on_values(place, read, _first_line(error))
     if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
         return CaptureError(
             f"forward draws from a generator of its own ({place}), which torch "
@@ -240,50 +231,6 @@ def refusal(
     if words := in_words(str(error)):
         return CaptureError(f"{words} ({place}). torch said: {_first_line(error)}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
-
-
-def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
-    named = " and ".join(name for name in read if name != RANDOM)
-    what, ways = "", list[str]()
-    if named:
-        what = f", the values of {named},"
-        ways.append(f"Leave {named} out, if the model can do without it.")
-    elif read:
-        what = f", {RANDOM},"
-        ways.append(
-            "Set the option that has it drawn (layerdrop, stochastic depth) to 0, if nothing is "
-            "drawn then, or draw it outside forward and pass a Python number, of which "
-            "remat.plan_cache makes a plan each."
-        )
-    ways.append(
-        "Replace the `if`, `.item()` or index by tensor ops such as torch.where or masking, or "
-        "plan the parts before and after it separately, each by remat.rematerialize. Or plan with "
-        'torch.compile(model, backend="remat"), which breaks the graph there.'
-    )
-    return CaptureError(
-        f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
-        f"hold both branches. {' Or: '.join(ways)} torch said: {said}"
-    )
-
-
-_WAYS_OUT = {
-    "_detect_is_causal_mask": "pass is_causal=True beside a causal mask, or is_causal=False",
-    "_canonical_mask": "pass masks as floating point numbers, or as bool",
-    "__init__ of Distribution": "make the distribution with validate_args=False",
-}
-"""By the function of torch that looks at values: how to keep it from doing so."""
-
-
-def _known_way_out(error: Exception) -> str:
-    """What the user can do where a function of torch looks at values; empty if it is not known."""
-    frames = [] if error.__traceback__ is None else list(walk_tb(error.__traceback__))
-    for frame, _ in reversed(frames):
-        name = frame.f_code.co_name
-        if frame.f_code.co_filename.endswith("distributions/distribution.py"):
-            name = "__init__ of Distribution"
-        if name in _WAYS_OUT:
-            return _WAYS_OUT[name]
-    return ""
 
 
 def _first_line(error: Exception) -> str:

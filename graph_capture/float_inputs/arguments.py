@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from remat.graph_capture.float_inputs.inputs import Argument
 from remat.graph_capture.float_inputs.traced_float import Log, Step
 from remat.graph_capture.joint.dropout import scale_of_eager
+from remat.graph_capture.tensor_bits import bits_of
 
 _PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -148,9 +149,5 @@ def _are_equal(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        return is_alike and torch.equal(_bytes_of(one), _bytes_of(other))
+        return is_alike and torch.equal(bits_of(one), bits_of(other))
     return type(one) is type(other) and repr(one) == repr(other)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

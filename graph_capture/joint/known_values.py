@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.over_ranks.collectives import NAMESPACES
 from remat.graph_capture.python_state.ran import unrecorded
+from remat.graph_capture.tensor_bits import bits_of
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""
@@ -190,8 +191,7 @@ def _bits_of(tensor: Tensor) -> bytes:
     with _disable_current_modes(), torch.no_grad():
         if tensor.layout is not torch.strided:
             return repr(tensor).encode()
-        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return bits_of(tensor).cpu().numpy().tobytes()
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,7 +47,9 @@ def resident_bytes(
     """
     if optimizer not in STATES_PER_PARAMETER:
         raise CaptureError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(STATES_PER_PARAMETER)}"
+            f"unknown optimizer {optimizer!r}: choose one of {', '.join(STATES_PER_PARAMETER)} by "
+            "what it keeps for a parameter: momentum one tensor, as Lion and RMSprop do, adamw "
+            "two, as Adam does"
         )
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]

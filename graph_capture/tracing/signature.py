@@ -147,6 +147,10 @@ def unknown_leaf_message(name: str, leaf: Any) -> str:
         way = "pass dict(...) of it"
     elif isinstance(leaf, np.ndarray):
         way = "pass torch.from_numpy(...) of it"
+    elif kind.__name__.endswith("Cache"):
+        # Models that generate text return one for the next word unless told not to.
+        way = "a training step needs no cache: pass use_cache=False, or set model.config.use_cache"
+        way += " = False"
     else:
         way = (
             "pass its tensors, or register it once: torch.utils._pytree.register_pytree_node("

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 from remat.graph_capture.errors import FactoryError
 from remat.job.plain_file import MODEL, factory_of
+from remat.job.seen_names import give_something, unseen_text
 
 DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""
@@ -38,6 +40,9 @@ class NamedFunction:
 def function_named(name: str) -> Generator[NamedFunction]:
     """Import what `name` names. The modules beside it can be imported until the context ends.
 
+    Until then the command line is that of a script without arguments: a parser that the file has
+    would else read remat's own.
+
     Parameters
     ----------
     name : ``path/to/file.py:function``, ``package.module:function``, or either without a function,
@@ -50,7 +55,8 @@ def function_named(name: str) -> Generator[NamedFunction]:
     where, inside = _place(name)
     path = Path(where)
     is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
-    with _importable(path.resolve().parent if is_file else Path.cwd()):
+    folder = path.resolve().parent if is_file else Path.cwd()
+    with _importable(folder), _without_arguments(where):
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == MODEL or (not inside and not hasattr(module, DEFAULT))
         plain = factory_of(module) if is_open else None
@@ -90,6 +96,16 @@ def _importable(folder: Path) -> Generator[None]:
             sys.path.remove(str(folder))
 
 
+@contextlib.contextmanager
+def _without_arguments(where: str) -> Generator[None]:
+    kept = sys.argv
+    sys.argv = [where]
+    try:
+        yield
+    finally:
+        sys.argv = kept
+
+
 def _import_file(path: Path) -> ModuleType:
     if path.is_dir():
         raise FactoryError(f"{path} is a folder: name a file{_near_files(path / 'factory.py')}")
@@ -126,7 +142,8 @@ def _near_files(path: Path) -> str:
         return f": there is no folder {folder} either"
     names = sorted(file.name for file in folder.glob("*.py"))
     near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
-    return f". {folder} has {', '.join(near)}" if near else f", nor any .py file in {folder}"
+    here = "This folder" if str(folder) == "." else str(folder)
+    return f". {here} has {', '.join(near)}" if near else f", nor any .py file in {folder}"
 
 
 def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
@@ -152,15 +169,19 @@ def _default_of(module: ModuleType, where: str) -> str:
     if hasattr(module, DEFAULT):
         return DEFAULT
     own = _own_functions(module)
-    if not own:
+    giving = [name for name in own if name in give_something(module)]
+    unseen = unseen_text(module, where)
+    if unseen or not giving:
+        other = "and no other" if not own else f"and nothing is returned by {', '.join(own)}"
+        why = unseen or f"{where} has no function {DEFAULT}, {other}"
         raise FactoryError(
-            f"{where} has no function {DEFAULT}, and no other: write "
-            f"def {DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
+            f"{why}: write def {DEFAULT}(): return model, (x,); or name the model `model` and its "
+            "batch `batch`"
         )
-    ready = [name for name, function in own.items() if _is_called_with_nothing(function)]
+    ready = [name for name in giving if _is_called_with_nothing(own[name])]
     raise FactoryError(
         f"{where} has no function {DEFAULT}. It has {', '.join(own)}: name the one that returns "
-        f"the model and its batch, such as {where}:{next(iter(ready or own))}"
+        f"the model and its batch, such as {where}:{next(iter(ready or giving))}"
     )
 
 
@@ -188,18 +209,29 @@ def explained(doing: str) -> Generator[None]:
         yield
     except FactoryError:
         raise
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        raise FactoryError(
+            f"{doing} ended Python by SystemExit: {error} ({_raised_at(error)}). It is given no "
+            "arguments of a command line, so those that a parser requires need defaults; a batch "
+            "size may be an argument of the factory"
+        ) from error
+    except Exception as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise FactoryError(f"{doing} raised {what} ({_raised_at(error)})") from error
 
 
 def _raised_at(error: BaseException) -> str:
-    """``file:line`` of the innermost frame outside the import machinery and this folder."""
+    """``file:line`` of the innermost frame of the user's own code, else of a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     ours = Path(__file__).parent
     theirs = [f for f in frames if Path(f.filename).parent != ours and f.filename[0] != "<"]
-    own = [f for f in theirs if "site-packages" not in f.filename]
+    standard = sysconfig.get_path("stdlib")
+    own = [
+        f
+        for f in theirs
+        if "site-packages" not in f.filename and not f.filename.startswith(standard)
+    ]
     frame = (own or theirs or list(frames))[-1]
     return f"{frame.filename}:{frame.lineno}"

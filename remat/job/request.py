@@ -89,7 +89,8 @@ class Request:
         },
     )
     optimizer: Optimizer = field(
-        default="none", metadata={"help": "count this optimizer's state as resident"}
+        default="none",
+        metadata={"help": "count this optimizer's state as resident; Adam's is that of adamw"},
     )
     update_at_once: bool = field(
         default=False,

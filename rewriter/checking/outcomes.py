@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat.graph_capture.tensor_bits import bits_of
+
 Outcome = dict[str, Any]
 """What a step leaves, by name: outputs, gradients, buffers, random streams."""
 
@@ -162,10 +164,5 @@ def same(expected: Any, found: Any) -> bool:
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if expected.dtype != found.dtype or expected.shape != found.shape:
             return False
-        return torch.equal(expected, found) or torch.equal(_bits(expected), _bits(found))
+        return torch.equal(expected, found) or torch.equal(bits_of(expected), bits_of(found))
     return expected is found or bool(expected == found)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, by which NaNs compare as equal."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)

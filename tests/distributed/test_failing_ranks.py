@@ -7,25 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.failing_worker import CASES, TIMEOUT_S
+from tests.distributed.failing_worker import TIMEOUT_S
 from tests.distributed.launch import Found, ranks
 
 pytestmark = pytest.mark.slow
-"""Each launch of two ranks takes half a minute."""
-
-SLOW = ("gather", "coalesced", "by_inductor", "compiled")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The quick cases on two ranks, in one launch."""
-    quick = [case for case in CASES if case not in SLOW]
-    return ranks("failing_worker.py", tmp_path_factory.mktemp("failing"), 2, *quick)
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return ranks("failing_worker.py", tmp_path_factory.mktemp("slow"), 2, *SLOW)
+    """All cases on two ranks, in one launch, since starting takes long."""
+    return ranks("failing_worker.py", tmp_path_factory.mktemp("failing"), 2)
 
 
 def in_time(found: dict[str, Any]) -> bool:
@@ -83,8 +74,8 @@ def test_collectives_train_to_eagers_bits(two: Found) -> None:
 
 
 @pytest.mark.parametrize("case", ["gather", "coalesced"])
-def test_other_collectives_train_to_eagers_bits(slow: Found, case: str) -> None:
-    require_eagers_bits(slow, case)
+def test_other_collectives_train_to_eagers_bits(two: Found, case: str) -> None:
+    require_eagers_bits(two, case)
 
 
 def test_collectives_need_a_group(two: Found) -> None:
@@ -98,8 +89,8 @@ def test_collectives_need_a_group(two: Found) -> None:
 
 
 @pytest.mark.parametrize("case", ["by_inductor", "compiled"])
-def test_collectives_in_compiled_code(slow: Found, case: str) -> None:
-    assert all(found[case]["error"] < 1e-5 for found in slow)
+def test_collectives_in_compiled_code(two: Found, case: str) -> None:
+    assert all(found[case]["error"] < 1e-5 for found in two)
 
 
 @pytest.mark.parametrize("case", ["collective_not_compiled", "ddp_not_compiled"])

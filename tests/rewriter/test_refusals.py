@@ -205,6 +205,28 @@ def test_unknown_device_and_optimizer_are_refused() -> None:
         capture(mlp(), (batch(),), device="tpu")
     with pytest.raises(CaptureError, match=r"unknown optimizer 'lion'.*adamw"):
         capture(mlp(), (batch(),), optimizer="lion")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(CaptureError, match=r"unknown optimizer 'adam'.*adamw two, as Adam does"):
+        capture(mlp(), (batch(),), optimizer="adam")  # pyright: ignore[reportArgumentType]
+
+
+class WordCache:
+    """What models that generate text keep for the next word."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.keys = x
+
+
+class Generates(nn.Linear):
+    def forward(self, input: torch.Tensor, use_cache: bool = True) -> dict[str, Any]:
+        made = super().forward(input)
+        return {"logits": made, "cache": WordCache(made)} if use_cache else {"logits": made}
+
+
+def test_a_cache_for_the_next_word_is_refused_with_its_switch() -> None:
+    model, args = Generates(4, 4), (torch.ones(2, 4),)
+    with pytest.raises(CaptureError, match=r"result\['cache'\].* WordCache.*pass use_cache=False"):
+        capture(model, args)
+    assert capture(model, args, {"use_cache": False}).n_forward
 
 
 def test_a_forward_hook_that_a_plan_does_not_know_is_refused() -> None:

@@ -95,9 +95,11 @@ def test_without_a_factory_the_functions_are_listed(file: Path) -> None:
 
 
 def test_a_function_that_needs_nothing_is_the_example(file: Path) -> None:
-    file.write_text("def build(width): ...\n\ndef small(width=3): ...\n")
+    file.write_text(
+        "def main(): ...\ndef build(width): return width\ndef small(width=3): return 3\n"
+    )
     said = refusal(str(file))
-    assert "It has build, small" in said
+    assert "It has main, build, small" in said
     assert said.endswith(f"such as {file}:small")
 
 
@@ -157,7 +159,6 @@ def test_a_factory_that_raises_names_the_line(file: Path) -> None:
     [
         ("import torch\nimport not_installed_here\n", "ModuleNotFoundError"),
         ("def f(:\n", "SyntaxError"),
-        ("raise SystemExit(1)\n", "SystemExit"),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, says: str) -> None:
@@ -184,3 +185,32 @@ def test_the_examples_load_and_leave_the_generator_alone(
     folder = ROOT / "examples"
     assert load(f"{folder / name}.py:factory").args[0].shape[0] == 2
     assert torch.equal(state, torch.get_rng_state())
+
+
+PARSED = """import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, {rest})
+def make():
+    width = parser.parse_args().width
+    return torch.nn.Linear(width, 2), torch.ones(1, width)
+"""
+
+
+def test_a_parser_of_the_file_does_not_read_our_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "parsed.py"
+    file.write_text(PARSED.format(rest="default=5"))
+    line = ["remat", "run", str(file), "--budget", "60%"]
+    monkeypatch.setattr(sys, "argv", line)
+    assert load(f"{file}:make").args[0].shape == (1, 5)
+    assert sys.argv is line
+
+
+def test_a_parser_that_ends_python_is_named_at_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "parsed.py"
+    file.write_text(PARSED.format(rest="required=True"))
+    said = refusal(f"{file}:make")
+    assert f"factory make of {file} ended Python by SystemExit: 2 ({file}:6)" in said
+    assert "those that a parser requires need defaults" in said

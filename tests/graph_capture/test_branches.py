@@ -1,0 +1,93 @@
+"""Each op that looks at values is refused with a way out of its own, which can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import ctc_loss, one_hot
+
+import remat
+from remat.graph_capture.errors import CaptureError
+
+ROWS = 4
+LENGTHS = torch.tensor([ROWS])
+Step = Callable[[Tensor], Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.linear, self.step = nn.Linear(8, 8), step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.linear(x))
+
+
+def captured(step: Step) -> remat.TrainingGraph:
+    return remat.capture(Model(step), (torch.ones(ROWS, 8),))
+
+
+def ones(y: Tensor) -> Tensor:
+    """One index for each row, 0 or 1."""
+    return (y.sum(1) > 0).long()
+
+
+def ctc(y: Tensor) -> Tensor:
+    return ctc_loss(y[:, None].log_softmax(-1), torch.ones(1, 2).long(), LENGTHS, LENGTHS // 2)
+
+
+def packed(y: Tensor) -> Tensor:
+    return nn.utils.rnn.pack_padded_sequence(y[None], LENGTHS, batch_first=True).data
+
+
+REFUSED: dict[str, tuple[Step, str]] = {
+    "rows of a mask": (lambda y: y[y.sum(1) > 0], "use torch.where(mask, x, 0) or x * mask"),
+    "where": (lambda y: y[torch.where(y.sum(1) > 0)], "use torch.where(mask, x, 0)"),
+    "masked_select": (lambda y: y.masked_select(y > 0), "use torch.where(mask, x, 0)"),
+    "argwhere": (lambda y: y[torch.argwhere(y.sum(1) > 0)], "use torch.where(mask, x, 0)"),
+    "unique": (
+        lambda y: y * len(torch.unique(y)),
+        "how many of them unique gives",
+    ),
+    "unique rows": (lambda y: torch.unique(y, dim=0), "call it outside forward"),
+    "runs": (lambda y: y * len(torch.unique_consecutive(y)), "call it outside forward"),
+    "repeats": (lambda y: y.repeat_interleave(ones(y), 0), "give output_size, a Python number"),
+    "bins": (lambda y: y.sum() * torch.bincount(ones(y)), "use torch.zeros(n).scatter_add_"),
+    "classes": (lambda y: y[:, :1] * one_hot(ones(y)), "one_hot without num_classes"),
+    "item": (lambda y: y * y.detach().sum().item(), "pass the number to forward as a Python"),
+    "a branch": (lambda y: y if y.sum() > 0 else -y, "use torch.where in place of a branch"),
+    "a size": (lambda y: y[: int(ones(y).sum())], "or as a size: use torch.where"),
+    "equal": (lambda y: y if torch.equal(y, -y) else -y, "Replace the `if`, `.item()` or index by"),
+    "CTC": (ctc, "give no loss_fn, and call ctc_loss on them in your loop"),
+    "packed": (packed, "give the layer the padded batch, and mask what it returns"),
+}
+
+WAYS_OUT: dict[str, Step] = {
+    "where": lambda y: torch.where(y > 0, y, 0),
+    "times a mask": lambda y: y * (y > 0),
+    "topk": lambda y: y[y.sum(1).topk(2).indices],
+    "output_size": lambda y: y.repeat_interleave(ones(y), 0, output_size=ROWS),
+    "scatter": lambda y: y[:, :2] * torch.zeros(2).scatter_add_(0, ones(y), y[:, 0]),
+    "one_hot": lambda y: y[:, :2] * one_hot(ones(y), 2).sum(0),
+    "probabilities": lambda y: y[:, None].log_softmax(-1),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_op_that_looks_has_its_way_out(kind: str) -> None:
+    step, way = REFUSED[kind]
+    with pytest.raises(CaptureError) as caught:
+        captured(step)
+    said = str(caught.value)
+    assert "one static graph cannot hold both branches" in said
+    assert way in said
+    assert 'torch.compile(model, backend="remat")' in said
+    assert "test_branches.py:" in said
+
+
+@pytest.mark.parametrize("kind", WAYS_OUT)
+def test_the_way_out_is_captured(kind: str) -> None:
+    assert captured(WAYS_OUT[kind]).n_forward

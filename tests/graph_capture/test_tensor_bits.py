@@ -1,0 +1,59 @@
+"""Bytes of tensors of any strides, and of values that are looked at while a trace is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.graph_capture.tensor_bits import bits_of
+from remat.rewriter.checking.outcomes import same
+
+TENSORS = {
+    "plain": torch.arange(6.0).reshape(2, 3),
+    "a scalar": torch.tensor(2.5),
+    "one, expanded": torch.tensor(2.5).expand(1),
+    "one, expanded in two": torch.tensor(2.5).expand(1, 1),
+    "many, expanded": torch.tensor(2.5).expand(3),
+    "one of a stride": torch.arange(9.0)[4::5],
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "none": torch.empty(0, 3),
+    "bfloat16": torch.tensor([1.5], dtype=torch.bfloat16).expand(2, 1),
+    "bool": torch.tensor([True, False])[1:],
+    "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3j]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_bits_are_those_of_a_copy(kind: str) -> None:
+    tensor = TENSORS[kind]
+    copied = torch.tensor(tensor.tolist(), dtype=tensor.dtype).reshape(-1)
+    wanted = copied.view(torch.uint8) if copied.numel() else torch.empty(0, dtype=torch.uint8)
+    assert torch.equal(bits_of(tensor), wanted)
+    assert same(tensor, tensor.clone())
+
+
+def test_a_nan_of_one_element_equals_itself() -> None:
+    nan = torch.tensor(float("nan")).expand(1)
+    assert same(nan, nan.clone())
+    assert not same(nan, torch.zeros(1))
+
+
+class Middle(nn.Module):
+    """Takes the quantile of its outputs, for which torch expands a number of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.quantile(self.linear(x), 0.25)
+
+
+def test_a_number_that_torch_expands_is_known() -> None:
+    torch.manual_seed(0)
+    model, x = Middle(), torch.randn(4, 8)
+    fast = remat.rematerialize(model, (x,), budget="100%")
+    assert torch.equal(fast(x), model(x))
