@@ -1,0 +1,150 @@
+"""Zero bubble schedules of torch's over eager and over rewritten stages: what each rank found.
+
+Run as ``torchrun --nproc-per-node 2 tests/distributed/split_worker.py FOLDER``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import remat
+from remat.rewriter.split_backward.splitting import SplitBackward, split_backward
+from tests.distributed.launch import leave
+
+WIDTH, ROWS, N_MICROBATCHES, N_STEPS = 16, 8, 4, 2
+SCHEDULES: dict[str, tuple[Any, bool]] = {
+    "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, False),
+    "ZBVZeroBubble": (ScheduleZBVZeroBubble, True),
+    "DualPipeV": (ScheduleDualPipeV, True),
+}
+"""The class, and whether the stages of a rank stand in a V."""
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Stage(nn.Module):
+    """Two blocks, and on the last stage a head outside of them."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, WIDTH) if is_last else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        return sum(self.found[name] for name in PRODUCTS)
+
+
+def stages(name: str) -> dict[int, Stage]:
+    """The eager stages of this rank; all ranks make all, so that each has the same."""
+    torch.manual_seed(0)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    made = [Stage(is_last=k == 2 * n - 1) for k in range(2 * n)]
+    mine = (rank, 2 * n - 1 - rank) if SCHEDULES[name][1] else (rank, rank + n)
+    return {k: made[k] for k in mine}
+
+
+def rewritten(stage: Stage, number: int, how: str) -> nn.Module:
+    x = torch.randn(ROWS, WIDTH, requires_grad=number > 0)
+    if how == "blocks":
+        return remat.rematerialize_blocks(
+            stage, "layers.*", (x,), budget="100%", accumulate=True, check=False
+        )
+    return remat.rematerialize(stage, (x,), budget=how, accumulate=True, check=False, solver="cut")
+
+
+def trained(name: str, modules: dict[int, nn.Module], splits: dict[int, SplitBackward]) -> Any:
+    """Products of the second step, and all gradients and parameters after two."""
+    n_stages = 2 * dist.get_world_size()
+    made = [
+        PipelineStage(
+            module, k, n_stages, torch.device("cpu"),
+            dw_builder=splits[k].dw_builder if splits else None,
+        )
+        for k, module in modules.items()
+    ]  # fmt: skip
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = functional.mse_loss
+    schedule = SCHEDULES[name][0](made, n_microbatches=N_MICROBATCHES, loss_fn=loss_fn)
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.manual_seed(5)
+    x, target = (torch.randn(ROWS * N_MICROBATCHES, WIDTH) for _ in range(2))
+    found: list[Tensor] = []
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        torch.manual_seed(step + 10 * dist.get_rank())
+        with Products() as products:
+            schedule.step(
+                *((x,) if 0 in modules else ()),
+                **({"target": target} if n_stages - 1 in modules else {}),
+            )
+        found += [p.grad.clone() for p in parameters if p.grad is not None]
+        optimizer.step()
+    return products.total, [*found, *(p.detach() for p in parameters)]
+
+
+def compared(name: str) -> dict[str, Any]:
+    """Eager, and plans whose backward is split."""
+    eager = stages(name)
+    expected, tensors = trained(name, copy.deepcopy(eager), {})
+    said: dict[str, Any] = {"eager": expected, "n": len(tensors)}
+    for how in ("100%", "min", "blocks"):
+        plans = {k: rewritten(copy.deepcopy(stage), k, how) for k, stage in eager.items()}
+        again = sum(_again(plan) for plan in plans.values())
+        products, found = trained(name, plans, {k: split_backward(p) for k, p in plans.items()})
+        same = len(found) == len(tensors) and all(map(torch.equal, found, tensors))
+        said[how] = {"same": same, "products": products, "again": again * N_MICROBATCHES}
+    return said
+
+
+def _again(plan: nn.Module) -> int:
+    """Products that a plan computes again, for one microbatch."""
+    graphs = [m.backward_module for m in plan.modules() if hasattr(m, "backward_module")]
+    nodes = (n for g in graphs for n in g.graph.nodes if "_again" in n.name)
+    return sum(str(n.target) in PRODUCTS for n in nodes)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    names = sys.argv[2:] or list(SCHEDULES)
+    leave(Path(sys.argv[1]), {name: compared(name) for name in names})

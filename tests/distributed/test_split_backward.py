@@ -1,0 +1,36 @@
+"""Torch's zero bubble schedules over rewritten stages, on two ranks over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import Found, ranks
+
+LIMIT_S = 900
+WAYS = ("100%", "min", "blocks")
+
+
+def require_eagers(found: Found, schedule: str) -> None:
+    """Gradients and parameters of two steps are eager's; each planned product runs once."""
+    for one in (rank[schedule] for rank in found):
+        assert one["n"] > 70
+        for way in WAYS:
+            assert one[way]["same"], way
+            assert one[way]["products"] == one["eager"] + one[way]["again"]
+        assert one["100%"]["again"] == one["blocks"]["again"] == 0
+        assert one["min"]["again"] > 0
+
+
+def test_a_v_of_stages_has_eagers_gradients_and_products(tmp_path: Path) -> None:
+    found = ranks("split_worker.py", tmp_path, 2, "ZBVZeroBubble", limit_s=LIMIT_S)
+    require_eagers(found, "ZBVZeroBubble")
+
+
+@pytest.mark.slow
+def test_other_schedules_do(tmp_path: Path) -> None:
+    names = ("InterleavedZeroBubble", "DualPipeV")
+    found = ranks("split_worker.py", tmp_path, 2, *names, limit_s=2 * LIMIT_S)
+    for name in names:
+        require_eagers(found, name)
