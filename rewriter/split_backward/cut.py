@@ -44,7 +44,7 @@ class SplitGraphs:
 
 
 @dataclass(frozen=True)
-class _Late:
+class _LateGradient:
     """A gradient of weights: its places among the results, and the ops of W that it still needs."""
 
     result: fx.Node
@@ -63,10 +63,10 @@ def split_graph(
     weights : places of results that are gradients of weights.
     resident : names of its inputs that are parameters or buffers, which cost nothing to hold.
     """
-    return _Cut(backward, weights, resident).graphs()
+    return _BackwardCut(backward, weights, resident).graphs()
 
 
-class _Cut:
+class _BackwardCut:
     def __init__(
         self, backward: fx.GraphModule, weights: Collection[int], resident: Collection[str]
     ) -> None:
@@ -100,31 +100,34 @@ class _Cut:
         )
 
     def _early(self) -> set[fx.Node]:
-        """What runs with I: what its results need, also what writes to them at any time."""
+        """What runs with I."""
         given = [r for r in self.given if isinstance(r, fx.Node)]
-        storages = self._storages(given)
-        writers = [n for n in self.nodes if not storages.isdisjoint(self.facts.written[n])]
-        needed = self._closure([*given, *writers, *self.inputs])
+        needed = self._needed_by(given) | self._closure(self.inputs)
         late_results = [self.results[place] for place in self.weights]
         early = ops_run_early(self.nodes, self.facts, needed, late_results, self.resident)
         # An op of several results is taken apart at once: held together, all would live.
         return early | {n for n in self.nodes if is_getitem(n) and n.args[0] in early}
 
-    def _late(self, early: set[fx.Node]) -> list[_Late]:
+    def _late(self, early: set[fx.Node]) -> list[_LateGradient]:
         """The gradients of weights, in the order in which backward has them."""
         places: dict[fx.Node, list[int]] = {}
         for place in self.weights:
             places.setdefault(self.results[place], []).append(place)
-        found: list[_Late] = []
+        found: list[_LateGradient] = []
         done = set(early)
         for result in sorted(places, key=self._made_at):
-            missing = self._closure([result]) - done
+            missing = self._needed_by([result]) - done
             done |= missing
             ops = [n for n in missing if n.op != "get_attr"]
             found.append(
-                _Late(result, tuple(places[result]), sorted(ops, key=self.order.__getitem__))
+                _LateGradient(
+                    result, tuple(places[result]), sorted(ops, key=self.order.__getitem__)
+                )
             )
         return found
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.order.__getitem__)
 
     def _made_at(self, node: fx.Node) -> tuple[int, int]:
         """Where the storage of a node is made; views of it may come much later."""
@@ -133,6 +136,12 @@ class _Cut:
 
     def _storages(self, nodes: Iterable[fx.Node]) -> frozenset[Storage]:
         return frozenset[Storage]().union(*(self.facts.storages[n] for n in nodes))
+
+    def _needed_by(self, results: Sequence[fx.Node]) -> set[fx.Node]:
+        """What makes results, and what writes to them until backward ends."""
+        storages = self._storages(results)
+        writers = [n for n in self.nodes if not storages.isdisjoint(self.facts.written[n])]
+        return self._closure([*results, *writers])
 
     def _closure(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
         """`ends`, and all that runs before them."""
@@ -156,12 +165,15 @@ class _Cut:
         return self._module(graph)
 
     def _weights(
-        self, carried: Sequence[fx.Node], constants: Sequence[fx.Node], late: Sequence[_Late]
+        self,
+        carried: Sequence[fx.Node],
+        constants: Sequence[fx.Node],
+        late: Sequence[_LateGradient],
     ) -> fx.GraphModule:
         """W, in which a gradient is marked right after the op that makes it final."""
         graph = fx.Graph()
         copies = {node: placeholder_like(graph, node.name, node) for node in carried}
-        for node in sorted(constants, key=self.order.__getitem__):
+        for node in self._in_order(constants):
             copies[node] = graph.node_copy(node)
         # Autograd keeps what it is given: not a view of what others hold.
         lent = self._storages([*self.inputs, *(r for r in self.given if isinstance(r, fx.Node))])

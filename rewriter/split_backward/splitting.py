@@ -10,7 +10,6 @@ from torch import fx, nn
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.graph_capture.over_ranks.collectives import collectives_in
-from remat.graph_capture.over_ranks.dtensors import has_dtensors
 from remat.rewriter.split_backward.cut import SplitGraphs, split_graph
 from remat.rewriter.split_backward.waiting import SplitCode
 from remat.rewriter.split_backward.weights_queue import StepSplit, WeightsQueue
@@ -96,7 +95,7 @@ def split_backward(module: nn.Module) -> SplitBackward:
 def _rewritten_in(module: nn.Module) -> dict[str, RematModule]:
     for path, one in module.named_modules():
         if isinstance(one, RangedModule):
-            raise _refused(path, one, "is planned for a range of sizes: plan it for one size")
+            raise _not_split(path, one, "is planned for a range of sizes: plan it for one size")
     return {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
 
 
@@ -104,7 +103,7 @@ def _graphs(path: str, block: RematModule) -> SplitGraphs:
     step = block._remat_compiled_step
     for node in step.backward.graph.nodes:
         if draws_randomness(node):
-            raise _refused(
+            raise _not_split(
                 path, block,
                 f"draws random numbers in backward ({node.target}), in an order that two parts "
                 "would change: rewrite its parts by themselves",
@@ -128,22 +127,22 @@ def _refuse_step(path: str, block: RematModule) -> None:
     """Raise `RewriteError` for a block whose backward cannot come in two parts."""
     step, schedule = block._remat_compiled_step, block._remat_schedule
     if block._remat_split is not None:
-        raise _refused(path, block, "is split already: use what the first call returned")
+        raise _not_split(path, block, "is split already: use what the first call returned")
     if step.by_inductor:
-        raise _refused(path, block, "is compiled by Inductor as one piece: leave out compile=True")
+        raise _not_split(path, block, "is code by Inductor, of one piece: leave out compile=True")
     if schedule.moves:
-        raise _refused(path, block, "copies values to the host: plan without offloading")
+        raise _not_split(path, block, "copies values to the host: plan without offloading")
     if block._remat_updates is not None:
-        raise _refused(path, block, "updates parameters in backward: plan without an optimizer")
+        raise _not_split(path, block, "updates parameters in backward: plan without an optimizer")
     if step.memory.source is not None:
-        raise _refused(path, block, "has its memory from an arena: plan without one")
-    if has_dtensors(block):
-        raise _refused(path, block, "has DTensors as parameters: wrap it without tensor parallel")
+        raise _not_split(path, block, "has its memory from an arena: plan without one")
+    if any(where is not None for *_, where in block._remat_guards.facts):
+        raise _not_split(path, block, "was planned over DTensors: leave out tensor parallelism")
     if collectives_in(step.backward):
-        raise _refused(path, block, "has collectives in backward: rewrite what is between them")
+        raise _not_split(path, block, "has collectives in backward: rewrite what is between them")
     results: Any = step.backward.graph.output_node().args[0]
     if len(results) != len(step.forward.graph.find_nodes(op="placeholder")):
-        raise _refused(path, block, "writes to buffers in backward: rewrite what does not")
+        raise _not_split(path, block, "writes to buffers in backward: rewrite what does not")
 
 
 def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
@@ -174,6 +173,6 @@ def _holders(
         yield "what is outside of blocks", [(f"{path}.{n}".lstrip("."), p) for n, p in named]
 
 
-def _refused(path: str, block: nn.Module, why: str) -> RewriteError:
+def _not_split(path: str, block: nn.Module, why: str) -> RewriteError:
     name = f"{path} ({type(block).__name__})" if path else type(block).__name__
     return RewriteError(f"backward of {name} cannot be split: it {why}, {WITHOUT}")

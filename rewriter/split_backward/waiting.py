@@ -121,8 +121,9 @@ def in_parts(whole: Boxed) -> Boxed:
     def backward(taken: list[Any]) -> Any:
         run, task = getattr(_expected, "run", (None, -1))
         _expected.run = None, -1
-        is_now = run is not None and task == _C._current_graph_task_id()
-        return run.inputs(taken) if is_now else whole(taken)
+        if run is None or task != _C._current_graph_task_id():
+            return whole(taken)
+        return run.inputs(taken)
 
     backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return backward

@@ -21,6 +21,79 @@ from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
+from remat.rewriter.split_backward.waiting import SplitRun
+from remat.rewriter.split_backward.weights_queue import StepSplit
+from remat.rewriter.user_module.own_forward import class_of_user
+from remat.rewriter.user_module.shared_state import SharedState
+from remat.schedules.plan import Prediction
+from remat.schedules.schedule import Schedule
+
+
+class RematModule(SharedState, fx.GraphModule):
+    """A GraphModule that shares every attribute with the user's module.
+
+    An instance has the user's ``__dict__`` itself, so parameters, buffers, submodules, hooks, the
+    training flag and names are the same objects. Nothing is added to it: the compiled step, the
+    schedule and the guards are attributes of a class that is made for the one instance. That class
+    is a subclass of the user's, so `isinstance` holds for both. In training mode with gradients
+    enabled, a call runs the rewritten step; otherwise it runs the user's own forward.
+
+    Class attributes (each instance has a class of its own)
+    -------------------------------------------------------
+    schedule : what the step carries out.
+    forward_module, backward_module : the two graphs, as plain GraphModules that can be read,
+        printed and iterated.
+    """
+
+    schedule: ClassVar[Schedule]
+    _remat_schedule: ClassVar[Schedule]
+    forward_module: ClassVar[fx.GraphModule]
+    backward_module: ClassVar[fx.GraphModule]
+    _remat_compiled_step: ClassVar[CompiledStep]
+    _remat_guards: ClassVar[Guards]
+    _remat_prediction: ClassVar[Prediction | None]
+    _remat_priced: ClassVar[TrainingGraph | None]
+    _remat_updates: ClassVar[Updates | None]
+    _remat_split: ClassVar[StepSplit | None] = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
+        """A plain instance: `GraphModule.__new__` would make another class for it."""
+        return object.__new__(cls)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` if a loss was captured.
+
+        With a loss, a call in training returns ``loss_fn(output, target)``, the form of
+        `torch.distributed.pipelining`. In eval mode, a call without a target returns the output.
+
+        Raises
+        ------
+        RewriteError : the batch or the module is not as it was at capture.
+        """
+        target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            return self._remat_train((args, kwargs, target))
+        return self._remat_run_original(args, kwargs, target)
+
+    def _remat_train(self, batch: Any) -> Any:
+        """The step of a batch: (args, kwargs, target)."""
+        if batch[2] is None and self._remat_guards.takes_target:
+            raise RewriteError(
+                f"the loss is part of the rewritten {self._remat_guards.kind} and takes a "
+                "target: call it with target=..., as it was captured"
+            )
+        return self._remat_step(batch)
+
+    def _remat_step(self, batch: Any) -> Any:
+        guards, step = self._remat_guards, self._remat_compiled_step
+        guards.left_whole.require_fresh(self)
+        state, leaves = guards.require(batch)
+        if step.floats and (unlike := step.floats.refresh()):
+            raise StateChangedError(unlike)
+        refuse_checkpoint(guards.model, step.gradients)
+        if step.tier:
+            step.tier.require_room()
+        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         running: Running | SplitRun | None = None
         if is_order_noted():
             if step.handing:

@@ -1,6 +1,6 @@
 """Zero bubble schedules of torch's over eager and over rewritten stages: what each rank found.
 
-Run as ``torchrun --nproc-per-node 2 tests/distributed/split_worker.py FOLDER``.
+Run as ``torchrun --nproc-per-node 2 tests/distributed/split_worker.py FOLDER CASE...``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,9 +120,34 @@ def trained(name: str, modules: dict[int, nn.Module], splits: dict[int, SplitBac
                 *((x,) if 0 in modules else ()),
                 **({"target": target} if n_stages - 1 in modules else {}),
             )
-        found += [p.grad.clone() for p in parameters if p.grad is not None]
+        found += [local(p.grad).clone() for p in parameters if p.grad is not None]
         optimizer.step()
-    return products.total, [*found, *(p.detach() for p in parameters)]
+    return products.total, [*found, *(local(p).detach() for p in parameters)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(modules: dict[int, nn.Module]) -> dict[int, nn.Module]:
+    """The same under FSDP2, over this rank alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "dp"))["dp"]
+    for module in modules.values():
+        for layer in module.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    return modules
+
+
+def compared_under_fsdp(name: str) -> dict[str, Any]:
+    """Blocks that are rewritten and then sharded, beside the same wrappers around eager."""
+    eager = stages(name)
+    plans = {k: rewritten(copy.deepcopy(stage), k, "blocks") for k, stage in eager.items()}
+    expected, tensors = trained(name, sharded(dict(eager)), {})
+    plans = sharded(plans)
+    products, found = trained(name, plans, {k: split_backward(p) for k, p in plans.items()})
+    same = len(found) == len(tensors) and all(map(torch.equal, found, tensors))
+    return {"same": same, "n": len(tensors), "products": products, "eager": expected}
 
 
 def compared(name: str) -> dict[str, Any]:
@@ -146,5 +174,8 @@ def _again(plan: nn.Module) -> int:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    names = sys.argv[2:] or list(SCHEDULES)
-    leave(Path(sys.argv[1]), {name: compared(name) for name in names})
+    said: dict[str, dict[str, Any]] = {}
+    for case in sys.argv[2:]:
+        schedule, _, wrapper = case.partition("+")
+        said[case] = (compared_under_fsdp if wrapper else compared)(schedule)
+    leave(Path(sys.argv[1]), said)

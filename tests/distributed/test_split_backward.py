@@ -34,3 +34,13 @@ def test_other_schedules_do(tmp_path: Path) -> None:
     found = ranks("split_worker.py", tmp_path, 2, *names, limit_s=2 * LIMIT_S)
     for name in names:
         require_eagers(found, name)
+
+
+@pytest.mark.slow
+def test_under_fsdp2_gradients_are_those_of_the_same_wrapper_around_eager(tmp_path: Path) -> None:
+    case = "ZBVZeroBubble+FSDP2"
+    for rank in ranks("split_worker.py", tmp_path, 2, case, limit_s=LIMIT_S):
+        found = rank[case]
+        assert found["same"]
+        assert found["n"] > 70
+        assert found["products"] == found["eager"]
