@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter.split_backward.waiting import SplitCode, SplitRun, Waiting
@@ -54,7 +55,17 @@ class StepSplit:
         Parameters
         ----------
         state : parameters and buffers. used : the same, without those that get no gradient.
+
+        Raises
+        ------
+        RewriteError : gradients of an earlier backward were not added, or DDP runs around it.
         """
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise RewriteError(
+                f"DistributedDataParallel would reduce the gradients of {self.code.kind} before "
+                "those of its weights are made, in the second part of its backward: wrap it by "
+                "torch.distributed.fsdp.fully_shard, which pipelines reduce at the end of a step"
+            )
         self.queue.require_taken("another forward begins")
         run = SplitRun(self.code, state, self.queue.leave)
         return run.as_inputs(used), run

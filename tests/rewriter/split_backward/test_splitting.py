@@ -3,10 +3,12 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import remat
@@ -165,6 +167,18 @@ def test_a_tensor_that_changes_between_both_parts_is_refused() -> None:
         model.down.weight.add_(1)
     with pytest.raises(RewriteError, match="changed in place between its two parts"):
         finish()
+
+
+def test_ddp_around_it_is_refused(tmp_path: Path) -> None:
+    model = planned(made("mlp"))
+    split_backward(model)
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RewriteError, match="DistributedDataParallel would reduce.*fully_shard"):
+            wrapper(x_of(0))
+    finally:
+        dist.destroy_process_group()
 
 
 def refused(model: nn.Module) -> str:
