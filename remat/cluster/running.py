@@ -1,0 +1,58 @@
+"""The runner of a rank's step: a schedule of torch's over its stages, or a plain loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from remat.cluster.cluster_mesh import PP
+from remat.cluster.rank_orders import ZERO_BUBBLE, one_stage_rings, rings_of
+from remat.cluster.torch_orders import ONE_STAGE
+from remat.rewriter.stages.receive_ring import RingStage
+from remat.rewriter.stages.stepping import PipelineStep, PlainStep, StepRunner, loss_itself
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from remat.cluster.parts_of_rank import RankParts
+
+
+def runner_of(parts: RankParts, mesh: DeviceMesh) -> StepRunner:
+    """What runs a step of the parts, which are wrapped."""
+    plan = parts.plan
+    if mesh[PP].size() == 1:
+        return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
+    stages = [_stage(parts, i, mesh) for i in range(len(parts.indices))]
+    kind: Any = get_schedule_class(parts.name)
+    is_one = parts.name in ONE_STAGE
+    schedule = kind(
+        stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
+    )
+    for stage in stages:
+        stage.inputs, stage.gradients = _rings(parts, stage, schedule)
+    return PipelineStep(schedule, stages)
+
+
+def _stage(parts: RankParts, at: int, mesh: DeviceMesh) -> RingStage:
+    plan, border = parts.plan, parts.given.border
+    index, stages = parts.indices[at], plan.chunks * mesh[PP].size()
+    # Torch would otherwise run a forward and a backward to learn these.
+    received = torch.empty_like(border, device="meta").requires_grad_()
+    loss = torch.empty((), dtype=torch.float32, device="meta")
+    return RingStage(
+        parts.modules[at], index, stages, border.device,
+        input_args=parts.args if index == 0 else (received,),
+        output_args=(loss if index == stages - 1 else received,),
+        group=mesh.get_group(PP),
+    )  # fmt: skip
+
+
+def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]:
+    m = parts.plan.microbatches
+    if parts.name in ONE_STAGE:
+        return one_stage_rings(parts.name, stage.stage_index, stage.num_stages, m)
+    actions = schedule.pipeline_order_with_comms[stage.group_rank]
+    keeps = parts.name in ZERO_BUBBLE and stage.dw_builder is None
+    return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)

@@ -1,0 +1,155 @@
+"""The peak of a rank of a pipeline, from what its blocks save and need in torch's own order.
+
+Live at once, beside parameters and receive buffers: what each open microbatch saves; the block that
+runs; gradients, from when a stage's first backward makes them; a gradient that is being sent. What
+a block saves and needs is what the judge of schedules finds for it (`simulate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from remat.cluster.plan_layers import layers_of_stages
+from remat.cluster.torch_orders import torch_order
+from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.schedules.pipeline.actions import PipelineAction, RankOrder
+
+if TYPE_CHECKING:
+    from remat.cluster.parts_of_rank import RankParts
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Of one block: what it saves for each open microbatch, needs beside that, and its gradients."""
+
+    saved: int
+    need: int
+    gradients: int
+
+
+NO_BYTES = BlockBytes(0, 0, 0)
+BEFORE = "before the blocks"
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Of one stage.
+
+    Attributes
+    ----------
+    blocks : in order. held : of each open microbatch beside what blocks save.
+    first, last : of the ends of the model, where the stage has them.
+    """
+
+    blocks: tuple[BlockBytes, ...]
+    held: int
+    first: BlockBytes
+    last: BlockBytes
+
+    @property
+    def saved(self) -> int:
+        """Of one open microbatch between its forward and its backward."""
+        return sum(block.saved for block in self.parts) + self.held
+
+    @property
+    def parts(self) -> tuple[BlockBytes, ...]:
+        """All of it, in the order of forward."""
+        return self.first, *self.blocks, self.last
+
+    def runs(self, *, makes_gradients: bool, backward: bool) -> int:
+        """The most that one microbatch has live while it runs here."""
+        peak = saved = 0
+        made = sum(part.gradients for part in self.parts) if makes_gradients and backward else 0
+        for part in self.parts:
+            saved += part.saved
+            made -= part.gradients if makes_gradients and backward else 0
+            peak = max(peak, saved + part.need + made)
+        return peak + self.held
+
+
+def peak_of_order(order: RankOrder, stages: dict[int, StageBytes]) -> int:
+    """The most that a rank's microbatches and gradients have live at once."""
+    open_ones: set[tuple[int, int]] = set()
+    begun: set[int] = set()
+    peak = 0
+    for together in order:
+        for action in together:
+            peak = max(peak, _live(action, stages, open_ones, begun))
+    return peak
+
+
+def _live(
+    action: PipelineAction, stages: dict[int, StageBytes], open_ones: set[tuple[int, int]],
+    begun: set[int],
+) -> int:  # fmt: skip
+    """What is live while one action runs; notes what it leaves."""
+    stage, kind, microbatch = action
+    key = stage, microbatch
+    is_backward = kind in ("B", "I")
+    others = sum(stages[s].saved for s, m in open_ones if (s, m) != key)
+    gradients = sum(part.gradients for s in begun for part in stages[s].parts)
+    running = 0
+    if kind != "W":
+        is_new = stage not in begun
+        running = stages[stage].runs(makes_gradients=is_new, backward=is_backward)
+    if kind == "F":
+        open_ones.add(key)
+    if is_backward:
+        open_ones.discard(key)
+        begun.add(stage)
+    return others + gradients + running
+
+
+def parameter_bytes(modules: Sequence[nn.Module]) -> int:
+    """What this rank holds of parameters and buffers."""
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    found = {id(t): local_part(t) for t in tensors}
+    return sum(t.numel() * t.element_size() for t in found.values())
+
+
+def peak_of_rank(parts: RankParts, rings: Sequence[tuple[int, int]]) -> int:
+    """The predicted peak of a rank of a pipeline, in bytes.
+
+    Parameters
+    ----------
+    rings : of each stage, receive buffers for inputs and for gradients.
+    """
+    plan = parts.plan
+    pp = plan.parallelism.pipeline_parallel_degree
+    border = local_part(parts.given.border)
+    b = border.numel() * border.element_size()
+    count = pp * plan.chunks
+    stages: dict[int, StageBytes] = {}
+    fixed = parameter_bytes(parts.modules) + parts.whole_bytes
+    for index, (inputs, gradients) in zip(parts.indices, rings, strict=True):
+        is_first, is_last = index == 0, index == count - 1
+        stages[index] = _stage_bytes(parts, index, b, is_first=is_first, is_last=is_last)
+        fixed += b * (inputs + 1) * (not is_first) + b * gradients * (not is_last)
+    order = torch_order(parts.name, pp, plan.microbatches, plan.chunks)[parts.rank]
+    return fixed + peak_of_order(order, stages)
+
+
+def _stage_bytes(
+    parts: RankParts, index: int, border: int, *, is_first: bool, is_last: bool
+) -> StageBytes:
+    blocks = [
+        BlockBytes(
+            parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
+            parts.gradient_bytes[path],
+        )
+        for path in layers_of_stages(parts.plan)[index]
+    ]  # fmt: skip
+    if not is_last:
+        # The gradient that the last block reads is a receive buffer.
+        *others, end = blocks
+        blocks = [*others, BlockBytes(end.saved, end.need - border, end.gradients)]
+    # What the first block saves of its input is a receive buffer; a result waits for backward.
+    held = border * (not is_last) - border * (not is_first)
+    first = BlockBytes(0, border + parts.gradient_bytes[BEFORE], parts.gradient_bytes[BEFORE])
+    return StageBytes(
+        tuple(blocks), held, first if is_first else NO_BYTES, parts.behind if is_last else NO_BYTES
+    )

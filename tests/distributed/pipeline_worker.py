@@ -1,0 +1,111 @@
+"""Parts of a model on ranks of a pipeline, beside the same wrappers around eager blocks.
+
+Run as ``torchrun --nproc-per-node N tests/distributed/pipeline_worker.py FOLDER CASE...``, with the
+plans in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import remat
+from remat.cluster import parallelize as face
+from remat.cluster.parts_of_rank import rank_parts
+from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.over_ranks.dtensors import local_part
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.distributed.launch import leave
+from tests.distributed.pipeline_models import VOCAB, Decoder, token_loss
+
+FOLDER = Path(sys.argv[1])
+SEQ, MICRO, MICROBATCHES = 64, 4, 8
+STEPS, MEASURED = 2, 12
+
+Found = dict[str, Any]
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder().to(dtype)
+
+
+def batch(seed: int, sequences: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randint(VOCAB, (sequences, SEQ))
+
+
+def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Any:
+    """This rank's part; blocks as they are where `eager`."""
+    file = FOLDER / plan
+    mesh = remat.cluster_mesh(file, "cpu")
+    one = batch(0, MICRO)
+
+    def left(*args: Any, **kwargs: Any) -> Any:
+        return rank_parts(*args, **kwargs, eager=eager)
+
+    with mock.patch.object(face, "rank_parts", left):
+        return remat.parallelize(
+            model(dtype), file, mesh, (one,), loss_fn=token_loss, target=one, **how
+        )
+
+
+def trained(one: Any, seed: int = 0) -> dict[str, Tensor]:
+    """Losses and gradients of some optimizer steps, of this rank's own parts."""
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        ids, losses = batch(10 * seed + step + 1, MICRO * MICROBATCHES), list[Tensor]()
+        one.schedule.step(ids, target=ids, losses=losses)
+        found |= {f"{step} loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
+        for name, p in one.named_parameters():
+            found[f"{step} {name}"] = local_part(p.grad).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def peak_bytes(one: Any) -> int:
+    """What parameters, receive buffers and a step hold, as measured."""
+    ids = batch(1, MICRO * MICROBATCHES)
+    found: list[int] = []
+    for _ in range(MEASURED):
+        one.zero_grad()
+        regions = measure_regions([lambda: one.schedule.step(ids, target=ids)])
+        found += [region.peak_bytes for region in regions]
+    one.zero_grad()
+    held = {id(t): local_part(t) for m in one.modules for t in (*m.parameters(), *m.buffers())}
+    stays = sum(t.numel() * t.element_size() for t in held.values())
+    return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
+
+
+def compared(plan: str, seed: int = 0, **how: Any) -> Found:
+    eager = trained(part(plan, eager=True, **how), seed)
+    fast = part(plan, **how)
+    found = trained(fast, seed)
+    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    return {
+        "same": same, "n": len(found), "predicted_bytes": fast.peak_bytes,
+        "measured_bytes": peak_bytes(fast), "overhead": fast.overhead, "checks": fast.checks,
+        "received_bytes": [stage.received_bytes for stage in fast.schedule.stages],
+    }  # fmt: skip
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "1f1b": lambda: compared("pp2.json"),
+    "gpipe": lambda: compared("pp2.json", schedule="GPipe"),
+}
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    leave(FOLDER, {name: CASES[name]() for name in sys.argv[2:] or CASES})
