@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.stage_blocks import figures_of
+from remat.cluster.stage_blocks import figures_of, with_own_sizes
 from remat.cluster.stage_peak import BlockBytes
 from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
 from remat.graph_capture.derived.eager import as_eager
@@ -38,7 +38,7 @@ def head_bytes(
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
-    graph = planned_graph(as_eager(traced.graph), border_value(traced))
+    graph = planned_graph(as_eager(with_own_sizes(traced.graph, traced)), border_value(traced))
     found = figures_of(graph, StoreAll().schedule(graph))
     gradients = sum(
         value.size_bytes for value in graph.values if value.kind == "gradient"

@@ -22,7 +22,9 @@ from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
 from remat.graph_capture.devices.device_links import links_between_ranks
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.collectives import is_collective_target
 from remat.graph_capture.prices.modelled import price_modelled
+from remat.graph_capture.prices.workspaces import measured_workspaces
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.rewriting import module_for
@@ -108,16 +110,13 @@ def traced_blocks(
     links = msgspec.structs.replace(links_between_ranks(plan.device), node_size=plan.node_size)
     found: dict[str, TracedBlock] = {}
     for path, block in blocks.items():
-        border = torch.randn(
-            given.border.shape, dtype=torch.float32, device=given.border.device
-        ).to(given.border.dtype)
-        border.requires_grad_(has_input_gradient or path != first_path)
+        border = _made_border(given).requires_grad_(has_input_gradient or path != first_path)
         args = border, *given.args_
         try:
             traced = trace(block, args, given.kwargs, optimizer="none", split="none")
         except CaptureError as error:
             raise CaptureError(f"block {path}: {error}") from error
-        graph = _with_own_sizes(price_modelled(traced, plan.device, ranks=links), traced)
+        graph = with_own_sizes(price_modelled(traced, plan.device, ranks=links), traced)
         name = border_value(traced)
         found[path] = TracedBlock(
             path, block, traced, planned_graph(graph, name), args, given.kwargs
@@ -125,9 +124,22 @@ def traced_blocks(
     return StageBlocks(found)
 
 
-def _with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
-    """With sizes as the device here rounds them; a CPU rounds nothing."""
-    return msgspec.structs.replace(graph, values=traced.graph.values)
+def _made_border(given: Arrival) -> torch.Tensor:
+    """Numbers for a comparison with eager, drawn apart from the user's."""
+    stream = torch.Generator().manual_seed(0)
+    made = torch.randn(given.border.shape, generator=stream)
+    return made.to(device=given.border.device, dtype=given.border.dtype)
+
+
+def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
+    """With the sizes and workspaces of the device that is here."""
+    names = [op.name for op in graph.ops if not is_collective_target(op.target)]
+    workspaces = measured_workspaces(traced, names)
+    ops = tuple(
+        msgspec.structs.replace(op, workspace_bytes=workspaces.get(op.name, op.workspace_bytes))
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=ops, values=traced.graph.values)
 
 
 def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float) -> None:

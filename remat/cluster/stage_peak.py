@@ -47,6 +47,7 @@ class StageBytes:
 
     blocks: tuple[BlockBytes, ...]
     held: int
+    sent: int
     first: BlockBytes
     last: BlockBytes
 
@@ -92,6 +93,7 @@ def _live(
     is_backward = kind in ("B", "I")
     others = sum(stages[s].saved for s, m in open_ones if (s, m) != key)
     gradients = sum(part.gradients for s in begun for part in stages[s].parts)
+    gradients += sum(stages[s].sent for s in begun)
     running = 0
     if kind != "W":
         is_new = stage not in begun
@@ -128,9 +130,15 @@ def peak_of_rank(parts: RankParts, rings: Sequence[tuple[int, int]]) -> int:
     for index, (inputs, gradients) in zip(parts.indices, rings, strict=True):
         is_first, is_last = index == 0, index == count - 1
         stages[index] = _stage_bytes(parts, index, b, is_first=is_first, is_last=is_last)
-        fixed += b * (inputs + 1) * (not is_first) + b * gradients * (not is_last)
+        fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
+        fixed += b * _holds_a_send(parts.name, inputs, plan.microbatches, is_last=is_last)
     order = torch_order(parts.name, pp, plan.microbatches, plan.chunks)[parts.rank]
     return fixed + peak_of_order(order, stages)
+
+
+def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool) -> bool:
+    """Whether torch's loop keeps a result of its warm-up, which it has sent, to the end."""
+    return name == "1F1B" and 2 <= in_flight < microbatches and not is_last
 
 
 def _stage_bytes(
@@ -151,5 +159,5 @@ def _stage_bytes(
     held = border * (not is_last) - border * (not is_first)
     first = BlockBytes(0, border + parts.gradient_bytes[BEFORE], parts.gradient_bytes[BEFORE])
     return StageBytes(
-        tuple(blocks), held, first if is_first else NO_BYTES, parts.behind if is_last else NO_BYTES
+        tuple(blocks), held, border * (not is_first), first if is_first else NO_BYTES, parts.behind if is_last else NO_BYTES
     )

@@ -102,7 +102,7 @@ def compared(plan: str, seed: int = 0, **how: Any) -> Found:
 
 CASES: dict[str, Callable[[], Found]] = {
     "1f1b": lambda: compared("pp2.json"),
-    "gpipe": lambda: compared("pp2.json", schedule="GPipe"),
+    "gpipe": lambda: compared("wide.json", schedule="GPipe"),
 }
 
 if __name__ == "__main__":
