@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
+from remat.rewriter.user_module.module import RematModule
+
 ReceiveInfos = Mapping[int, Sequence[Any]]
 
 
@@ -34,6 +36,13 @@ class RingStage(PipelineStage):
         made = super()._prepare_backward_infra(*args, **kwargs)
         _share(self.grad_recv_info, self.gradients)
         return made
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients at the end of a step, where torch's schedules shard parameters again."""
+        super().perform_reduce_grad(*args, **kwargs)
+        for module in self.submod.modules():
+            if isinstance(module, RematModule):
+                module._remat_guards.left_whole.note_sharded()
 
     @property
     def received_bytes(self) -> int:

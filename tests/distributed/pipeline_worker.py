@@ -16,6 +16,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 import remat
 from remat.cluster import parallelize as face
@@ -30,6 +37,8 @@ from tests.distributed.pipeline_models import VOCAB, Decoder, token_loss
 FOLDER = Path(sys.argv[1])
 SEQ, MICRO, MICROBATCHES = 64, 4, 8
 STEPS, MEASURED = 2, 12
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 Found = dict[str, Any]
 
@@ -100,9 +109,35 @@ def compared(plan: str, seed: int = 0, **how: Any) -> Found:
     }  # fmt: skip
 
 
+def tensor_plan() -> dict[str, Any]:
+    """Borders are split along the sequence; the head gathers it."""
+    return {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def sharded(plan: str) -> Found:
+    """Masters in float32, computation in bfloat16."""
+    return compared(plan, dtype=torch.float32, mp_policy=MIXED)
+
+
+def split(plan: str) -> Found:
+    """Tensor and data parallel ranks in each stage."""
+    rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
+    how = {"mp_policy": MIXED, "tp_plan": tensor_plan()}
+    return compared(plan, rank, dtype=torch.float32, **how)
+
+
 CASES: dict[str, Callable[[], Found]] = {
     "1f1b": lambda: compared("pp2.json"),
     "gpipe": lambda: compared("wide.json", schedule="GPipe"),
+    "sharded": lambda: sharded("pp2dp2.json"),
+    "split": lambda: split("pp2dp2tp2.json"),
 }
 
 if __name__ == "__main__":
