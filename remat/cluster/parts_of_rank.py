@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,10 +136,21 @@ def rank_parts(
         f"{len({one.steps for one in chosen.schedules.values()})} distinct schedules of {len(own)} blocks have "
         "eager's bits",
     )
+    wider = _gradient_widening(mp_policy)
+    gradients = {path: size * wider for path, size in held.items()}
+    whole_bytes = (whole + behind.gradients) * is_sharded(mesh, mp_policy)
+    behind = replace(behind, gradients=behind.gradients * wider)
     return RankParts(
-        plan, rank, name, indices, modules, chosen, given, args, held, behind,
-        (whole + behind.gradients) * is_sharded(mesh, mp_policy), overhead, checks,
+        plan, rank, name, indices, modules, chosen, given, args, gradients, behind, whole_bytes,
+        overhead, checks,
     )  # fmt: skip
+
+
+def _gradient_widening(mp_policy: MixedPrecisionPolicy | None) -> int:
+    """How many times as large a gradient is that `fully_shard` sums over microbatches."""
+    if mp_policy is None or mp_policy.param_dtype is None or mp_policy.reduce_dtype is None:
+        return 1
+    return max(mp_policy.reduce_dtype.itemsize // mp_policy.param_dtype.itemsize, 1)
 
 
 def _in_flight(plan: ClusterFile, name: str, rank: int) -> float:
