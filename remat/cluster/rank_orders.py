@@ -66,7 +66,7 @@ def _spans(
     """From what first touches a microbatch's buffer to the last action that may read it."""
     for microbatch in range(microbatches):
         at = {
-            str(action.computation_type): i
+            action.computation_type.value: i
             for i, action in enumerate(actions)
             if (action.stage_index, action.microbatch_index) == (stage, microbatch)
         }

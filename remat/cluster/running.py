@@ -10,6 +10,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from remat.cluster.cluster_mesh import PP
 from remat.cluster.rank_orders import ZERO_BUBBLE, one_stage_rings, rings_of
 from remat.cluster.torch_orders import ONE_STAGE
+from remat.rewriter.split_backward.splitting import split_backward
 from remat.rewriter.stages.receive_ring import RingStage
 from remat.rewriter.stages.stepping import PipelineStep, PlainStep, StepRunner, loss_itself
 
@@ -41,11 +42,13 @@ def _stage(parts: RankParts, at: int, mesh: DeviceMesh) -> RingStage:
     # Torch would otherwise run a forward and a backward to learn these.
     received = torch.empty_like(border, device="meta").requires_grad_()
     loss = torch.empty((), dtype=torch.float32, device="meta")
+    # A rewritten block is one autograd node: torch would run all of it for I, and again for W.
+    is_split = parts.name in ZERO_BUBBLE and parts.chosen.is_rewritten
     return RingStage(
         parts.modules[at], index, stages, border.device,
         input_args=parts.args if index == 0 else (received,),
-        output_args=(loss if index == stages - 1 else received,),
-        group=mesh.get_group(PP),
+        output_args=(loss if index == stages - 1 else received,), group=mesh.get_group(PP),
+        dw_builder=split_backward(parts.modules[at]).dw_builder if is_split else None,
     )  # fmt: skip
 
 

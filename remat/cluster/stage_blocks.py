@@ -64,12 +64,14 @@ class StageBlocks:
 
     Attributes
     ----------
-    options : by path. schedules : by path, of the traced graphs.
+    options : by path. schedules : by path, of the traced graphs. is_rewritten : whether blocks
+        follow them, and are not left as eager.
     """
 
     traced: dict[str, TracedBlock]
     options: dict[str, PartOption] = field(default_factory=dict[str, PartOption])
     schedules: dict[str, Schedule] = field(default_factory=dict[str, Schedule])
+    is_rewritten: bool = False
 
     def rewritten(self) -> dict[str, nn.Module]:
         """Each block as a module that follows its schedule.
@@ -80,6 +82,7 @@ class StageBlocks:
             compared.
         """
         made: dict[str, nn.Module] = {}
+        self.is_rewritten = True
         compared: set[tuple[str, Any]] = set()
         for path, one in self.traced.items():
             schedule = self.schedules[path]

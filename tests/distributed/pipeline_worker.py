@@ -136,6 +136,11 @@ def split(plan: str) -> Found:
 CASES: dict[str, Callable[[], Found]] = {
     "1f1b": lambda: compared("pp2.json"),
     "gpipe": lambda: compared("wide.json", schedule="GPipe"),
+    "interleaved": lambda: compared("chunks.json", schedule="Interleaved1F1B"),
+    "looped": lambda: compared("wide_chunks.json", schedule="LoopedBFS"),
+    "zero_bubble": lambda: compared("wide_chunks.json", schedule="InterleavedZeroBubble"),
+    "zbv": lambda: compared("wide_chunks.json", schedule="ZBVZeroBubble"),
+    "dualpipe": lambda: compared("wide_chunks.json", schedule="DualPipeV"),
     "sharded": lambda: sharded("pp2dp2.json"),
     "split": lambda: split("pp2dp2tp2.json"),
 }
