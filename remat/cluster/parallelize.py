@@ -125,7 +125,7 @@ def parallelize(
         made = parts.wrapped(mesh, mp_policy)
     peak_bytes = None
     if isinstance(made, PipelineStep):
-        peak_bytes = peak_of_rank(parts, [(one.inputs, one.gradients) for one in made.stages])
+        peak_bytes = peak_of_rank(parts, made.stages)
     return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
 
 

@@ -44,12 +44,15 @@ def _stage(parts: RankParts, at: int, mesh: DeviceMesh) -> RingStage:
     loss = torch.empty((), dtype=torch.float32, device="meta")
     # A rewritten block is one autograd node: torch would run all of it for I, and again for W.
     is_split = parts.name in ZERO_BUBBLE and parts.chosen.is_rewritten
-    return RingStage(
+    split = split_backward(parts.modules[at]) if is_split else None
+    made = RingStage(
         parts.modules[at], index, stages, border.device,
         input_args=parts.args if index == 0 else (received,),
         output_args=(loss if index == stages - 1 else received,), group=mesh.get_group(PP),
-        dw_builder=split_backward(parts.modules[at]).dw_builder if is_split else None,
+        dw_builder=None if split is None else split.dw_builder,
     )  # fmt: skip
+    made.for_weights_bytes = 0 if split is None else split.held_bytes
+    return made
 
 
 def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]:

@@ -7,19 +7,21 @@ a block saves and needs is what the judge of schedules finds for it (`simulate`)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from remat.cluster.plan_layers import layers_of_stages
-from remat.cluster.torch_orders import torch_order
+from remat.cluster.torch_orders import ONE_STAGE, torch_order
 from remat.graph_capture.over_ranks.dtensors import local_part
 from remat.schedules.pipeline.actions import PipelineAction, RankOrder
 
 if TYPE_CHECKING:
     from remat.cluster.parts_of_rank import RankParts
+    from remat.rewriter.stages.receive_ring import RingStage
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class StageBytes:
     blocks: tuple[BlockBytes, ...]
     held: int
     sent: int
+    keeps_all: bool
+    for_weights: int
     first: BlockBytes
     last: BlockBytes
 
@@ -74,36 +78,47 @@ class StageBytes:
 
 def peak_of_order(order: RankOrder, stages: dict[int, StageBytes]) -> int:
     """The most that a rank's microbatches and gradients have live at once."""
-    open_ones: set[tuple[int, int]] = set()
-    begun: set[int] = set()
-    peak = 0
-    for together in order:
-        for action in together:
-            peak = max(peak, _live(action, stages, open_ones, begun))
-    return peak
+    live = _Live(stages)
+    return max((live.during(action) for together in order for action in together), default=0)
 
 
-def _live(
-    action: PipelineAction, stages: dict[int, StageBytes], open_ones: set[tuple[int, int]],
-    begun: set[int],
-) -> int:  # fmt: skip
-    """What is live while one action runs; notes what it leaves."""
-    stage, kind, microbatch = action
-    key = stage, microbatch
-    is_backward = kind in ("B", "I")
-    others = sum(stages[s].saved for s, m in open_ones if (s, m) != key)
-    gradients = sum(part.gradients for s in begun for part in stages[s].parts)
-    gradients += sum(stages[s].sent for s in begun)
-    running = 0
-    if kind != "W":
-        is_new = stage not in begun
-        running = stages[stage].runs(makes_gradients=is_new, backward=is_backward)
-    if kind == "F":
-        open_ones.add(key)
-    if is_backward:
-        open_ones.discard(key)
-        begun.add(stage)
-    return others + gradients + running
+@dataclass
+class _Live:
+    """Where the microbatches of each stage are.
+
+    Attributes
+    ----------
+    open_ones : between forward and backward. done : how many are behind the latter, by stage.
+    waiting : how many wait for their gradients of weights.
+    """
+
+    stages: dict[int, StageBytes]
+    open_ones: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    done: Counter[int] = field(default_factory=Counter[int])
+    waiting: Counter[int] = field(default_factory=Counter[int])
+
+    def during(self, action: PipelineAction) -> int:
+        """What is live while an action runs; notes what it leaves."""
+        stage, kind, microbatch = action
+        is_backward = kind in ("B", "I")
+        self.open_ones.discard((stage, microbatch))
+        live = sum(self.stages[s].saved for s, _ in self.open_ones)
+        live += sum(self._left(s, one) for s, one in self.stages.items())
+        if kind != "W":
+            is_new = not self.done[stage]
+            live += self.stages[stage].runs(makes_gradients=is_new, backward=is_backward)
+        if kind == "F":
+            self.open_ones.add((stage, microbatch))
+        self.done[stage] += is_backward
+        self.waiting[stage] += (kind == "I") - (kind == "W")
+        return live
+
+    def _left(self, number: int, stage: StageBytes) -> int:
+        """What microbatches have left that are done."""
+        done = self.done[number]
+        gradients = sum(part.gradients for part in stage.parts) if done else 0
+        sent = stage.sent * (done if stage.keeps_all else min(done, 1))
+        return gradients + sent + stage.for_weights * self.waiting[number]
 
 
 def parameter_bytes(modules: Sequence[nn.Module]) -> int:
@@ -113,12 +128,12 @@ def parameter_bytes(modules: Sequence[nn.Module]) -> int:
     return sum(t.numel() * t.element_size() for t in found.values())
 
 
-def peak_of_rank(parts: RankParts, rings: Sequence[tuple[int, int]]) -> int:
+def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
     """The predicted peak of a rank of a pipeline, in bytes.
 
     Parameters
     ----------
-    rings : of each stage, receive buffers for inputs and for gradients.
+    of_torch : the stages that run the parts.
     """
     plan = parts.plan
     pp = plan.parallelism.pipeline_parallel_degree
@@ -127,9 +142,10 @@ def peak_of_rank(parts: RankParts, rings: Sequence[tuple[int, int]]) -> int:
     count = pp * plan.chunks
     stages: dict[int, StageBytes] = {}
     fixed = parameter_bytes(parts.modules) + parts.whole_bytes
-    for index, (inputs, gradients) in zip(parts.indices, rings, strict=True):
+    for one in of_torch:
+        index, inputs, gradients = one.stage_index, one.inputs, one.gradients
         is_first, is_last = index == 0, index == count - 1
-        stages[index] = _stage_bytes(parts, index, b, is_first=is_first, is_last=is_last)
+        stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
         fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
         fixed += b * _holds_a_send(parts.name, inputs, plan.microbatches, is_last=is_last)
     order = torch_order(parts.name, pp, plan.microbatches, plan.chunks)[parts.rank]
@@ -142,14 +158,14 @@ def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool
 
 
 def _stage_bytes(
-    parts: RankParts, index: int, border: int, *, is_first: bool, is_last: bool
+    parts: RankParts, one: RingStage, border: int, *, is_first: bool, is_last: bool
 ) -> StageBytes:
     blocks = [
         BlockBytes(
             parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
             parts.gradient_bytes[path],
         )
-        for path in layers_of_stages(parts.plan)[index]
+        for path in layers_of_stages(parts.plan)[one.stage_index]
     ]  # fmt: skip
     if not is_last:
         # The gradient that the last block reads is a receive buffer.
@@ -158,6 +174,9 @@ def _stage_bytes(
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
     first = BlockBytes(0, border + parts.gradient_bytes[BEFORE], parts.gradient_bytes[BEFORE])
+    keeps_all = parts.name not in ONE_STAGE
+    sent = border * (not is_first) + border * (keeps_all and not is_last)
     return StageBytes(
-        tuple(blocks), held, border * (not is_first), first if is_first else NO_BYTES, parts.behind if is_last else NO_BYTES
-    )
+        tuple(blocks), held, sent, keeps_all, one.for_weights_bytes,
+        first if is_first else NO_BYTES, parts.behind if is_last else NO_BYTES,
+    )  # fmt: skip

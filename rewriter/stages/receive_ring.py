@@ -21,11 +21,13 @@ class RingStage(PipelineStage):
 
     Attributes
     ----------
-    inputs, gradients : buffers of each; 0 for one a microbatch.
+    inputs, gradients : buffers of each; 0 for one a microbatch. for_weights_bytes : held from a
+        microbatch's gradients of inputs to those of weights, where they are made apart.
     """
 
     inputs: int = 0
     gradients: int = 0
+    for_weights_bytes: int = 0
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)

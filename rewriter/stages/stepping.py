@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from remat.rewriter.stages.model_part import TARGET, ModelPart
+from remat.rewriter.stages.receive_ring import RingStage
 
 
 class StepRunner(Protocol):
@@ -34,7 +35,7 @@ class PipelineStep:
     torch_schedule : torch's own. stages : those of this rank.
     """
 
-    def __init__(self, torch_schedule: Any, stages: Sequence[Any]) -> None:
+    def __init__(self, torch_schedule: Any, stages: Sequence[RingStage]) -> None:
         self.torch_schedule, self.stages = torch_schedule, tuple(stages)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
