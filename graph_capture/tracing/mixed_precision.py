@@ -37,9 +37,7 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
         return
     dtype = _dtype(sharding.param_dtype)
     held = [
-        (p, p.data)
-        for p in model.parameters()
-        if p.is_floating_point() and not is_distributed(p)
+        (p, p.data) for p in model.parameters() if p.is_floating_point() and not is_distributed(p)
     ]
     split = list(_split_over_ranks(model))
     for path, parameter in model.named_parameters():

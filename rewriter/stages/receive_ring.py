@@ -7,6 +7,7 @@ at once holds the same bytes for the same time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
@@ -70,7 +71,8 @@ def ring_size(spans: Iterable[tuple[int, int]]) -> int:
     """
     used = list(spans)
     for size in range(1, len(used)):
-        pairs = ((used[i], used[j]) for i in range(len(used)) for j in range(i + size, len(used), size))
+        sharing = (used[at::size] for at in range(size))
+        pairs = (pair for users in sharing for pair in combinations(users, 2))
         if all(one[1] < other[0] or other[1] < one[0] for one, other in pairs):
             return size
     return max(len(used), 1)

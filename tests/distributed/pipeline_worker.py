@@ -6,13 +6,13 @@ plans in the folder.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,14 +25,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 import remat
-from remat.cluster import parallelize as face
-from remat.cluster.parts_of_rank import rank_parts
+from remat.cluster.apply import parallelize as face
+from remat.cluster.apply.cluster_mesh import opened_plan
+from remat.cluster.apply.parts_of_rank import rank_parts
 from remat.graph_capture.memory_events import measure_regions
 from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.schedules.pipeline.cluster_plan import ClusterFile
+from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.distributed.launch import leave
-from tests.distributed.pipeline_models import VOCAB, Decoder, token_loss
+from tests.distributed.launch import leave, refused
+from tests.distributed.pipeline_models import LAYERS, VOCAB, Block, Decoder, token_loss
 
 FOLDER = Path(sys.argv[1])
 SEQ, MICRO, MICROBATCHES = 64, 4, 8
@@ -126,6 +129,14 @@ def sharded(plan: str) -> Found:
     return compared(plan, dtype=torch.float32, mp_policy=MIXED)
 
 
+def plain(plan: str) -> Found:
+    """Without stages: microbatches one after another, sharded by FSDP2."""
+    how: Found = {"dtype": torch.float32, "mp_policy": MIXED}
+    eager, found = trained(part(plan, eager=True, **how)), trained(part(plan, **how))
+    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    return {"same": same, "n": len(found)}
+
+
 def split(plan: str) -> Found:
     """Tensor and data parallel ranks in each stage."""
     rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
@@ -133,8 +144,92 @@ def split(plan: str) -> Found:
     return compared(plan, rank, dtype=torch.float32, **how)
 
 
+def applied(plan: ClusterFile, model: nn.Module, *, ids: Tensor, **how: Any) -> Found:
+    """The error with which a plan is refused."""
+    mesh = remat.cluster_mesh(plan, "cpu")
+    given = {"loss_fn": token_loss, "target": ids} | how
+    return refused(lambda: remat.parallelize(model, plan, mesh, (ids,), **given))
+
+
+def with_hook() -> nn.Module:
+    made = model()
+    made.layers["3"].up.register_full_backward_hook(lambda *_: None)
+    return made
+
+
+def tied() -> nn.Module:
+    made = model()
+    made.out.weight = made.tok.weight
+    return made
+
+
+class Skips(Decoder):
+    """What the first block makes is read behind the last one too."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, *others = self.layers.values()
+        x = kept = first(self.tok(ids))
+        for layer in others:
+            x = layer(x)
+        return self.out(self.norm(x + kept))
+
+
+class Masks(Decoder):
+    """Blocks are given a number for each token, which is computed from the batch."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.tok(ids), (ids > 3).unsqueeze(-1).to(torch.bfloat16)
+        for layer in self.layers.values():
+            x = layer(x, mask)
+        return self.out(self.norm(x))
+
+
+class MaskedBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * mask
+
+
+def masked() -> nn.Module:
+    made = Masks()
+    made.layers = nn.ModuleDict({str(i): MaskedBlock() for i in range(LAYERS)})
+    return made.to(torch.bfloat16)
+
+
+def refusals() -> Found:
+    plan = opened_plan(FOLDER / "pp2.json")
+    one = batch(0, MICRO)
+    changed = msgspec.structs.replace
+    tensor = changed(
+        plan, parallelism=changed(
+            plan.parallelism, tensor_parallel_degree=2, pipeline_parallel_degree=1
+        ), stages=plan.stages[:1],
+    )  # fmt: skip
+    other = model()
+    with torch.no_grad():
+        other.tok.weight += dist.get_rank()
+    return {
+        "torch": applied(changed(plan, versions=Versions("2.0", "0")), model(), ids=one),
+        "shapes": applied(plan, model(), ids=batch(0, MICRO + 1)),
+        "dtype": applied(plan, model(torch.float32), ids=one),
+        "microbatches": applied(changed(plan, microbatches=1), model(), ids=one),
+        "schedule": applied(plan, model(), ids=one, schedule="ZBVZeroBubble"),
+        "no_room": applied(changed(plan, budget_bytes=3 << 20), model(), ids=one),
+        "hook": applied(plan, with_hook(), ids=one),
+        "tied": applied(plan, tied(), ids=one),
+        "skips": applied(plan, Skips().to(torch.bfloat16), ids=one),
+        "mask": applied(plan, masked(), ids=one),
+        "blocks": applied(plan, nn.Sequential(nn.Linear(4, 4)), ids=one),
+        "another_model": applied(plan, other, ids=one),
+        "no_tp_plan": applied(tensor, model(), ids=one),
+        "replicated": applied(tensor, model(), ids=one, tp_plan={"out": ColwiseParallel()}),
+        "world": refused(lambda: remat.cluster_mesh(changed(plan, gpus=4))),
+        "on_meta": applied(plan, model().to("meta"), ids=one),
+    }
+
+
 CASES: dict[str, Callable[[], Found]] = {
     "1f1b": lambda: compared("pp2.json"),
+    "refused": refusals,
     "gpipe": lambda: compared("wide.json", schedule="GPipe"),
     "interleaved": lambda: compared("chunks.json", schedule="Interleaved1F1B"),
     "looped": lambda: compared("wide_chunks.json", schedule="LoopedBFS"),
@@ -142,6 +237,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "zbv": lambda: compared("wide_chunks.json", schedule="ZBVZeroBubble"),
     "dualpipe": lambda: compared("wide_chunks.json", schedule="DualPipeV"),
     "sharded": lambda: sharded("pp2dp2.json"),
+    "plain": lambda: plain("pp1dp2.json"),
     "split": lambda: split("pp2dp2tp2.json"),
 }
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from remat.cluster.apply.plan_layers import layers_of_stages
 from remat.cluster.opened_chain import tied_weights
-from remat.cluster.plan_layers import layers_of_stages
 from remat.graph_capture.cluster.chain import ChainModel
 from remat.graph_capture.cluster.chain_shape import ChainShape
 from remat.graph_capture.cluster.watching import watch
@@ -105,8 +105,8 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
     missing = [path for path in places if path not in modules]
     if missing:
         raise PlanError(
-            f"the plan's block {missing[0]} is none of this {type(model).__name__}, and the plan is "
-            f"for {plan.model}: build the model that was planned. {MAKE_AGAIN}"
+            f"the plan's block {missing[0]} is none of this {type(model).__name__}, and the plan "
+            f"is for {plan.model}: build the model that was planned. {MAKE_AGAIN}"
         )
     return {path: modules[path] for path in places}
 

@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from remat.cluster.plan_layers import layers_of_stages
 from remat.cluster.torch_orders import ONE_STAGE, torch_order
 from remat.graph_capture.over_ranks.dtensors import local_part
 from remat.schedules.pipeline.actions import PipelineAction, RankOrder
 
 if TYPE_CHECKING:
-    from remat.cluster.parts_of_rank import RankParts
+    from remat.cluster.apply.parts_of_rank import RankParts
     from remat.rewriter.stages.receive_ring import RingStage
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Of one block: what it saves for each open microbatch, needs beside that, and its gradients."""
+    """Of one block: saved for each open microbatch, needed beside that, and gradients."""
 
     saved: int
     need: int
@@ -135,20 +134,20 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
     ----------
     of_torch : the stages that run the parts.
     """
-    plan = parts.plan
+    asked, plan = parts.asked, parts.asked.plan
     pp = plan.parallelism.pipeline_parallel_degree
     border = local_part(parts.given.border)
     b = border.numel() * border.element_size()
     count = pp * plan.chunks
     stages: dict[int, StageBytes] = {}
-    fixed = parameter_bytes(parts.modules) + parts.whole_bytes
+    fixed = parameter_bytes(parts.modules) + parts.bytes.gathered
     for one in of_torch:
         index, inputs, gradients = one.stage_index, one.inputs, one.gradients
         is_first, is_last = index == 0, index == count - 1
         stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
         fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
-        fixed += b * _holds_a_send(parts.name, inputs, plan.microbatches, is_last=is_last)
-    order = torch_order(parts.name, pp, plan.microbatches, plan.chunks)[parts.rank]
+        fixed += b * _holds_a_send(asked.schedule, inputs, plan.microbatches, is_last=is_last)
+    order = torch_order(asked.schedule, pp, plan.microbatches, plan.chunks)[asked.rank]
     return fixed + peak_of_order(order, stages)
 
 
@@ -163,9 +162,9 @@ def _stage_bytes(
     blocks = [
         BlockBytes(
             parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
-            parts.gradient_bytes[path],
+            parts.bytes.gradients[path],
         )
-        for path in layers_of_stages(parts.plan)[one.stage_index]
+        for path in parts.asked.layers[one.stage_index]
     ]  # fmt: skip
     if not is_last:
         # The gradient that the last block reads is a receive buffer.
@@ -173,10 +172,11 @@ def _stage_bytes(
         blocks = [*others, BlockBytes(end.saved, end.need - border, end.gradients)]
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
-    first = BlockBytes(0, border + parts.gradient_bytes[BEFORE], parts.gradient_bytes[BEFORE])
-    keeps_all = parts.name not in ONE_STAGE
+    of_first = parts.bytes.gradients[BEFORE]
+    first = BlockBytes(0, border + of_first, of_first)
+    keeps_all = parts.asked.schedule not in ONE_STAGE
     sent = border * (not is_first) + border * (keeps_all and not is_last)
     return StageBytes(
         tuple(blocks), held, sent, keeps_all, one.for_weights_bytes,
-        first if is_first else NO_BYTES, parts.behind if is_last else NO_BYTES,
+        first if is_first else NO_BYTES, parts.bytes.behind if is_last else NO_BYTES,
     )  # fmt: skip

@@ -30,7 +30,9 @@ from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.rewriting import module_for
 from remat.rewriter.stages.border import Arrival
 from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.simulate import simulate
+from remat.solver.blocks.options import TURN
 from remat.solver.cluster.equal_blocks import EqualBlocks
 from remat.solver.cluster.parts import Part, PartOption, part_of
 from remat.solver.problem import Problem
@@ -46,8 +48,7 @@ class TracedBlock:
 
     Attributes
     ----------
-    graph : as a planner of clusters takes it. reads_gradient : whether backward returns one for
-        what the block reads; not of the first block of a model without an embedding.
+    graph : as a planner of clusters takes it. args, kwargs : a call of the block.
     """
 
     path: str
@@ -170,12 +171,11 @@ def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float
         blocks.schedules[path] = _schedule(one, option)
 
 
-def _picked(
-    part: Part, plan: ClusterFile, number: int, n: int, flight: float
-) -> list[PartOption]:
+def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -> list[PartOption]:
     """An option for each of n blocks, those with most recomputation first."""
     stage = plan.stages[number]
-    fixed = sum(size for name, size in stage.held_bytes.items() if name not in (ACTIVATIONS, NEEDED))
+    moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[NEEDED]
+    fixed = sum(stage.held_bytes.values()) - moving
     room = plan.budget_bytes - fixed - _saved_by_ends(plan, stage)
     table = EqualBlocks(part.options, sum(plan.layers_per_stage))
     try:
@@ -184,17 +184,15 @@ def _picked(
         least = min(flight * n * o.saved_bytes + o.need_bytes for o in part.options)
         raise PlanError(
             f"the blocks of stage {number} need {bytes_text(int(least))} for activations here, and "
-            f"the plan leaves them {bytes_text(room)}: plan again with a larger --budget, a smaller "
-            "--microbatch, or more stages"
+            f"the plan leaves them {bytes_text(room)}: plan again with a larger --budget, a "
+            "smaller --microbatch, or more stages"
         ) from error
     return [part.options[i] for i in sorted(chosen, reverse=True) for _ in range(chosen[i])]
 
 
 def _saved_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
     """What the plan's embedding and head save, in bytes: all that its blocks do not."""
-    by_blocks = sum(
-        count * _figures(plan, i).saved_bytes for i, count in stage.schedules.items()
-    )
+    by_blocks = sum(count * _figures(plan, i).saved_bytes for i, count in stage.schedules.items())
     saved = int(stage.microbatches_in_flight * by_blocks)
     return max(stage.held_bytes[ACTIVATIONS] - saved, 0)
 
@@ -214,10 +212,6 @@ def _figures(plan: ClusterFile, number: int) -> PartOption:
 
 def figures_of(graph: TrainingGraph, schedule: Schedule) -> PartOption:
     """Bytes that a schedule of a part saves and needs, as the judge of schedules finds them."""
-    from remat.schedules.schedule import Compute
-    from remat.schedules.simulate import simulate
-    from remat.solver.blocks.options import TURN
-
     found = simulate(graph, schedule)
     turn = next(op for op in graph.ops if op.target == TURN)
     made_bytes = sum(graph.value_by_name[name].size_bytes for name in turn.outputs)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.stage_blocks import figures_of, with_own_sizes
-from remat.cluster.stage_peak import BlockBytes
+from remat.cluster.apply.stage_blocks import figures_of, with_own_sizes
+from remat.cluster.apply.stage_peak import BlockBytes
 from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.tracing.trace import trace
@@ -40,8 +40,6 @@ def head_bytes(
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
     graph = planned_graph(as_eager(with_own_sizes(traced.graph, traced)), border_value(traced))
     found = figures_of(graph, StoreAll().schedule(graph))
-    gradients = sum(
-        value.size_bytes for value in graph.values if value.kind == "gradient"
-    )
+    gradients = sum(value.size_bytes for value in graph.values if value.kind == "gradient")
     own = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     return BlockBytes(found.saved_bytes, found.need_bytes, min(own, gradients))

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from remat.cluster.applying import check_plan, plan_digest
-from remat.cluster.cluster_mesh import PP, opened_plan
-from remat.cluster.parts_of_rank import RankParts, rank_parts
-from remat.cluster.split_modules import TensorPlan
-from remat.cluster.stage_peak import peak_of_rank
-from remat.cluster.whole_chain import whole_chain
+from remat.cluster.apply.applicable import check_plan, plan_digest, schedule_name
+from remat.cluster.apply.asked import Applied
+from remat.cluster.apply.cluster_mesh import opened_plan
+from remat.cluster.apply.parts_of_rank import RankParts, rank_parts
+from remat.cluster.apply.running import runner_of
+from remat.cluster.apply.split_modules import TensorPlan
+from remat.cluster.apply.stage_peak import peak_of_rank
+from remat.cluster.apply.whole_chain import whole_chain
 from remat.graph_capture.errors import PlanError
 from remat.ranks.required_group import refuse_fake
 from remat.ranks.together import Together
@@ -120,12 +122,13 @@ def parallelize(
         _require_same(ranks, "plan", plan_digest(plan, schedule), "plan")
         chain = whole_chain(model, plan, args, loss_fn, target)
         _require_same(ranks, "model", _model_digest(model), "model")
-        parts = rank_parts(chain, plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, schedule)
-        _require_same_stage(ranks, mesh, parts)
-        made = parts.wrapped(mesh, mp_policy)
-    peak_bytes = None
-    if isinstance(made, PipelineStep):
-        peak_bytes = peak_of_rank(parts, made.stages)
+        name = schedule_name(plan, schedule)
+        asked = Applied(plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name)
+        parts = rank_parts(chain, asked)
+        _require_same_stage(ranks, parts)
+        parts.shard()
+        made = runner_of(parts)
+    peak_bytes = peak_of_rank(parts, made.stages) if isinstance(made, PipelineStep) else None
     return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
 
 
@@ -139,9 +142,9 @@ def _require_same(ranks: Together, name: str, mine: str, what: str) -> None:
         )
 
 
-def _require_same_stage(ranks: Together, mesh: DeviceMesh, parts: RankParts) -> None:
+def _require_same_stage(ranks: Together, parts: RankParts) -> None:
     """Ranks of a stage run the same collectives only if they follow the same schedules."""
-    said = ranks.said_by_all("stage", f"{mesh.get_local_rank(PP)} {parts.digest}")
+    said = ranks.said_by_all("stage", f"{parts.asked.rank} {parts.digest}")
     by_stage = dict[str, set[str]]()
     for one in said:
         stage, _, digest = one.partition(" ")

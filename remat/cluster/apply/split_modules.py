@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from remat.cluster.cluster_mesh import REPLICATE, SHARD
+from remat.cluster.apply.cluster_mesh import REPLICATE, SHARD
 from remat.graph_capture.errors import PlanError
 from remat.schedules.pipeline.cluster_plan import ClusterFile
 

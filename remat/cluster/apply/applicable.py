@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from remat.cluster.cluster_mesh import CP, DIMENSIONS, PP, REPLICATE, SHARD, TP
-from remat.cluster.split_modules import TensorPlan
+from remat.cluster.apply.cluster_mesh import CP, DIMENSIONS, PP, REPLICATE, SHARD, TP
+from remat.cluster.apply.split_modules import TensorPlan
 from remat.cluster.torch_orders import ONE_STAGE, torch_order
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.tracing.without_storage import has_storage
