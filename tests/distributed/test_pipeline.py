@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from remat.cli.main import app
 from remat.cluster.planning import plan_cluster
 from remat.cluster.request import ClusterRequest
 from remat.solver.cluster.mesh import Asked
-from tests.distributed.launch import Found, ranks
+from tests.distributed.launch import Found, ranks, torchrun
 
 LIMIT_S = 600
 """Far more than a launch takes. It ends one that hangs."""
@@ -95,6 +97,24 @@ def test_what_cannot_be_run_is_refused_on_each_rank(two: Found, case: str) -> No
         assert said["error"] == kind
         assert re.search(text, said["text"])
         assert "\n" not in said["text"]
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_four(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    words = "--gpus 4 --batch 64 --seq 64 --pp 2 --tp 1 --shard 2 --microbatch 4 --budget 4500KiB"
+    made = CliRunner().invoke(
+        app, ["plan-cluster", "examples/train_cluster.py:factory", *words.split(), "-o", str(plan)]
+    )
+    assert made.exit_code == 0, made.output
+    script = ("tests/distributed/script.py", "examples/train_cluster.py", str(plan))
+    said = torchrun(4, *script, limit_s=LIMIT_S)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", said)]
+    assert losses[-1] < 0.9 * losses[0]
+    peaks = re.findall(r"rank \d: predicted peak ([\d.]+) MiB, measured ([\d.]+) MiB", said)
+    assert len(peaks) == 4
+    for predicted, measured in peaks:
+        assert float(measured) == pytest.approx(float(predicted), rel=0.01)
 
 
 SCHEDULES = ("gpipe", "interleaved", "looped", "zero_bubble", "zbv", "dualpipe")
