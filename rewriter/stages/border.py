@@ -50,7 +50,7 @@ class _Passes(nn.Module):
         return border
 
 
-class _Given(nn.Module):
+class _Resumes(nn.Module):
     """In the place of the last block: what it would return; ends what runs on the meta device."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Behind:
         self, model: nn.Module, blocks: Sequence[nn.Module], of_behind: Sequence[nn.Module],
         args: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        self._given = _Given()
+        self._given = _Resumes()
         memo: dict[int, Any] = {id(block): _Passes() for block in blocks}
         memo |= {id(blocks[-1]): self._given} | {id(module): module for module in of_behind}
         memo |= _on_meta(model)

@@ -102,7 +102,8 @@ def test_what_cannot_be_run_is_refused_on_each_rank(two: Found, case: str) -> No
 @pytest.mark.slow
 def test_the_example_trains_on_four(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    words = "--gpus 4 --batch 64 --seq 64 --pp 2 --tp 1 --shard 2 --microbatch 4 --budget 4500KiB"
+    words = "--gpus 4 --batch 64 --seq 64 --pp 2 --tp 1 --shard 2 --microbatch 4 --chunks 1"
+    words += " --budget 4500KiB"
     made = CliRunner().invoke(
         app, ["plan-cluster", "examples/train_cluster.py:factory", *words.split(), "-o", str(plan)]
     )

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from remat.cluster.apply.block_bytes import BlockBytes
 from remat.cluster.apply.stage_blocks import figures_of, with_own_sizes
-from remat.cluster.apply.stage_peak import BlockBytes
 from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
 from remat.graph_capture.derived.eager import as_eager
 from remat.graph_capture.tracing.trace import trace

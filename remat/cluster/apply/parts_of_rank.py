@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from remat.cluster.apply.asked import Applied
+from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
 from remat.cluster.apply.cluster_mesh import TP
 from remat.cluster.apply.cutting import Cutter
 from remat.cluster.apply.head_bytes import head_bytes
@@ -19,7 +20,6 @@ from remat.cluster.apply.split_modules import (
     split_over_tensor_ranks,
 )
 from remat.cluster.apply.stage_blocks import StageBlocks, choose, traced_blocks
-from remat.cluster.apply.stage_peak import BEFORE, NO_BYTES, BlockBytes
 from remat.cluster.apply.whole_chain import WholeChain
 from remat.graph_capture.over_ranks.dtensors import local_part
 from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast

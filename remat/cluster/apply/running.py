@@ -23,7 +23,7 @@ def runner_of(parts: RankParts) -> StepRunner:
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
         return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
-    stages = [_stage(parts, i) for i in range(len(parts.modules))]
+    stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
     schedule = kind(
@@ -34,7 +34,7 @@ def runner_of(parts: RankParts) -> StepRunner:
     return PipelineStep(schedule, stages)
 
 
-def _stage(parts: RankParts, at: int) -> RingStage:
+def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
     asked, border = parts.asked, parts.given.border
     index, stages = asked.stages[at], len(asked.layers)
     # Torch would otherwise run a forward and a backward to learn these.

@@ -28,12 +28,12 @@ def split_over_tensor_ranks(
     from torch.distributed.tensor.parallel import parallelize_module
 
     for path, module in modules.items():
-        inside = _inside(path, tp_plan)
+        inside = _styles_for(path, tp_plan)
         if inside:
             parallelize_module(module, mesh, inside)
 
 
-def _inside(path: str, tp_plan: TensorPlan) -> Any:
+def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
     """What the plan says of a module: a style for it, or styles by path inside of it."""
     own = path.split(".")
     found: dict[str, ParallelStyle] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
 from remat.cluster.torch_orders import ONE_STAGE, torch_order
 from remat.graph_capture.over_ranks.dtensors import local_part
 from remat.schedules.pipeline.actions import PipelineAction, RankOrder
@@ -21,19 +22,6 @@ from remat.schedules.pipeline.actions import PipelineAction, RankOrder
 if TYPE_CHECKING:
     from remat.cluster.apply.parts_of_rank import RankParts
     from remat.rewriter.stages.receive_ring import RingStage
-
-
-@dataclass(frozen=True)
-class BlockBytes:
-    """Of one block: saved for each open microbatch, needed beside that, and gradients."""
-
-    saved: int
-    need: int
-    gradients: int
-
-
-NO_BYTES = BlockBytes(0, 0, 0)
-BEFORE = "before the blocks"
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def test_ddp_around_it_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         wrapper = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(RewriteError, match="DistributedDataParallel would reduce.*fully_shard"):
+        with pytest.raises(RewriteError, match=r"DataParallel would reduce.*fully_shard"):
             wrapper(x_of(0))
     finally:
         dist.destroy_process_group()
