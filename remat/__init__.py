@@ -16,6 +16,8 @@ find_beside()
 if TYPE_CHECKING:
     from remat.blocks.planning import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
+    from remat.cluster.apply.cluster_mesh import cluster_mesh
+    from remat.cluster.apply.parallelize import ClusterPart, parallelize
     from remat.compile.report import CompiledPlan, compiled_plans
     from remat.graph_capture.capturing import capture
     from remat.graph_capture.derived.sharding import Sharding
@@ -69,6 +71,7 @@ __all__ = [
     "BlocksPlan",
     "BudgetSlider",
     "Check",
+    "ClusterPart",
     "Comparison",
     "CompiledPlan",
     "EveryNth",
@@ -96,6 +99,7 @@ __all__ = [
     "capture",
     "check",
     "checkpoint_policy",
+    "cluster_mesh",
     "compare",
     "compiled_plans",
     "every_n_layers",
@@ -106,6 +110,7 @@ __all__ = [
     "load",
     "measured_step",
     "overheads_over",
+    "parallelize",
     "peak_over",
     "place",
     "plan_cache",
@@ -144,6 +149,9 @@ _LAZY = {
     "rematerialize_blocks": "remat.blocks.rematerialized",
     "BudgetSlider": "remat.questions.budget_slider",
     "Check": "remat.rewriter.checking.check",
+    "ClusterPart": "remat.cluster.apply.parallelize",
+    "cluster_mesh": "remat.cluster.apply.cluster_mesh",
+    "parallelize": "remat.cluster.apply.parallelize",
     "capture": "remat.graph_capture.capturing",
     "check": "remat.rewriter.checking.check",
     "checkpoint_policy": "remat.rewriter.checkpoint_policy",

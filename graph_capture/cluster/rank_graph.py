@@ -47,7 +47,7 @@ def block_graph_on_rank(
     args = (border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored(((border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
-    return _prepared(traced, groups, links, _first_input(traced))
+    return _prepared(traced, groups, links, border_value(traced))
 
 
 def behind_graph_on_rank(
@@ -93,14 +93,24 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
     return "" if made.shape == border.shape else "its result has another shape than what it reads"
 
 
-def _first_input(traced: Trace) -> str:
+def border_value(traced: Trace) -> str:
     """The value of the border: the first input that is no parameter."""
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
 
 
 def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
     _refuse_other_groups(traced, groups)
-    graph = price_modelled(traced, traced.recipe.device, ranks=links)
+    return planned_graph(price_modelled(traced, traced.recipe.device, ranks=links), border)
+
+
+def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
+    """A priced graph of one rank's part, as a planner of clusters takes it.
+
+    Parameters
+    ----------
+    border : the value that the part reads, which an op in front of all others then makes; empty
+        for none.
+    """
     ops = tuple(map(_free_to_repeat, graph.ops))
     values = graph.values
     if border:

@@ -7,7 +7,7 @@ of what it wraps. So a plan is made of the cast model, which then gets its float
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.over_ranks.dtensors import is_distributed
 
 MASTER = torch.float32
 """What parameters are held in that a policy casts."""
@@ -35,7 +36,10 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
         yield
         return
     dtype = _dtype(sharding.param_dtype)
-    held = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    held = [
+        (p, p.data) for p in model.parameters() if p.is_floating_point() and not is_distributed(p)
+    ]
+    split = list(_split_over_ranks(model))
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != MASTER:
             raise CaptureError(
@@ -46,10 +50,23 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     try:
         for parameter, data in held:
             parameter.data = data.to(dtype)
+        for module, name, parameter in split:
+            cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            module._parameters[name] = cast
         yield
     finally:
+        for module, name, parameter in split:
+            module._parameters[name] = parameter
         for parameter, data in held:
             parameter.data = data
+
+
+def _split_over_ranks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """DTensors among the parameters, with the modules that hold them: their data cannot be set."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_distributed(parameter):
+                yield module, name, parameter
 
 
 def inputs_cast(

@@ -91,7 +91,7 @@ def job_of(
             f"there are matrix products before block {chain.first_path}, and a chain begins with "
             "an embedding: name the blocks with --blocks, so that they begin there"
         )
-    tied = _tied(chain, shape)
+    tied = tied_weights(chain, shape)
     if tied and asked.pp not in (None, 1):
         raise CaptureError(
             f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
@@ -111,7 +111,7 @@ def job_of(
     )  # fmt: skip
 
 
-def _tied(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
+def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
     """Parameters that two stages would share."""
     both = shape.parameters["first"] & shape.parameters["last"]
     count = Counter(id(p) for block in chain.blocks.values() for p in set(block.parameters()))

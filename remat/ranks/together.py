@@ -82,6 +82,10 @@ class Together(AbstractContextManager["Together", None]):
             return made
         return msgspec.json.decode(self._awaited("plan", 0), type=kind)
 
+    def said_by_all(self, name: str, mine: str) -> list[str]:
+        """What each rank says, in order of ranks."""
+        return self._exchanged(name, mine)
+
     def all_say(self, name: str, said: bool) -> bool:
         """Whether all ranks say so."""
         return all(text == "yes" for text in self._exchanged(name, "yes" if said else "no"))

@@ -44,6 +44,14 @@ class LeftWhole:
         kept = [group for group in self._groups if not group.reshard_after_backward]
         self._kept = [(group, _versions(group)) for group in kept]
 
+    def note_sharded(self) -> None:
+        """Forget groups that went back to shards after all: the next forward gathers them anew.
+
+        Schedules of pipelines leave them whole in each backward, and shard them at the end of a
+        step.
+        """
+        self._kept = [(group, versions) for group, versions in self._kept if not group.is_sharded]
+
 
 def _groups_of(module: nn.Module) -> list[Any]:
     """The groups of parameters that FSDP2 gathers for the module; none if it is not sharded."""

@@ -27,11 +27,12 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
         for name, child in module._modules.items()
     }
     is_same = all(child is module._modules[name] for name, child in children.items())
-    known[module] = module if is_same else _shell(module, children)
+    known[module] = module if is_same else shell_with(module, children)
     return known[module]
 
 
-def _shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+def shell_with(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    """A copy of `module`, one deep, with other submodules and hooks of its own."""
     shell = object.__new__(type(module))
     shell.__dict__ = dict(module.__dict__)
     for name in ALL_HOOKS:

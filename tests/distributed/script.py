@@ -12,5 +12,6 @@ from tests.distributed.launch import end_process
 if __name__ == "__main__":
     # As if it were run by itself: it imports what lies beside it.
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
     end_process()

@@ -1,0 +1,1 @@
+"""Applies a plan for a cluster to a model on its ranks."""

@@ -1,0 +1,90 @@
+"""Cuts a model into stages: its ends, which run as they stand, and the blocks between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remat.cluster.apply.asked import Applied
+from remat.cluster.apply.whole_chain import WholeChain
+from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.rewriter.stages.border import Arrival, Before, Behind, arrival_of
+from remat.rewriter.stages.model_part import ModelPart, StageRun, model_part
+from remat.schedules.pipeline.cluster_plan import ClusterFile
+
+
+class Cutter:
+    """The ends of a model, cut off before its modules are split or sharded."""
+
+    def __init__(self, chain: WholeChain, asked: Applied, args: tuple[Any, ...]) -> None:
+        self.chain, self.asked, self.args = chain, asked, args
+        blocks = list(chain.blocks.values())
+        self.before = Before(chain.model, blocks[0])
+        self.behind = Behind(chain.model, blocks, list(chain.behind.values()), args)
+
+    def arrival(self) -> Arrival:
+        """What the first block is called with.
+
+        Raises
+        ------
+        PlanError : blocks read another shape or dtype than was planned.
+        CaptureError : something beside the border depends on the batch.
+        """
+        first = next(iter(self.chain.blocks))
+        found = arrival_of(self.before, self.chain.model, self.args, first)
+        _require_border(found, self.asked.plan)
+        return found
+
+    def try_behind(self, given: Arrival) -> None:
+        """Run what follows the last block once, where this rank has it.
+
+        Raises
+        ------
+        CaptureError : it reads the batch, which a last stage does not have; or the loss is none.
+        """
+        if not self.asked.has_last:
+            return
+        run = StageRun(None, (), self.behind, given, self.asked.loss_fn)
+        why = "reads what comes before the blocks, which the last stage does not have"
+        try:
+            with torch.no_grad():
+                loss = run((torch.zeros_like(given.border),), self.asked.target)
+        except (RuntimeError, NotImplementedError) as error:
+            raise CaptureError(f"what follows the last block {why}, or fails: {error}") from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_meta:
+            raise CaptureError(
+                f"loss_fn returns {type(loss).__name__} and no loss of one number on the device: "
+                f"or what follows the last block {why}"
+            )
+
+    def part(self, index: int, replaced: Mapping[str, nn.Module], given: Arrival) -> ModelPart:
+        """One stage."""
+        layers = self.asked.layers
+        is_first, is_last = index == 0, index == len(layers) - 1
+        ends = (self.chain.before if is_first else {}) | (self.chain.behind if is_last else {})
+        blocks = {path: replaced[path] for path in layers[index]}
+        run = StageRun(
+            self.before if is_first else None, tuple(blocks.values()),
+            self.behind if is_last else None, given, self.asked.loss_fn,
+        )  # fmt: skip
+        return model_part(self.chain.model, {**ends, **blocks}, run)
+
+
+def _require_border(given: Arrival, plan: ClusterFile) -> None:
+    border = local_part(given.border)
+    graph = plan.graphs[0]
+    planned = graph.value_by_name[graph.ops[0].outputs[0]]
+    dtype = str(border.dtype).removeprefix("torch.")
+    if (tuple(border.shape), dtype) == (planned.shape, planned.dtype):
+        return
+    raise PlanError(
+        f"blocks read {dtype}{list(border.shape)} here, and the plan is for {planned.dtype}"
+        f"{list(planned.shape)}: pass one microbatch of "
+        f"{plan.parallelism.pipeline_parallel_microbatch_size} x {plan.seq} in args, compute in "
+        f"{planned.dtype} (mp_policy, or the model's own dtype), and let tp_plan split borders "
+        "along the sequence"
+    )

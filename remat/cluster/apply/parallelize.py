@@ -1,0 +1,168 @@
+"""Applies a plan for a cluster to a model: `remat.parallelize`.
+
+All that runs is torch's: `parallelize_module`, `fully_shard` and the schedules of
+`torch.distributed.pipelining`, whose stages have blocks that follow the plan's recomputation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from remat.cluster.apply.applicable import check_plan, plan_digest, schedule_name
+from remat.cluster.apply.asked import Applied
+from remat.cluster.apply.cluster_mesh import opened_plan
+from remat.cluster.apply.parts_of_rank import RankParts, rank_parts
+from remat.cluster.apply.running import runner_of
+from remat.cluster.apply.split_modules import TensorPlan
+from remat.cluster.apply.stage_peak import peak_of_rank
+from remat.cluster.apply.whole_chain import whole_chain
+from remat.graph_capture.errors import PlanError
+from remat.ranks.required_group import refuse_fake
+from remat.ranks.together import Together
+from remat.rewriter.stages.stepping import PipelineStep, StepRunner
+from remat.schedules.pipeline.cluster_plan import ClusterFile
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+WHAT = "remat.parallelize"
+
+
+@dataclass(frozen=True)
+class ClusterPart:
+    """What one rank has of a model, and what runs its steps.
+
+    Attributes
+    ----------
+    schedule : ``schedule.step(x, target=y)`` runs forward and backward of the rank's whole batch.
+        With a pipeline it drives a schedule of `torch.distributed.pipelining`, which is
+        ``schedule.torch_schedule``.
+    modules : a module for each stage of this rank, under the names that the model has.
+    peak_bytes : predicted, of parameters, gradients, receive buffers and activations of this rank;
+        without optimizer states and the batch; None without a pipeline, where `remat.Sharding`
+        predicts it. overhead : of recomputation, by path of the block.
+    checks : what was compared before anything was trained, in words.
+    """
+
+    schedule: StepRunner
+    modules: tuple[nn.Module, ...]
+    peak_bytes: int | None
+    overhead: dict[str, float]
+    checks: tuple[str, ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all stages of this rank, for an optimizer."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The same with the names that they have in the model."""
+        return [named for module in self.modules for named in module.named_parameters()]
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for module in self.modules:
+            module.zero_grad()
+
+
+def parallelize(
+    model: nn.Module,
+    plan: ClusterFile | str | Path,
+    mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    *,
+    loss_fn: Callable[..., Any],
+    target: Any = None,
+    tp_plan: TensorPlan | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    schedule: str = "",
+) -> ClusterPart:
+    """This rank's part of `model`, which trains as a plan for a cluster says.
+
+    Each block is rewritten to the recomputation that its stage has room for; gradients are those of
+    the same wrappers around eager, to the bit. All ranks of the mesh call, with the same model and
+    plan. `model` is taken over: its modules become those of the parts, and what this rank lacks is
+    freed with it.
+
+    Parameters
+    ----------
+    model : with storage, and the same weights on all ranks.
+    plan : of `remat plan-cluster`, or the path of its file.
+    mesh : of `remat.cluster_mesh`.
+    args, target : one microbatch, of [microbatch, ...], for its shapes and dtypes. The whole batch
+        that `schedule.step` takes later has as many microbatches as the plan says.
+    loss_fn : the mean loss of a microbatch, of the model's result and the target. Gradients are
+        those of the mean over microbatches and data parallel ranks.
+    tp_plan : styles of `torch.distributed.tensor.parallel` by path in the model, such as
+        ``{"layers.*.up": ColwiseParallel()}``; a plan with tensor parallel ranks needs it. The
+        plan counts borders that are split along the sequence (`SequenceParallel`).
+    mp_policy : of `fully_shard`; the plan counts bfloat16 with masters in float32. Left out,
+        the model computes in the dtype that it has.
+    schedule : another schedule of torch's than the plan's, with as many stages on each rank.
+
+    Raises
+    ------
+    PlanError : the plan is for another world, torch, model or microbatch; its blocks do not fit
+        here. CaptureError : the model is no chain, or a block cannot be captured.
+    AgreementError : ranks have different plans or models, or one of them has failed.
+    RewriteError : a rewritten block does not do what eager does.
+    """
+    refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
+    with Together(dist.group.WORLD if dist.is_initialized() else None, WHAT) as ranks:
+        plan = opened_plan(plan)
+        check_plan(plan, mesh, model, tp_plan, schedule)
+        _require_same(ranks, "plan", plan_digest(plan, schedule), "plan")
+        chain = whole_chain(model, plan, args, loss_fn, target)
+        _require_same(ranks, "model", _model_digest(model), "model")
+        name = schedule_name(plan, schedule)
+        asked = Applied(plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name)
+        parts = rank_parts(chain, asked)
+        _require_same_stage(ranks, parts)
+        parts.shard()
+        made = runner_of(parts)
+    peak_bytes = peak_of_rank(parts, made.stages) if isinstance(made, PipelineStep) else None
+    return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
+
+
+def _require_same(ranks: Together, name: str, mine: str, what: str) -> None:
+    said = ranks.said_by_all(name, mine)
+    others = [str(rank) for rank, found in enumerate(said) if found != said[0]]
+    if others:
+        raise PlanError(
+            f"the {what} of rank {', '.join(others)} is not that of rank 0: give all ranks the "
+            f"same {what}, such as by one file that all read, and the same seed"
+        )
+
+
+def _require_same_stage(ranks: Together, parts: RankParts) -> None:
+    """Ranks of a stage run the same collectives only if they follow the same schedules."""
+    said = ranks.said_by_all("stage", f"{parts.asked.rank} {parts.digest}")
+    by_stage = dict[str, set[str]]()
+    for one in said:
+        stage, _, digest = one.partition(" ")
+        by_stage.setdefault(stage, set()).add(digest)
+    unlike = [stage for stage, digests in by_stage.items() if len(digests) > 1]
+    if unlike:
+        raise PlanError(
+            f"ranks of stage {', '.join(unlike)} would follow different schedules, as their blocks "
+            "are captured differently: build the same model, and pass a microbatch of the same "
+            "shapes, on all ranks"
+        )
+
+
+def _model_digest(model: nn.Module) -> str:
+    """Of names, shapes, and what the first elements of each parameter hold."""
+    found = hashlib.sha256()
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            some = p.detach().flatten()[:4].double().cpu().tolist()
+        found.update(f"{name} {tuple(p.shape)} {p.dtype} {some}".encode())
+    return found.hexdigest()

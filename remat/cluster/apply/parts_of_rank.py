@@ -1,0 +1,140 @@
+"""The stages of this rank, with blocks that follow their place's schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from remat.cluster.apply.asked import Applied
+from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.apply.cluster_mesh import TP
+from remat.cluster.apply.cutting import Cutter
+from remat.cluster.apply.head_bytes import head_bytes
+from remat.cluster.apply.split_modules import (
+    require_split,
+    shard_over_data_ranks,
+    split_over_tensor_ranks,
+)
+from remat.cluster.apply.stage_blocks import StageBlocks, choose, traced_blocks
+from remat.cluster.apply.whole_chain import WholeChain
+from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
+from remat.rewriter.stages.border import Arrival
+from remat.rewriter.stages.model_part import ModelPart
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Of this rank's modules.
+
+    Attributes
+    ----------
+    gradients : whole, by block, and before the blocks. behind : of what follows the blocks.
+    gathered : of the parameters that `fully_shard` gathers; 0 where they are whole anyway.
+    """
+
+    gradients: dict[str, int]
+    behind: BlockBytes
+    gathered: int
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """The stages of this rank.
+
+    Attributes
+    ----------
+    chosen : the blocks of all of them. given : to the first block. args : a microbatch.
+    """
+
+    asked: Applied
+    modules: tuple[ModelPart, ...]
+    chosen: StageBlocks
+    given: Arrival
+    args: tuple[Any, ...]
+    bytes: RankBytes
+
+    @property
+    def digest(self) -> str:
+        """The same on ranks whose blocks follow the same schedules."""
+        steps = [f"{path} {one.steps}" for path, one in self.chosen.schedules.items()]
+        return hashlib.sha256("\n".join(steps).encode()).hexdigest()
+
+    @property
+    def overhead(self) -> dict[str, float]:
+        """Recomputation over the work of each block, by path."""
+        chosen = self.chosen
+        times = {path: one.graph.time_us for path, one in chosen.traced.items()}
+        return {path: chosen.options[path].extra_us / time for path, time in times.items()}
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """What was compared, in words."""
+        schedules = {one.steps for one in self.chosen.schedules.values()}
+        return (
+            "plan and model are the same on all ranks",
+            f"{len(schedules)} distinct schedules of {len(self.chosen.traced)} blocks have eager's "
+            "bits",
+        )
+
+    def shard(self) -> None:
+        """Wrap modules by `fully_shard`, if the plan or the policy asks for it."""
+        asked = self.asked
+        for part in self.modules if asked.is_sharded else ():
+            blocks = part._remat_run.blocks
+            shard_over_data_ranks(part, blocks, asked.plan, asked.mesh, asked.mp_policy)
+
+
+def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> RankParts:
+    """The stages of this rank, each block rewritten.
+
+    Parameters
+    ----------
+    eager : leave blocks as they are, to compare with.
+
+    Raises
+    ------
+    PlanError, CaptureError, RewriteError : as of `remat.parallelize`.
+    """
+    own = {path: chain.blocks[path] for i in asked.stages for path in asked.layers[i]}
+    args, _ = inputs_cast(asked.args, {}, asked.cast)
+    cutter = Cutter(chain, asked, args)
+    ranks = asked.mesh[TP]
+    if ranks.size() > 1:
+        split_over_tensor_ranks({**chain.before, **chain.behind, **own}, ranks, asked.tp_plan)
+        require_split(own, ranks.size())
+    with parameters_cast(chain.model, asked.cast):
+        given = cutter.arrival()
+        first = next(iter(chain.blocks))
+        has_gradient = any(p.requires_grad for m in chain.before.values() for p in m.parameters())
+        chosen = traced_blocks(own, asked.plan, given, first, has_input_gradient=has_gradient)
+        choose(chosen, asked.plan, asked.rank, asked.in_flight)
+        replaced = own if eager else chosen.rewritten()
+        cutter.try_behind(given)
+        sizes = _bytes_of(chain, asked, cutter, given, own)
+    modules = tuple(cutter.part(i, replaced, given) for i in asked.stages)
+    return RankParts(asked, modules, chosen, given, args, sizes)
+
+
+def _bytes_of(
+    chain: WholeChain, asked: Applied, cutter: Cutter, given: Arrival, own: Mapping[str, nn.Module]
+) -> RankBytes:
+    behind = NO_BYTES
+    if asked.has_last:
+        behind = head_bytes(chain.behind, cutter.behind, given, asked.loss_fn, asked.target)
+    held = {path: _parameter_bytes({path: block}) for path, block in own.items()}
+    before = _parameter_bytes(chain.before)
+    gathered = sum(held.values()) + behind.gradients + before * (0 in asked.stages)
+    gradients = {path: size * asked.widening for path, size in (held | {BEFORE: before}).items()}
+    behind = replace(behind, gradients=behind.gradients * asked.widening)
+    return RankBytes(gradients, behind, gathered * asked.is_sharded)
+
+
+def _parameter_bytes(modules: Mapping[str, nn.Module]) -> int:
+    """As they are computed with: on tensor parallel ranks of the local parts."""
+    trained = [p for m in modules.values() for p in m.parameters() if p.requires_grad]
+    return sum(local_part(p).numel() * p.element_size() for p in trained)

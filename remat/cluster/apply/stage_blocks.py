@@ -1,0 +1,238 @@
+"""The blocks of a stage, rewritten one by one to the recomputation that their place has room for.
+
+A plan says how many bytes of each GPU its activations may take. Blocks are traced here as this rank
+runs them, split over tensor parallel ranks and in the dtype of the step, and the same program that
+made the plan chooses their recomputation within those bytes. A stage as one autograd node would
+hold all its weight gradients until it returns; so each block is rewritten by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from remat.checks import Batch, require_equal
+from remat.formats import bytes_text
+from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
+from remat.graph_capture.devices.device_links import links_between_ranks
+from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.collectives import is_collective_target
+from remat.graph_capture.prices.modelled import price_modelled
+from remat.graph_capture.prices.workspaces import measured_workspaces
+from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.trace import trace
+from remat.rewriter.rewriting import module_for
+from remat.rewriter.stages.border import Arrival
+from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
+from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.simulate import simulate
+from remat.solver.blocks.options import TURN
+from remat.solver.cluster.equal_blocks import EqualBlocks
+from remat.solver.cluster.parts import Part, PartOption, part_of
+from remat.solver.problem import Problem
+from remat.solver.state import State
+
+ACTIVATIONS, NEEDED = "saved activations", "while a block runs"
+"""What a stage of a plan holds that its blocks' recomputation decides."""
+
+
+@dataclass(frozen=True)
+class TracedBlock:
+    """A block as this rank runs it.
+
+    Attributes
+    ----------
+    graph : as a planner of clusters takes it. args, kwargs : a call of the block.
+    """
+
+    path: str
+    module: nn.Module
+    trace: Trace
+    graph: TrainingGraph
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass
+class StageBlocks:
+    """Blocks of one rank and what was chosen for each.
+
+    Attributes
+    ----------
+    options : by path. schedules : by path, of the traced graphs. is_rewritten : whether blocks
+        follow them, and are not left as eager.
+    """
+
+    traced: dict[str, TracedBlock]
+    options: dict[str, PartOption] = field(default_factory=dict[str, PartOption])
+    schedules: dict[str, Schedule] = field(default_factory=dict[str, Schedule])
+    is_rewritten: bool = False
+
+    def rewritten(self) -> dict[str, nn.Module]:
+        """Each block as a module that follows its schedule.
+
+        Raises
+        ------
+        RewriteError : one does not do what eager does, to the bit. The first of each schedule is
+            compared.
+        """
+        made: dict[str, nn.Module] = {}
+        self.is_rewritten = True
+        compared: set[tuple[str, Any]] = set()
+        for path, one in self.traced.items():
+            schedule = self.schedules[path]
+            fast = made[path] = module_for(one.module, schedule, one.trace, None, None)
+            key = one.graph.hash, schedule.steps
+            if key not in compared:
+                compared.add(key)
+                batch = Batch(one.args, one.kwargs, None, None, "none", False)
+                require_equal(one.module, fast, batch, None)
+        return made
+
+
+def traced_blocks(
+    blocks: Mapping[str, nn.Module], plan: ClusterFile, given: Arrival, first_path: str,
+    *, has_input_gradient: bool,
+) -> StageBlocks:  # fmt: skip
+    """Trace each block of a rank.
+
+    Parameters
+    ----------
+    given : to the first block of the model, at `first_path`. has_input_gradient : whether that one
+        has a gradient of what it reads, as behind an embedding.
+
+    Raises
+    ------
+    CaptureError : a block cannot be captured, as one with hooks; names it.
+    """
+    links = msgspec.structs.replace(links_between_ranks(plan.device), node_size=plan.node_size)
+    found: dict[str, TracedBlock] = {}
+    for path, block in blocks.items():
+        border = _made_border(given).requires_grad_(has_input_gradient or path != first_path)
+        args = border, *given.args_
+        try:
+            traced = trace(block, args, given.kwargs, optimizer="none", split="none")
+        except CaptureError as error:
+            raise CaptureError(f"block {path}: {error}") from error
+        graph = with_own_sizes(price_modelled(traced, plan.device, ranks=links), traced)
+        name = border_value(traced)
+        found[path] = TracedBlock(
+            path, block, traced, planned_graph(graph, name), args, given.kwargs
+        )
+    return StageBlocks(found)
+
+
+def _made_border(given: Arrival) -> torch.Tensor:
+    """Numbers for a comparison with eager, drawn apart from the user's."""
+    stream = torch.Generator().manual_seed(0)
+    made = torch.randn(given.border.shape, generator=stream)
+    return made.to(device=given.border.device, dtype=given.border.dtype)
+
+
+def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
+    """With the sizes and workspaces of the device that is here."""
+    names = [op.name for op in graph.ops if not is_collective_target(op.target)]
+    workspaces = measured_workspaces(traced, names)
+    ops = tuple(
+        msgspec.structs.replace(op, workspace_bytes=workspaces.get(op.name, op.workspace_bytes))
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=ops, values=traced.graph.values)
+
+
+def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float) -> None:
+    """Choose the recomputation of each block within the bytes that the plan gives its stage.
+
+    Parameters
+    ----------
+    number : of the rank in the pipeline. in_flight : microbatches of all of its blocks.
+
+    Raises
+    ------
+    PlanError : they need more.
+    """
+    part_by_hash: dict[str, Part] = {}
+    for one in blocks.traced.values():
+        if one.graph.hash not in part_by_hash:
+            part_by_hash[one.graph.hash] = part_of(one.graph)
+    usual = part_by_hash[list(blocks.traced.values())[-1].graph.hash]
+    picked = _picked(usual, plan, number, len(blocks.traced), in_flight)
+    for path, limit in zip(blocks.traced, picked, strict=True):
+        one = blocks.traced[path]
+        part = part_by_hash[one.graph.hash]
+        option = limit if part is usual else _within(part, limit, path, number)
+        blocks.options[path] = option
+        blocks.schedules[path] = _schedule(one, option)
+
+
+def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -> list[PartOption]:
+    """An option for each of n blocks, those with most recomputation first."""
+    stage = plan.stages[number]
+    moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[NEEDED]
+    fixed = sum(stage.held_bytes.values()) - moving
+    room = plan.budget_bytes - fixed - _saved_by_ends(plan, stage)
+    table = EqualBlocks(part.options, sum(plan.layers_per_stage))
+    try:
+        chosen = table.chosen(n, room, flight, _needed_by_ends(plan, stage))
+    except ValueError as error:
+        least = min(flight * n * o.saved_bytes + o.need_bytes for o in part.options)
+        raise PlanError(
+            f"the blocks of stage {number} need {bytes_text(int(least))} for activations here, and "
+            f"the plan leaves them {bytes_text(room)}: plan again with a larger --budget, a "
+            "smaller --microbatch, or more stages"
+        ) from error
+    return [part.options[i] for i in sorted(chosen, reverse=True) for _ in range(chosen[i])]
+
+
+def _saved_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
+    """What the plan's embedding and head save, in bytes: all that its blocks do not."""
+    by_blocks = sum(count * _figures(plan, i).saved_bytes for i, count in stage.schedules.items())
+    saved = int(stage.microbatches_in_flight * by_blocks)
+    return max(stage.held_bytes[ACTIVATIONS] - saved, 0)
+
+
+def _needed_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
+    """What runs beside all that blocks save, in bytes; 0 where a block needs more."""
+    by_blocks = max((_figures(plan, i).need_bytes for i in stage.schedules), default=0)
+    needed = stage.held_bytes[NEEDED]
+    return needed if needed > by_blocks else 0
+
+
+def _figures(plan: ClusterFile, number: int) -> PartOption:
+    """What a schedule of the plan saves, and needs beside that."""
+    one = plan.schedules[number]
+    return figures_of(plan.graphs[one.graph], one.schedule)
+
+
+def figures_of(graph: TrainingGraph, schedule: Schedule) -> PartOption:
+    """Bytes that a schedule of a part saves and needs, as the judge of schedules finds them."""
+    found = simulate(graph, schedule)
+    turn = next(op for op in graph.ops if op.target == TURN)
+    made_bytes = sum(graph.value_by_name[name].size_bytes for name in turn.outputs)
+    at = schedule.steps.index(Compute(turn.name))
+    saved = int(found.live_bytes[at]) - made_bytes - graph.resident.total_bytes
+    need = int(found.peak_bytes) - graph.resident.total_bytes - saved
+    return PartOption(saved, need, found.time_us - graph.time_us)
+
+
+def _within(part: Part, limit: PartOption, path: str, number: int) -> PartOption:
+    """The quickest option of a block unlike the others that takes no more than theirs."""
+    fitting = [o for o in part.options if o.saved_bytes <= limit.saved_bytes]
+    if not fitting:
+        raise PlanError(
+            f"block {path} of stage {number} saves more than the plan leaves it, "
+            f"{bytes_text(limit.saved_bytes)}: plan again with a larger --budget"
+        )
+    return min(fitting, key=lambda option: (option.extra_us, option.need_bytes))
+
+
+def _schedule(one: TracedBlock, option: PartOption) -> Schedule:
+    """The option for the graph that was traced, which lacks the op that makes the border."""
+    without = [tuple(op - 1 for op in again) for again in option.recomputed[1:]]
+    return State.from_recomputed(Problem.of(one.trace.graph), without).schedule()

@@ -1,0 +1,170 @@
+"""The peak of a rank of a pipeline, from what its blocks save and need in torch's own order.
+
+Live at once, beside parameters and receive buffers: what each open microbatch saves; the block that
+runs; gradients, from when a stage's first backward makes them; a gradient that is being sent. What
+a block saves and needs is what the judge of schedules finds for it (`simulate`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.torch_orders import ONE_STAGE, torch_order
+from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.schedules.pipeline.actions import PipelineAction, RankOrder
+
+if TYPE_CHECKING:
+    from remat.cluster.apply.parts_of_rank import RankParts
+    from remat.rewriter.stages.receive_ring import RingStage
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Of one stage.
+
+    Attributes
+    ----------
+    blocks : in order. held : of each open microbatch beside what blocks save.
+    first, last : of the ends of the model, where the stage has them.
+    """
+
+    blocks: tuple[BlockBytes, ...]
+    held: int
+    sent: int
+    keeps_all: bool
+    for_weights: int
+    first: BlockBytes
+    last: BlockBytes
+
+    @property
+    def saved(self) -> int:
+        """Of one open microbatch between its forward and its backward."""
+        return sum(block.saved for block in self.parts) + self.held
+
+    @property
+    def parts(self) -> tuple[BlockBytes, ...]:
+        """All of it, in the order of forward."""
+        return self.first, *self.blocks, self.last
+
+    def runs(self, *, makes_gradients: bool, backward: bool) -> int:
+        """The most that one microbatch has live while it runs here."""
+        peak = saved = 0
+        made = sum(part.gradients for part in self.parts) if makes_gradients and backward else 0
+        for part in self.parts:
+            saved += part.saved
+            made -= part.gradients if makes_gradients and backward else 0
+            peak = max(peak, saved + part.need + made)
+        return peak + self.held
+
+
+def peak_of_order(order: RankOrder, stages: dict[int, StageBytes]) -> int:
+    """The most that a rank's microbatches and gradients have live at once."""
+    live = _Live(stages)
+    return max((live.during(action) for together in order for action in together), default=0)
+
+
+@dataclass
+class _Live:
+    """Where the microbatches of each stage are.
+
+    Attributes
+    ----------
+    open_ones : between forward and backward. done : how many are behind the latter, by stage.
+    waiting : how many wait for their gradients of weights.
+    """
+
+    stages: dict[int, StageBytes]
+    open_ones: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    done: Counter[int] = field(default_factory=Counter[int])
+    waiting: Counter[int] = field(default_factory=Counter[int])
+
+    def during(self, action: PipelineAction) -> int:
+        """What is live while an action runs; notes what it leaves."""
+        stage, kind, microbatch = action
+        is_backward = kind in ("B", "I")
+        self.open_ones.discard((stage, microbatch))
+        live = sum(self.stages[s].saved for s, _ in self.open_ones)
+        live += sum(self._left(s, one) for s, one in self.stages.items())
+        if kind != "W":
+            is_new = not self.done[stage]
+            live += self.stages[stage].runs(makes_gradients=is_new, backward=is_backward)
+        if kind == "F":
+            self.open_ones.add((stage, microbatch))
+        self.done[stage] += is_backward
+        self.waiting[stage] += (kind == "I") - (kind == "W")
+        return live
+
+    def _left(self, number: int, stage: StageBytes) -> int:
+        """What microbatches have left that are done."""
+        done = self.done[number]
+        gradients = sum(part.gradients for part in stage.parts) if done else 0
+        sent = stage.sent * (done if stage.keeps_all else min(done, 1))
+        return gradients + sent + stage.for_weights * self.waiting[number]
+
+
+def parameter_bytes(modules: Sequence[nn.Module]) -> int:
+    """What this rank holds of parameters and buffers."""
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    found = {id(t): local_part(t) for t in tensors}
+    return sum(t.numel() * t.element_size() for t in found.values())
+
+
+def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
+    """The predicted peak of a rank of a pipeline, in bytes.
+
+    Parameters
+    ----------
+    of_torch : the stages that run the parts.
+    """
+    asked, plan = parts.asked, parts.asked.plan
+    pp = plan.parallelism.pipeline_parallel_degree
+    border = local_part(parts.given.border)
+    b = border.numel() * border.element_size()
+    count = pp * plan.chunks
+    stages: dict[int, StageBytes] = {}
+    fixed = parameter_bytes(parts.modules) + parts.bytes.gathered
+    for one in of_torch:
+        index, inputs, gradients = one.stage_index, one.inputs, one.gradients
+        is_first, is_last = index == 0, index == count - 1
+        stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
+        fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
+        fixed += b * _holds_a_send(asked.schedule, inputs, plan.microbatches, is_last=is_last)
+    order = torch_order(asked.schedule, pp, plan.microbatches, plan.chunks)[asked.rank]
+    return fixed + peak_of_order(order, stages)
+
+
+def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool) -> bool:
+    """Whether torch's loop keeps a result of its warm-up, which it has sent, to the end."""
+    return name == "1F1B" and 2 <= in_flight < microbatches and not is_last
+
+
+def _stage_bytes(
+    parts: RankParts, one: RingStage, border: int, *, is_first: bool, is_last: bool
+) -> StageBytes:
+    blocks = [
+        BlockBytes(
+            parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
+            parts.bytes.gradients[path],
+        )
+        for path in parts.asked.layers[one.stage_index]
+    ]  # fmt: skip
+    if not is_last:
+        # The gradient that the last block reads is a receive buffer.
+        *others, end = blocks
+        blocks = [*others, BlockBytes(end.saved, end.need - border, end.gradients)]
+    # What the first block saves of its input is a receive buffer; a result waits for backward.
+    held = border * (not is_last) - border * (not is_first)
+    of_first = parts.bytes.gradients[BEFORE]
+    first = BlockBytes(0, border + of_first, of_first)
+    keeps_all = parts.asked.schedule not in ONE_STAGE
+    sent = border * (not is_first) + border * (keeps_all and not is_last)
+    return StageBytes(
+        tuple(blocks), held, sent, keeps_all, one.for_weights_bytes,
+        first if is_first else NO_BYTES, parts.bytes.behind if is_last else NO_BYTES,
+    )  # fmt: skip

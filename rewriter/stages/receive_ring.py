@@ -1,0 +1,78 @@
+"""The stage of torch's, with receive buffers for the microbatches in flight alone.
+
+Torch allocates one buffer each way for each microbatch of the step. A ring of as many as are used
+at once holds the same bytes for the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+
+from remat.rewriter.user_module.module import RematModule
+
+ReceiveInfos = Mapping[int, Sequence[Any]]
+
+
+class RingStage(PipelineStage):
+    """A `PipelineStage` whose microbatches share receive buffers.
+
+    Attributes
+    ----------
+    inputs, gradients : buffers of each; 0 for one a microbatch. for_weights_bytes : held from a
+        microbatch's gradients of inputs to those of weights, where they are made apart.
+    """
+
+    inputs: int = 0
+    gradients: int = 0
+    for_weights_bytes: int = 0
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_forward_infra(*args, **kwargs)
+        _share(self.args_recv_info, self.inputs)
+        return made
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(*args, **kwargs)
+        _share(self.grad_recv_info, self.gradients)
+        return made
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients at the end of a step, where torch's schedules shard parameters again."""
+        super().perform_reduce_grad(*args, **kwargs)
+        for module in self.submod.modules():
+            if isinstance(module, RematModule):
+                module._remat_guards.left_whole.note_sharded()
+
+    @property
+    def received_bytes(self) -> int:
+        """Of all receive buffers, once a step has run."""
+        infos = (self.args_recv_info, self.grad_recv_info)
+        found = [one.buffer for of in infos for each in of.values() for one in each]
+        buffers = {buffer.data_ptr(): buffer.nbytes for buffer in found if buffer is not None}
+        return sum(buffers.values())
+
+
+def _share(infos: ReceiveInfos, size: int) -> None:
+    for microbatch in range(size, len(infos) if size else 0):
+        for info, shared in zip(infos[microbatch], infos[microbatch % size], strict=True):
+            info.buffer = shared.buffer
+
+
+def ring_size(spans: Iterable[tuple[int, int]]) -> int:
+    """The fewest buffers that serve microbatches in turn.
+
+    Parameters
+    ----------
+    spans : of each microbatch, in order: the first and the last step at which its buffer is used.
+    """
+    used = list(spans)
+    for size in range(1, len(used)):
+        sharing = (used[at::size] for at in range(size))
+        pairs = (pair for users in sharing for pair in combinations(users, 2))
+        if all(one[1] < other[0] or other[1] < one[0] for one, other in pairs):
+            return size
+    return max(len(used), 1)

@@ -1,0 +1,49 @@
+"""Chains of blocks for pipelines, as factories that a cluster is planned with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, VOCAB, LAYERS = 64, 48, 8
+
+
+class Block(nn.Module):
+    """A residual block of two linear maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """An embedding, blocks, and a head whose loss is a cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.out(self.norm(x))
+
+
+def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+def decoder(batch: int = 1, seq: int = 32) -> dict[str, Any]:
+    """A factory as `remat plan-cluster` takes it."""
+    ids = torch.zeros(batch, seq, dtype=torch.int64)
+    return {"model": Decoder(), "args": (ids,), "loss_fn": token_loss, "target": ids}

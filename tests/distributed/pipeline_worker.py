@@ -1,0 +1,247 @@
+"""Parts of a model on ranks of a pipeline, beside the same wrappers around eager blocks.
+
+Run as ``torchrun --nproc-per-node N tests/distributed/pipeline_worker.py FOLDER CASE...``, with the
+plans in the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+import remat
+from remat.cluster.apply import parallelize as face
+from remat.cluster.apply.cluster_mesh import opened_plan
+from remat.cluster.apply.parts_of_rank import rank_parts
+from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.schedules.pipeline.cluster_plan import ClusterFile
+from remat.schedules.plan import Versions
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.distributed.launch import leave, refused
+from tests.distributed.pipeline_models import LAYERS, VOCAB, Block, Decoder, token_loss
+
+FOLDER = Path(sys.argv[1])
+SEQ, MICRO, MICROBATCHES = 64, 4, 8
+STEPS, MEASURED = 2, 12
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+Found = dict[str, Any]
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder().to(dtype)
+
+
+def batch(seed: int, sequences: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randint(VOCAB, (sequences, SEQ))
+
+
+def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Any:
+    """This rank's part; blocks as they are where `eager`."""
+    file = FOLDER / plan
+    mesh = remat.cluster_mesh(file, "cpu")
+    one = batch(0, MICRO)
+
+    def left(*args: Any, **kwargs: Any) -> Any:
+        return rank_parts(*args, **kwargs, eager=eager)
+
+    with mock.patch.object(face, "rank_parts", left):
+        return remat.parallelize(
+            model(dtype), file, mesh, (one,), loss_fn=token_loss, target=one, **how
+        )
+
+
+def trained(one: Any, seed: int = 0) -> dict[str, Tensor]:
+    """Losses and gradients of some optimizer steps, of this rank's own parts."""
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        ids, losses = batch(10 * seed + step + 1, MICRO * MICROBATCHES), list[Tensor]()
+        one.schedule.step(ids, target=ids, losses=losses)
+        found |= {f"{step} loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
+        for name, p in one.named_parameters():
+            found[f"{step} {name}"] = local_part(p.grad).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def peak_bytes(one: Any) -> int:
+    """What parameters, receive buffers and a step hold, as measured."""
+    ids = batch(1, MICRO * MICROBATCHES)
+    found: list[int] = []
+    for _ in range(MEASURED):
+        one.zero_grad()
+        regions = measure_regions([lambda: one.schedule.step(ids, target=ids)])
+        found += [region.peak_bytes for region in regions]
+    one.zero_grad()
+    held = {id(t): local_part(t) for m in one.modules for t in (*m.parameters(), *m.buffers())}
+    stays = sum(t.numel() * t.element_size() for t in held.values())
+    return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
+
+
+def compared(plan: str, seed: int = 0, **how: Any) -> Found:
+    eager = trained(part(plan, eager=True, **how), seed)
+    fast = part(plan, **how)
+    found = trained(fast, seed)
+    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    return {
+        "same": same, "n": len(found), "predicted_bytes": fast.peak_bytes,
+        "measured_bytes": peak_bytes(fast), "overhead": fast.overhead, "checks": fast.checks,
+        "received_bytes": [stage.received_bytes for stage in fast.schedule.stages],
+    }  # fmt: skip
+
+
+def tensor_plan() -> dict[str, Any]:
+    """Borders are split along the sequence; the head gathers it."""
+    return {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def sharded(plan: str) -> Found:
+    """Masters in float32, computation in bfloat16."""
+    return compared(plan, dtype=torch.float32, mp_policy=MIXED)
+
+
+def plain(plan: str) -> Found:
+    """Without stages: microbatches one after another, sharded by FSDP2."""
+    how: Found = {"dtype": torch.float32, "mp_policy": MIXED}
+    eager, found = trained(part(plan, eager=True, **how)), trained(part(plan, **how))
+    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    return {"same": same, "n": len(found)}
+
+
+def split(plan: str) -> Found:
+    """Tensor and data parallel ranks in each stage."""
+    rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
+    how = {"mp_policy": MIXED, "tp_plan": tensor_plan()}
+    return compared(plan, rank, dtype=torch.float32, **how)
+
+
+def applied(plan: ClusterFile, model: nn.Module, *, ids: Tensor, **how: Any) -> Found:
+    """The error with which a plan is refused."""
+    mesh = remat.cluster_mesh(plan, "cpu")
+    given = {"loss_fn": token_loss, "target": ids} | how
+    return refused(lambda: remat.parallelize(model, plan, mesh, (ids,), **given))
+
+
+def with_hook() -> nn.Module:
+    made = model()
+    made.layers["3"].up.register_full_backward_hook(lambda *_: None)
+    return made
+
+
+def tied() -> nn.Module:
+    made = model()
+    made.out.weight = made.tok.weight
+    return made
+
+
+class Skips(Decoder):
+    """What the first block makes is read behind the last one too."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, *others = self.layers.values()
+        x = kept = first(self.tok(ids))
+        for layer in others:
+            x = layer(x)
+        return self.out(self.norm(x + kept))
+
+
+class Masks(Decoder):
+    """Blocks are given a number for each token, which is computed from the batch."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.tok(ids), (ids > 3).unsqueeze(-1).to(torch.bfloat16)
+        for layer in self.layers.values():
+            x = layer(x, mask)
+        return self.out(self.norm(x))
+
+
+class MaskedBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * mask
+
+
+def masked() -> nn.Module:
+    made = Masks()
+    made.layers = nn.ModuleDict({str(i): MaskedBlock() for i in range(LAYERS)})
+    return made.to(torch.bfloat16)
+
+
+def refusals() -> Found:
+    plan = opened_plan(FOLDER / "pp2.json")
+    one = batch(0, MICRO)
+    changed = msgspec.structs.replace
+    tensor = changed(
+        plan, parallelism=changed(
+            plan.parallelism, tensor_parallel_degree=2, pipeline_parallel_degree=1
+        ), stages=plan.stages[:1],
+    )  # fmt: skip
+    other = model()
+    with torch.no_grad():
+        other.tok.weight += dist.get_rank()
+    return {
+        "torch": applied(changed(plan, versions=Versions("2.0", "0")), model(), ids=one),
+        "shapes": applied(plan, model(), ids=batch(0, MICRO + 1)),
+        "dtype": applied(plan, model(torch.float32), ids=one),
+        "microbatches": applied(changed(plan, microbatches=1), model(), ids=one),
+        "schedule": applied(plan, model(), ids=one, schedule="ZBVZeroBubble"),
+        "no_room": applied(changed(plan, budget_bytes=3 << 20), model(), ids=one),
+        "hook": applied(plan, with_hook(), ids=one),
+        "tied": applied(plan, tied(), ids=one),
+        "skips": applied(plan, Skips().to(torch.bfloat16), ids=one),
+        "mask": applied(plan, masked(), ids=one),
+        "blocks": applied(plan, nn.Sequential(nn.Linear(4, 4)), ids=one),
+        "another_model": applied(plan, other, ids=one),
+        "no_tp_plan": applied(tensor, model(), ids=one),
+        "replicated": applied(tensor, model(), ids=one, tp_plan={"out": ColwiseParallel()}),
+        "world": refused(lambda: remat.cluster_mesh(changed(plan, gpus=4))),
+        "on_meta": applied(plan, model().to("meta"), ids=one),
+    }
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "1f1b": lambda: compared("pp2.json"),
+    "refused": refusals,
+    "gpipe": lambda: compared("wide.json", schedule="GPipe"),
+    "interleaved": lambda: compared("chunks.json", schedule="Interleaved1F1B"),
+    "looped": lambda: compared("wide_chunks.json", schedule="LoopedBFS"),
+    "zero_bubble": lambda: compared("wide_chunks.json", schedule="InterleavedZeroBubble"),
+    "zbv": lambda: compared("wide_chunks.json", schedule="ZBVZeroBubble"),
+    "dualpipe": lambda: compared("wide_chunks.json", schedule="DualPipeV"),
+    "sharded": lambda: sharded("pp2dp2.json"),
+    "plain": lambda: plain("pp1dp2.json"),
+    "split": lambda: split("pp2dp2tp2.json"),
+}
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    leave(FOLDER, {name: CASES[name]() for name in sys.argv[2:] or CASES})

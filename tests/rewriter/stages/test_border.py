@@ -1,0 +1,85 @@
+"""A model's forward, left at its first block and reached again behind its last one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat.graph_capture.errors import CaptureError
+from remat.rewriter.stages.border import Before, Behind, arrival_of
+from remat.rewriter.stages.model_part import beside_blocks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, rope: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + scale * rope * self.up(x)
+
+
+class Model(nn.Module):
+    """Adds positions of its own, and gives a table to each block."""
+
+    def __init__(self, *, masks: bool = False) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(16, 8), nn.Embedding(16, 8)
+        self.rope = nn.Module()
+        self.rope.register_buffer("table", torch.randn(16, 1))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 16)
+        self.masks = masks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.tok(ids) + self.pos(positions)
+        rope: Tensor = self.rope.table[: x.shape[1]]
+        if self.masks:
+            rope = rope * (ids[:1].T > 2)
+        for layer in self.layers:
+            x = layer(x, rope, scale=0.5)
+        return self.head(x).float() * 2
+
+
+def test_both_ends_make_what_the_whole_model_makes() -> None:
+    torch.manual_seed(0)
+    model, ids = Model(), torch.randint(16, (2, 6))
+    blocks = list(model.layers)
+    before = Before(model, blocks[0])
+    given = arrival_of(before, model, (ids,), "layers.0")
+    assert given.kwargs == {"scale": 0.5}
+    x = given.border
+    for block in blocks:
+        x = block(x, *given.args_, **given.kwargs)
+    behind = Behind(model, blocks, [model.head], (ids,))
+    for _ in range(2):
+        assert torch.equal(behind(x), model(ids))
+
+
+def test_the_end_shares_its_own_modules_and_holds_no_others() -> None:
+    model, ids = Model(), torch.zeros(1, 4, dtype=torch.int64)
+    behind = Behind(model, list(model.layers), [model.head], (ids,))
+    shell = behind._shell
+    assert shell.head is model.head
+    assert shell.tok.weight.is_meta
+    assert model.tok.weight.device.type == "cpu"
+
+
+def test_an_argument_that_is_computed_from_the_batch_is_refused() -> None:
+    model, ids = Model(masks=True), torch.randint(16, (2, 6))
+    with pytest.raises(CaptureError, match=r"argument 1, which is computed from the batch.*--pp 1"):
+        arrival_of(Before(model, model.layers[0]), model, (ids,), "layers.0")
+
+
+def test_a_forward_that_runs_no_block_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="does not reach its first block"):
+        Before(model, nn.Linear(2, 2))(torch.zeros(1, 4))
+
+
+def test_what_lies_beside_the_blocks() -> None:
+    model = Model()
+    found = beside_blocks(model, [f"layers.{i}" for i in range(3)])
+    assert list(found) == ["tok", "pos", "rope", "head"]
