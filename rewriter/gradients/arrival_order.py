@@ -31,7 +31,7 @@ def is_order_noted() -> bool:
     return makes_new and wrapper.process_group.size() > MOST_EXACT_RANKS
 
 
-def in_order(tensors: Sequence[Tensor], arrivals: Sequence[int]) -> list[Tensor]:
+def in_arrival_order(tensors: Sequence[Tensor], arrivals: Sequence[int]) -> list[Tensor]:
     """`tensors`, of which those at the places `arrivals` get their gradients in that order."""
     passed = list(tensors)
     for place in reversed(arrivals):

@@ -16,7 +16,11 @@ from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.side_effects.carried import Carried, state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.compiled import CompiledStep, compile_step, links_of
-from remat.rewriter.gradients.arrival_order import in_order, is_order_noted, warn_of_own_order
+from remat.rewriter.gradients.arrival_order import (
+    in_arrival_order,
+    is_order_noted,
+    warn_of_own_order,
+)
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
@@ -99,7 +103,7 @@ class RematModule(SharedState, fx.GraphModule):
             if step.handing:
                 warn_of_own_order(guards.kind)
             else:
-                used = in_order(used, step.arrivals)
+                used = in_arrival_order(used, step.arrivals)
         if self._remat_split:
             used, running = self._remat_split.begin(state, used)
         elif step.handing:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
-from remat.job.plain_file import BATCH, MODEL
+from remat.job.user_file.plain_file import BATCH, MODEL
 
 
 def unseen_text(module: ModuleType, where: str) -> str:
