@@ -117,7 +117,7 @@ def _placed(
         if placed is None or placed.schedule.steps in seen or not placed.schedule.moves:
             continue
         seen.add(placed.schedule.steps)
-        yield _option_of(state, placed)
+        yield _placed_option(state, placed)
 
 
 def _full_at_turn(graph: TrainingGraph, base: Base, room_bytes: int) -> Base:
@@ -131,7 +131,7 @@ def _is_turn(graph: TrainingGraph, item: tuple[str, str]) -> bool:
     return item[0] == "compute" and graph.ops[graph.op_index[item[1]]].target == TURN
 
 
-def _option_of(state: State, placed: Placed) -> BlockOption:
+def _placed_option(state: State, placed: Placed) -> BlockOption:
     """What the judge says of a placed schedule, as an option."""
     turn, graph = state.problem.n_forward, state.problem.graph
     name = graph.ops[turn].name
