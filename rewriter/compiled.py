@@ -27,6 +27,7 @@ from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.rewriter.graphs.handed_over import marks
+from remat.rewriter.split_backward.waiting import in_parts
 from remat.rewriter.tiers.tier import Tier, tier_for
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
@@ -199,8 +200,8 @@ def _boxed(
         # First backwards of several threads would share the graph's fake mode.
         with _compiling:
             if handing:
-                return handing.compile_backward(gm)
-            return compile_boxed(gm, example_inputs)
+                return in_parts(handing.compile_backward(gm))
+            return in_parts(compile_boxed(gm, example_inputs))
 
     return compile_boxed, compile_backward
 

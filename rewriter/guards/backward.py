@@ -9,7 +9,8 @@ terms in another order; and a checkpoint around a step that writes to buffers.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_checkpoint
-from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.graphs.gradient_facts import GradientFacts
 from remat.rewriter.guards.left_whole import LeftWhole
 
@@ -25,6 +25,14 @@ _NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
 
 _last_pass: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+class Expecting(Protocol):
+    """What runs backward otherwise than at once, and is told of it just before."""
+
+    def expect(self, unreached: Sequence[int]) -> None:
+        """Backward comes next in this thread; these places get no gradient."""
+        ...
 
 
 class BackwardGuards:
@@ -47,7 +55,7 @@ class BackwardGuards:
         inputs: list[Any],
         facts: GradientFacts,
         constants: list[tuple[str, Tensor]],
-        running: Running | None = None,
+        running: Expecting | None = None,
         left_whole: LeftWhole | None = None,
     ) -> None:
         self.model, self.names, self.facts, self.running = model, names, facts, running

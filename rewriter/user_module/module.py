@@ -21,6 +21,8 @@ from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
+from remat.rewriter.split_backward.waiting import SplitRun
+from remat.rewriter.split_backward.weights_queue import StepSplit
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.plan import Prediction
@@ -52,6 +54,7 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_prediction: ClassVar[Prediction | None]
     _remat_priced: ClassVar[TrainingGraph | None]
     _remat_updates: ClassVar[Updates | None]
+    _remat_split: ClassVar[StepSplit | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         """A plain instance: `GraphModule.__new__` would make another class for it."""
@@ -91,13 +94,15 @@ class RematModule(SharedState, fx.GraphModule):
         if step.tier:
             step.tier.require_room()
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
-        running: Running | None = None
+        running: Running | SplitRun | None = None
         if is_order_noted():
             if step.handing:
                 warn_of_own_order(guards.kind)
             else:
                 used = in_order(used, step.arrivals)
-        if step.handing:
+        if self._remat_split:
+            used, running = self._remat_split.begin(state, used)
+        elif step.handing:
             updates = self._remat_updates
             if updates:
                 updates.require_forward()

@@ -1,0 +1,1 @@
+"""Backward in two parts: gradients of inputs first, those of weights when there is time."""

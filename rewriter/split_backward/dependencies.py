@@ -1,0 +1,156 @@
+"""What each node of a backward graph runs after: what it reads, and writes in place between.
+
+A backward graph has eager's ops, and eager adds some sums up in place. Two parts of such a graph
+run in another order than it has, so a read and a write of the same storage must stay in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from remat.graph_capture.joint.nodes import is_getitem, storage_key, tensors_of
+from remat.graph_capture.over_ranks.collectives import is_wait
+from remat.rewriter.graphs.handed_over import hand_over
+from remat.rewriter.graphs.rng import draw_noting, drawn
+
+Storage = tuple[fx.Node, int]
+"""A storage, by the node that makes it, and the place among that node's results."""
+
+
+class Dependencies:
+    """The order that parts of a graph must keep.
+
+    Parameters
+    ----------
+    graph : of eager's ops, or of views of them, as `emit` writes it.
+
+    Attributes
+    ----------
+    storages : by node, the storages that its results have; of a node with several results, all.
+    touched : by node, the storages that it reads or writes. A view touches none.
+    written : by node, the storages that it writes to.
+    before : by node, those that run before it. Marks of gradients are left out.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.storages: dict[fx.Node, frozenset[Storage]] = {}
+        self.touched: dict[fx.Node, frozenset[Storage]] = {}
+        self.before: dict[fx.Node, list[fx.Node]] = {}
+        self.written: dict[fx.Node, frozenset[Storage]] = {}
+        self._of_input: dict[int, Storage] = {}
+        nodes = [node for node in graph.nodes if not is_mark(node)]
+        for node in nodes:
+            self._note_storages(node)
+        self._note_order(nodes)
+
+    def bytes_of(self, storage: Storage) -> int:
+        """Size of a storage; 0 of what is no tensor."""
+        node, place = storage
+        tensors = tensors_of(node)
+        tensor = tensors[place] if place < len(tensors) else None
+        return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+    def _note_storages(self, node: fx.Node) -> None:
+        read = frozenset[Storage]().union(*(self.storages[a] for a in node.all_input_nodes))
+        aliased, self.written[node] = self._by_schema(node)
+        if node.op == "placeholder":
+            own = self._of_placeholder(node)
+        elif is_getitem(node):
+            own = self._picked(node)
+        elif is_wait(node) or aliased:
+            own = aliased or read
+        else:
+            own = self._made(node)
+        self.storages[node] = own
+        makes = any(maker is node for maker, _ in own)
+        is_look = node.op != "output" and not makes and not self.written[node]
+        self.touched[node] = frozenset() if is_look else read
+
+    def _of_placeholder(self, node: fx.Node) -> frozenset[Storage]:
+        """Two inputs may be of one storage."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return frozenset([(node, 0)])
+        return frozenset([self._of_input.setdefault(storage_key(value), (node, 0))])
+
+    def _picked(self, node: fx.Node) -> frozenset[Storage]:
+        source, place = node.args
+        assert isinstance(source, fx.Node)
+        one: Any = (source, place)
+        return frozenset([one]) if one in self.storages[source] else self.storages[source]
+
+    def _made(self, node: fx.Node) -> frozenset[Storage]:
+        """New storages, but where a result is an argument's although no schema says so."""
+        known = {
+            storage_key(tensor): self.storages[argument]
+            for argument in node.all_input_nodes
+            for tensor in tensors_of(argument)
+            if tensor is not None
+        }
+        found: set[Storage] = set()
+        for place, tensor in enumerate(tensors_of(node)):
+            key = None if tensor is None else storage_key(tensor)
+            found |= known.get(key, {(node, place)}) if key is not None else {(node, place)}
+        return frozenset(found)
+
+    def _by_schema(self, node: fx.Node) -> tuple[frozenset[Storage], frozenset[Storage]]:
+        """What results are views of, and what is written to."""
+        aliased, written = set[Storage](), set[Storage]()
+        if node.op != "call_function":
+            return frozenset(), frozenset()
+        if node.target is draw_noting:
+            state = node.args[0]
+            assert isinstance(state, fx.Node)
+            written |= self.storages[state]
+        target, args = drawn(node)
+        schema = getattr(target, "_schema", None)
+        returns_alias = schema is not None and any(r.alias_info for r in schema.returns)
+        for i, parameter in enumerate(schema.arguments if schema else ()):
+            given = args[i] if i < len(args) else node.kwargs.get(parameter.name)
+            if parameter.alias_info is None:
+                continue
+            storages = self._of_argument(given)
+            aliased |= storages if returns_alias else set()
+            written |= storages if parameter.alias_info.is_write else set()
+        return frozenset(aliased), frozenset(written)
+
+    def _of_argument(self, given: Any) -> frozenset[Storage]:
+        nodes = given if isinstance(given, (tuple, list)) else (given,)
+        found = (self.storages[one] for one in nodes if isinstance(one, fx.Node))
+        return frozenset[Storage]().union(*found)
+
+    def _note_order(self, nodes: Sequence[fx.Node]) -> None:
+        changing = frozenset[Storage]().union(*self.written.values())
+        readers: dict[Storage, list[fx.Node]] = {storage: [] for storage in changing}
+        writers: dict[Storage, list[fx.Node]] = {storage: [] for storage in changing}
+        for node in nodes:
+            found = dict.fromkeys(node.all_input_nodes)
+            for storage in in_order(self.touched[node] & changing):
+                found |= dict.fromkeys(writers[storage])
+                if storage in self.written[node]:
+                    found |= dict.fromkeys(readers[storage])
+                    writers[storage].append(node)
+                else:
+                    readers[storage].append(node)
+            self.before[node] = list(found)
+
+
+def in_order(storages: frozenset[Storage]) -> list[Storage]:
+    """Storages in an order that is the same in any process."""
+    return sorted(storages, key=lambda one: (one[0].name, one[1]))
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether an op is one of those that models spend their time in: products, convolutions."""
+    packet = getattr(drawn(node)[0], "overloadpacket", None) if node.op == "call_function" else None
+    return isinstance(packet, torch._ops.OpOverloadPacket) and packet in flop_registry
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether the node only says that gradients are final."""
+    return node.op == "call_function" and node.target is hand_over

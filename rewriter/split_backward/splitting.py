@@ -1,0 +1,178 @@
+"""`split_backward`: stages of a pipeline whose gradients of weights come later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.joint.nodes import draws_randomness
+from remat.graph_capture.over_ranks.collectives import collectives_in
+from remat.rewriter.split_backward.cut import SplitGraphs, split_graph
+from remat.rewriter.split_backward.waiting import SplitCode
+from remat.rewriter.split_backward.weights_queue import StepSplit, WeightsQueue
+from remat.rewriter.user_module.module import RematModule
+from remat.rewriter.user_module.ranged import RangedModule
+
+WITHOUT = "or take a schedule without zero bubbles, such as 1F1B or Interleaved1F1B"
+
+
+class SplitBackward:
+    """What a stage's `dw_builder` is, over the rewritten blocks of one module.
+
+    Attributes
+    ----------
+    held_bytes : that one microbatch holds from I to W, parameters apart.
+    holds_gradients : whether W reads a gradient that the stage is given: its buffer is in use
+        until then.
+    """
+
+    def __init__(self, blocks: dict[str, RematModule], codes: dict[str, SplitCode]) -> None:
+        self._blocks = list(blocks.values())
+        self._queue = WeightsQueue()
+        self.held_bytes = sum(code.graphs.held_bytes for code in codes.values())
+        self.holds_gradients = any(code.graphs.reads_tangents for code in codes.values())
+        for path, block in blocks.items():
+            type(block)._remat_split = StepSplit(codes[path], self._queue)
+
+    def dw_builder(self) -> Callable[[], None]:
+        """For `torch.distributed.pipelining.PipelineStage`: W of the backward that has just run.
+
+        The function adds the gradients of the weights to ``.grad``. It is to be called once.
+        """
+        return self._queue.take()
+
+    def together(self) -> None:
+        """Let each backward run as a whole again.
+
+        Raises
+        ------
+        RewriteError : gradients of weights were not added yet.
+        """
+        self._queue.require_taken("backward is to run as a whole again")
+        for block in self._blocks:
+            type(block)._remat_split = None
+
+
+def split_backward(module: nn.Module) -> SplitBackward:
+    """Let backward of each rewritten block in `module` leave the gradients of its weights.
+
+    `module` stays the same object. The gradients of what it is given come at once; those of the
+    weights of rewritten blocks are added when the function that `SplitBackward.dw_builder` returns
+    is called. What lies outside of such blocks has its gradients at once. Gradients are eager's bit
+    by bit, as torch's zero bubble schedules have them, and no op runs twice::
+
+        split = split_backward(module)
+        PipelineStage(module, 0, 4, device, dw_builder=split.dw_builder)
+
+    Parameters
+    ----------
+    module : of `remat.rematerialize` or `remat.rematerialize_blocks`, or one that holds such.
+
+    Raises
+    ------
+    RewriteError : nothing in it is rewritten, or a block cannot be split. Nothing is changed then.
+    """
+    blocks = _rewritten_in(module)
+    if not blocks:
+        raise RewriteError(
+            f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
+            "of eager modules itself: leave out dw_builder"
+        )
+    _refuse_shared(module, blocks)
+    codes: dict[Any, SplitCode] = {}
+    for path, block in blocks.items():
+        _refuse_step(path, block)
+        key = id(block._remat_compiled_step)
+        if key not in codes:
+            codes[key] = SplitCode(_graphs(path, block), block._remat_guards.kind)
+    of_path = {path: codes[id(block._remat_compiled_step)] for path, block in blocks.items()}
+    return SplitBackward(blocks, of_path)
+
+
+def _rewritten_in(module: nn.Module) -> dict[str, RematModule]:
+    for path, one in module.named_modules():
+        if isinstance(one, RangedModule):
+            raise _not_split(path, one, "is planned for a range of sizes: plan it for one size")
+    return {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
+
+
+def _graphs(path: str, block: RematModule) -> SplitGraphs:
+    step = block._remat_compiled_step
+    for node in step.backward.graph.nodes:
+        if draws_randomness(node):
+            raise _not_split(
+                path, block,
+                f"draws random numbers in backward ({node.target}), in an order that two parts "
+                "would change: rewrite its parts by themselves",
+            )  # fmt: skip
+    n_state = len(block._remat_guards.names)
+    weights = [place for place in step.gradients.needs if place < n_state]
+    return split_graph(step.backward, weights, _resident(step.forward.graph, step, n_state))
+
+
+def _resident(forward: fx.Graph, step: Any, n_state: int) -> list[str]:
+    """Inputs of backward that are parameters and buffers themselves."""
+    state = set(forward.find_nodes(op="placeholder")[:n_state])
+    results: Any = forward.output_node().args[0]
+    inputs = [n for n in step.backward.graph.nodes if n.op == "placeholder"]
+    saved = [n for n in inputs if not str(n.target).startswith("tangents")]
+    kept = results[len(results) - len(saved) :]
+    return [given.name for given, node in zip(saved, kept, strict=True) if node in state]
+
+
+def _refuse_step(path: str, block: RematModule) -> None:
+    """Raise `RewriteError` for a block whose backward cannot come in two parts."""
+    step, schedule = block._remat_compiled_step, block._remat_schedule
+    if block._remat_split is not None:
+        raise _not_split(path, block, "is split already: use what the first call returned")
+    if step.by_inductor:
+        raise _not_split(path, block, "is code by Inductor, of one piece: leave out compile=True")
+    if schedule.moves:
+        raise _not_split(path, block, "copies values to the host: plan without offloading")
+    if block._remat_updates is not None:
+        raise _not_split(path, block, "updates parameters in backward: plan without an optimizer")
+    if step.memory.source is not None:
+        raise _not_split(path, block, "has its memory from an arena: plan without one")
+    if any(where is not None for *_, where in block._remat_guards.facts):
+        raise _not_split(path, block, "was planned over DTensors: leave out tensor parallelism")
+    if collectives_in(step.backward):
+        raise _not_split(path, block, "has collectives in backward: rewrite what is between them")
+    results: Any = step.backward.graph.output_node().args[0]
+    if len(results) != len(step.forward.graph.find_nodes(op="placeholder")):
+        raise _not_split(path, block, "writes to buffers in backward: rewrite what does not")
+
+
+def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
+    """Raise where a parameter is in two blocks or also outside: sums would be in another order."""
+    owners: dict[int, str] = {}
+    for path, holder in _holders(module, blocks):
+        for name, parameter in holder:
+            where = owners.setdefault(id(parameter), path)
+            if where != path:
+                raise RewriteError(
+                    f"{name} belongs to {where or 'the module'} and to {path or 'the module'}, "
+                    "and its gradient would be added up in another order in two parts: rewrite "
+                    f"the two together as one module, {WITHOUT}"
+                )
+
+
+def _holders(
+    module: nn.Module, blocks: dict[str, RematModule]
+) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
+    """Each block, and then what is outside of all, with the parameters that it has."""
+    inside: set[nn.Module] = set()
+    for path, block in blocks.items():
+        inside.update(block.modules())
+        yield path, [(f"{path}.{n}".lstrip("."), p) for n, p in block.named_parameters()]
+    outside = [(n, m) for n, m in module.named_modules() if m not in inside]
+    for path, one in outside:
+        named = one.named_parameters(recurse=False)
+        yield "what is outside of blocks", [(f"{path}.{n}".lstrip("."), p) for n, p in named]
+
+
+def _not_split(path: str, block: nn.Module, why: str) -> RewriteError:
+    name = f"{path} ({type(block).__name__})" if path else type(block).__name__
+    return RewriteError(f"backward of {name} cannot be split: it {why}, {WITHOUT}")

@@ -1,0 +1,145 @@
+"""The backward of one forward in two parts: the first now, the second when it is asked for.
+
+The node of a compiled step runs I alone, and gives autograd no gradient of a weight. What W needs
+is kept in a `Waiting`. The parameters of a step come in as leaves of their own, so that a pass of
+autograd's engine that wants gradients of inputs alone can be told from one that adds to ``.grad``:
+the first leaves nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from remat.graph_capture.errors import RewriteError
+from remat.rewriter.graphs.boxed import Boxed, compile_boxed, compile_in_steps
+from remat.rewriter.split_backward.accumulating import accumulate
+from remat.rewriter.split_backward.cut import SplitGraphs
+
+_expected = threading.local()
+"""`run` is the `SplitRun` whose backward this thread is about to run, with the engine's pass."""
+
+_C: Any = torch._C
+
+
+class SplitCode:
+    """The code of both parts of one compiled step. Blocks that are alike share it.
+
+    Parameters
+    ----------
+    kind : what messages call the module.
+    """
+
+    def __init__(self, graphs: SplitGraphs, kind: str) -> None:
+        self.graphs, self.kind = graphs, kind
+        self.run_inputs: Boxed = compile_boxed(graphs.inputs, None)
+        self.run_weights = compile_in_steps(graphs.weights) if graphs.places else None
+
+
+class SplitRun:
+    """One forward whose backward comes in two parts, each time that a pass comes to it.
+
+    Parameters
+    ----------
+    state : parameters and buffers that the step reads. leave : is given what waits after I.
+    """
+
+    def __init__(
+        self, code: SplitCode, state: Sequence[Tensor], leave: Callable[[Waiting], None]
+    ) -> None:
+        self.code, self.leave = code, leave
+        self.parameters = {place: state[place] for place in code.graphs.places}
+        self.unreached: frozenset[int] = frozenset()
+        self._sink: Any = None
+
+    def as_inputs(self, state: Sequence[Tensor]) -> list[Tensor]:
+        """The state for the compiled step: each parameter as a leaf of its own."""
+        passed = list(state)
+        for place, parameter in self.parameters.items():
+            passed[place] = parameter.detach().requires_grad_()
+            self._sink = get_gradient_edge(passed[place]).node
+        return passed
+
+    def expect(self, unreached: Sequence[int]) -> None:
+        """Backward comes next in this thread; these places get no gradient."""
+        self.unreached = frozenset(unreached)
+        _expected.run = self, _C._current_graph_task_id()
+
+    def inputs(self, given: list[Any]) -> list[Any]:
+        """I: the results of backward, without gradients of weights."""
+        taken = [_detached(one) for one in given]
+        given.clear()
+        results = self.code.run_inputs(taken)
+        n_results = self.code.graphs.n_results
+        if self._sink is not None and _C._will_engine_execute_node(self._sink):
+            wanted = {p: t for p, t in self.parameters.items() if p not in self.unreached}
+            self.leave(Waiting(self.code, wanted, list(results[n_results:])))
+        return list(results[:n_results])
+
+
+class Waiting:
+    """W of one microbatch, which is still to run.
+
+    Parameters
+    ----------
+    parameters : by the places of their gradients. carried : what I has left.
+    """
+
+    def __init__(self, code: SplitCode, parameters: dict[int, Tensor], carried: list[Any]) -> None:
+        self.code, self.parameters, self.carried = code, parameters, carried
+        self._versions = [_version(one) for one in carried]
+
+    def finish(self) -> None:
+        """Add the gradients of the weights, each as soon as it is final.
+
+        Raises
+        ------
+        RewriteError : what W reads was written to since.
+        """
+        if [_version(one) for one in self.carried] != self._versions:
+            raise RewriteError(
+                f"a tensor that backward of the rewritten {self.code.kind} reads was changed in "
+                "place between its two parts: run W of all microbatches before what changes it"
+            )
+        assert self.code.run_weights is not None
+        for places, gradients in self.code.run_weights(self.carried):
+            found = {p: g for p, g in zip(places, gradients, strict=True) if p in self.parameters}
+            gradients.clear()
+            if found:
+                parameters = [self.parameters[place] for place in found]
+                accumulate(parameters, _emptied(found))
+
+
+def in_parts(whole: Boxed) -> Boxed:
+    """The backward of a compiled step: all of it at once, but where two parts are expected."""
+
+    def backward(taken: list[Any]) -> Any:
+        run, task = getattr(_expected, "run", (None, -1))
+        _expected.run = None, -1
+        if run is None or task != _C._current_graph_task_id():
+            return whole(taken)
+        return run.inputs(taken)
+
+    backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return backward
+
+
+def _detached(one: Any) -> Any:
+    """A saved input of a forward knows the graph before it, which need not live until W."""
+    return one.detach() if isinstance(one, Tensor) and one.requires_grad else one
+
+
+def _version(one: Any) -> int:
+    return one._version if isinstance(one, Tensor) and not one.is_inference() else -1
+
+
+def _emptied(found: dict[int, Tensor]) -> list[Tensor]:
+    """The gradients, which nobody else holds any more: autograd then need not copy them."""
+    gradients = list(found.values())
+    found.clear()
+    return gradients
