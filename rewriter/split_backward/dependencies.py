@@ -130,7 +130,7 @@ class Dependencies:
         writers: dict[Storage, list[fx.Node]] = {storage: [] for storage in changing}
         for node in nodes:
             found = dict.fromkeys(node.all_input_nodes)
-            for storage in in_order(self.touched[node] & changing):
+            for storage in storages_in_order(self.touched[node] & changing):
                 found |= dict.fromkeys(writers[storage])
                 if storage in self.written[node]:
                     found |= dict.fromkeys(readers[storage])
@@ -140,7 +140,7 @@ class Dependencies:
             self.before[node] = list(found)
 
 
-def in_order(storages: frozenset[Storage]) -> list[Storage]:
+def storages_in_order(storages: frozenset[Storage]) -> list[Storage]:
     """Storages in an order that is the same in any process."""
     return sorted(storages, key=lambda one: (one[0].name, one[1]))
 

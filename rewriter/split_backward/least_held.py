@@ -22,8 +22,8 @@ from torch import fx
 from remat.rewriter.split_backward.dependencies import (
     Dependencies,
     Storage,
-    in_order,
     is_heavy,
+    storages_in_order,
 )
 
 SOURCE, SINK = 0, 1
@@ -77,8 +77,8 @@ class _Held:
     ) -> None:
         self.readers: dict[Storage, list[fx.Node | None]] = {}
         for node in nodes:
-            for storage in in_order(dependencies.touched[node]):
+            for storage in storages_in_order(dependencies.touched[node]):
                 self.readers.setdefault(storage, []).append(node)
         for result in late_results:
-            for storage in in_order(dependencies.storages[result]):
+            for storage in storages_in_order(dependencies.storages[result]):
                 self.readers.setdefault(storage, []).append(None)
