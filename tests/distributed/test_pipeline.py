@@ -25,7 +25,7 @@ PLANS = {
     "wide_chunks.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 2, 1)),
     "pp2dp2.json": (4, 64, "3500KiB", Asked(1, 1, 2, 4, 1, 2)),
     "pp2dp2tp2.json": (8, 64, "2MiB", Asked(2, 1, 2, 4, 1, 2)),
-    "pp1dp2.json": (2, 16, "3MiB", Asked(1, 1, 1, 4, 1, 2)),
+    "pp1dp2.json": (2, 64, "5MiB", Asked(1, 1, 1, 4, 1, 2)),
 }
 """By file: GPUs, sequences of a step, bytes of each GPU, and the mesh."""
 Planned = Callable[..., Path]
