@@ -26,15 +26,15 @@ policy replayed on our graph.
 """,
     "offload": """## DeepCompile's offload
 
-Published is planned against all offloaded. Ours may recompute too.
+Published is planned against all offloaded. Ours may recompute.
 """,
     "batch": """## VGG-19 in 16 GB
 
-Batches that each method fits, at most one more forward being spent.
+Batches that each method fits, within one more forward.
 """,
     "instance": """## Published graphs
 
-With their costs and bytes; figures as the reference files keep them.
+Figures as the reference files keep them.
 """,
 }
 """A part for each table of jobs."""
