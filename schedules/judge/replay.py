@@ -8,7 +8,7 @@ where it is broken. The rules of order stand in `order.py`, the clocks in `clock
 from __future__ import annotations
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.graph_capture.links import WAYS, Links, Tier
+from remat.graph_capture.links import TIERS, WAYS, Links, Tier
 from remat.schedules.judge.clocks import Clocks
 from remat.schedules.judge.order import Order, refuse
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
@@ -82,9 +82,9 @@ class Replay:
         room_us = max((self._add(i, at, value) for value in fresh), default=0.0)
         self.clocks.compute(i, at, op, fresh, room_us)
         # Copies of a value that was rewritten are old.
-        others = [(tier, v) for v in op.updates for tier in self.live if tier != at]
-        for tier, value in (each for each in others if each[1] in self.live[each[0]]):
-            self._remove(i, tier, value)
+        for value in op.updates:
+            for tier in (one for one in TIERS if one != at and value in self.live[one]):
+                self._remove(i, tier, value)
         if is_first and op.phase == "forward" and not self.order.forward_left:
             self._check_live(self.graph.forward_outputs, i, "forward ends")
 
