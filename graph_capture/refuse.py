@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from remat.graph_capture.branches import branch_on_values, is_of_values, known_way_out
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, DeviceError
@@ -29,6 +28,7 @@ from remat.graph_capture.python_state.module_hooks import (
     place_of_hooks,
     tells_a_person,
 )
+from remat.graph_capture.tracing.branches import branch_on_values, is_of_values, known_way_out
 
 VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from remat.graph_capture.float_inputs.inputs import Argument
 from remat.graph_capture.float_inputs.traced_float import Log, Step
 from remat.graph_capture.joint.dropout import scale_of_eager
-from remat.graph_capture.tensor_bits import bits_of
+from remat.graph_capture.joint.tensor_bits import bits_of
 
 _PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

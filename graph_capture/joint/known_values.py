@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.beside_trace import BesideTrace
+from remat.graph_capture.joint.tensor_bits import bits_of
 from remat.graph_capture.over_ranks.collectives import NAMESPACES
 from remat.graph_capture.python_state.ran import unrecorded
-from remat.graph_capture.tensor_bits import bits_of
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""

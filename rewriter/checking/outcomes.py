@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.tensor_bits import bits_of
+from remat.graph_capture.joint.tensor_bits import bits_of
 
 Outcome = dict[str, Any]
 """What a step leaves, by name: outputs, gradients, buffers, random streams."""
