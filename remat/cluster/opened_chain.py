@@ -16,7 +16,7 @@ from remat.graph_capture.cluster.watching import watch
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.graph_capture.over_ranks.fake_group import FakeGroups
 from remat.job.factory import Loaded, call
-from remat.job.user_file.named_function import NamedFunction, function_named
+from remat.job.named_function import NamedFunction, function_named
 from remat.solver.cluster.job import Job, Weights
 from remat.solver.cluster.mesh import Asked
 

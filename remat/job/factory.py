@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from remat.graph_capture.devices.device_table import check_device, is_cuda
 from remat.graph_capture.errors import FactoryError
-from remat.job.user_file.named_function import explained, function_named
+from remat.job.named_function import explained, function_named
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""Why a file gives no model and batch, though a person has written them: where its names are made.
+"""A file without a factory, in which a model and its batch are variables.
 
 A name that is made under ``if __name__ == "__main__"`` or in a function is none of the module's
 when the file is imported. The text of the file says so, and where.
@@ -8,10 +8,34 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
-from remat.job.user_file.plain_file import BATCH, MODEL
+MODEL, BATCH = "model", "batch"
+OTHERS = ("loss_fn", "target")
+
+
+def factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
+    """A factory of the variables `model` and `batch` of a module; None if it lacks one of them.
+
+    A batch that is a dict is given to forward by keywords, a tuple or list by position, and
+    anything else as the one argument. `loss_fn` and `target` are taken where the module has them.
+    """
+    from torch import nn
+
+    if not isinstance(getattr(module, MODEL, None), nn.Module) or not hasattr(module, BATCH):
+        return None
+
+    def factory() -> dict[str, Any]:
+        batch = getattr(module, BATCH)
+        parts = {name: getattr(module, name) for name in OTHERS if hasattr(module, name)}
+        if isinstance(batch, dict):
+            return {"model": module.model, "kwargs": batch, **parts}
+        args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return {"model": module.model, "args": args, **parts}
+
+    return factory
 
 
 def unseen_text(module: ModuleType, where: str) -> str:

@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from remat.graph_capture.errors import FactoryError
-from remat.job.user_file.plain_file import MODEL, factory_of
-from remat.job.user_file.seen_names import give_something, unseen_text
+from remat.job.plain_file import MODEL, factory_of, give_something, unseen_text
 
 DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""

@@ -1,1 +1,0 @@
-"""A file of the user that has a model: which of its names are meant."""
