@@ -10,19 +10,14 @@ import pytest
 from tests.distributed.launch import Found, ranks, torchrun
 
 TRAINED = ("ddp_blocks", "fsdp2")
-"""The quick ones: each way of planning, each way of sharding, once."""
+"""Each way of planning, each way of sharding, once."""
 MORE = ("ddp", "ddp_no_sync", "fsdp2_blocks", "fsdp2_blocks_min", "in_lower_precision")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The quick cases on two ranks, in one launch, since starting takes longest."""
-    return ranks("worker.py", tmp_path_factory.mktemp("two"), 2, *TRAINED, *REFUSED)
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return ranks("worker.py", tmp_path_factory.mktemp("more"), 2, *MORE)
+    """All cases on two ranks, in one launch, since starting takes longest."""
+    return ranks("worker.py", tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.mark.slow
@@ -34,10 +29,10 @@ def test_eagers_bits_the_predicted_peak_and_one_plan(two: Found, case: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
-def test_other_ways_do_too(more: Found, case: str) -> None:
-    require_eagers_bits(more, case)
+def test_other_ways_do_too(two: Found, case: str) -> None:
+    require_eagers_bits(two, case)
     if case not in ("ddp_no_sync", "in_lower_precision"):
-        require_the_predicted_peak_of_one_plan(more, case)
+        require_the_predicted_peak_of_one_plan(two, case)
 
 
 def require_eagers_bits(ranks_found: Found, case: str) -> None:
