@@ -34,11 +34,19 @@ def cpu_s() -> float:
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     ticks = 0
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            stat = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(stat[11]) + int(stat[12])
+        for child in _read(task / "children").split():
+            stat = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()
+            ticks += int(stat[11]) + int(stat[12]) if stat else 0
     own_s = sum(one.ru_utime + one.ru_stime for one in spent)
     return own_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _read(path: Path) -> str:
+    """What a file of a thread or process says; nothing if that has just ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def measured(nodes: int, seed: int, limit_s: float) -> dict[str, Any]:

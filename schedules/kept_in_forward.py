@@ -8,6 +8,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import (
     Compute,
     Fetch,
+    Free,
     Offload,
     Schedule,
     Step,
@@ -26,18 +27,21 @@ def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
     left = {op.name for op in graph.ops if op.phase == "forward"}
     for i, step in enumerate(schedule.steps):
         if not left:
-            return _end_of_leaving(schedule.steps, i)
+            return _end_of_leaving(schedule.steps, i, graph.forward_outputs)
         if isinstance(step, Compute):
             left.discard(step.op)
     return None if left else len(schedule.steps)
 
 
-def _end_of_leaving(steps: Sequence[Step], end: int) -> int:
-    """After the last of the steps from `end` on, before the next op, that frees what has a copy."""
+def _end_of_leaving(steps: Sequence[Step], end: int, results: tuple[str, ...]) -> int:
+    """After the last of the steps from `end` on, before the next op, that frees what has a copy.
+
+    Results of forward are handed out at its end: what frees one comes after it.
+    """
     below = {step.value for step in steps[:end] if isinstance(step, Offload)}
     for i in range(end, len(steps)):
         step = steps[i]
-        if isinstance(step, Compute | Fetch):
+        if isinstance(step, Compute | Fetch) or (isinstance(step, Free) and step.value in results):
             break
         if isinstance(step, Offload):
             below.add(step.value)
