@@ -83,8 +83,9 @@ class Replay:
         self.clocks.compute(i, at, op, fresh, room_us)
         # Copies of a value that was rewritten are old.
         for value in op.updates:
-            for tier in (one for one in TIERS if one != at and value in self.live[one]):
-                self._remove(i, tier, value)
+            for tier in TIERS:
+                if tier != at and value in self.live[tier]:
+                    self._remove(i, tier, value)
         if is_first and op.phase == "forward" and not self.order.forward_left:
             self._check_live(self.graph.forward_outputs, i, "forward ends")
 
