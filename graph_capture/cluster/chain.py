@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from remat.graph_capture.cluster.on_meta import leaf_on_meta
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.block_calls import matching_blocks
 from remat.graph_capture.tracing.step_module import apply_loss
@@ -70,12 +71,8 @@ def chain_of(
                 parameter.data = parameter.data.to(torch.bfloat16)
     blocks = matching_blocks(model, pattern, "h100") if pattern else _longest_list(model)
     _require_equal(blocks)
-    on_meta = pytree.tree_map(_without_storage, (args, dict(kwargs or {}), target))
+    on_meta = pytree.tree_map(leaf_on_meta, (args, dict(kwargs or {}), target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
-
-
-def _without_storage(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _longest_list(model: nn.Module) -> dict[str, nn.Module]:

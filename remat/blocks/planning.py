@@ -133,10 +133,13 @@ class BlockPlanner:
             wall_s=began.elapsed_s,
             cut_short=self.clock.left_s < 0,
         )
+        plan = BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
+        if not schedule.moves:
+            return msgspec.structs.replace(plan, links=self.graph.links)
         found = simulate(self.graph, schedule)
-        return BlocksPlan(
-            self.traced.pattern, schedules, result, len(self.traced.distinct),
-            self.graph.links, found.host_peak_bytes, found.nvme_peak_bytes,
+        return msgspec.structs.replace(
+            plan, links=self.graph.links, host_bytes=found.host_peak_bytes,
+            nvme_bytes=found.nvme_peak_bytes,
         )  # fmt: skip
 
     def _fastest(self, budget_bytes: int) -> Planned | None:

@@ -17,7 +17,6 @@ that no wanted gradient needs are not run, and neither is the rest of backward.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,12 +24,13 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import Variable
 
+from remat.rewriter.gradients.expected_backward import ExpectedBackward
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.boxed import Boxed, compile_in_steps
 from remat.rewriter.graphs.handed_over import Handed, places_handed
 
-_expected = threading.local()
-"""`run` is the `Running` of the forward whose backward this thread is about to run."""
+_expected: ExpectedBackward[tuple[Running, frozenset[int]]] = ExpectedBackward()
+"""With the places that get no gradient."""
 
 _C: Any = torch._C
 
@@ -57,7 +57,7 @@ class Running:
         """
         if self.updates:
             self.updates.require_backward()
-        _expected.run = self, _C._current_graph_task_id(), frozenset(unreached)
+        _expected.expect((self, frozenset(unreached)))
 
     def begin(self, steps: Iterator[Handed], unreached: frozenset[int]) -> None:
         """Let the gates go on with `steps` in this pass of the engine."""
@@ -135,20 +135,14 @@ class HandingOver:
             # A saved tensor knows the gate that it came through, and the gate this generator.
             given = [t.detach() if isinstance(t, Tensor) and t.grad_fn else t for t in taken]
             taken.clear()
-            running, unreached = self._expected()
-            if running is None:
+            running, unreached = _expected.take() or (None, frozenset[int]())
+            if running is None or running.handing is not self:
                 return self._together(in_steps(given))
             running.begin(in_steps(given), unreached)
             return [None] * self.n_results
 
         backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return backward
-
-    def _expected(self) -> tuple[Running | None, frozenset[int]]:
-        running, task, unreached = getattr(_expected, "run", (None, -1, frozenset[int]()))
-        _expected.run = None, -1, frozenset[int]()
-        is_own = running is not None and running.handing is self
-        return (running if is_own and task == _C._current_graph_task_id() else None), unreached
 
     def _together(self, steps: Iterator[Handed]) -> list[Any]:
         """All gradients at the end, where nobody waits for each."""

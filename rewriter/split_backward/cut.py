@@ -119,11 +119,7 @@ class _BackwardCut:
             missing = self._needed_by([result]) - done
             done |= missing
             ops = [n for n in missing if n.op != "get_attr"]
-            found.append(
-                _LateGradient(
-                    result, tuple(places[result]), sorted(ops, key=self.order.__getitem__)
-                )
-            )
+            found.append(_LateGradient(result, tuple(places[result]), self._in_order(ops)))
         return found
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:

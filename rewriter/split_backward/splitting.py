@@ -25,15 +25,12 @@ class SplitBackward:
     Attributes
     ----------
     held_bytes : that one microbatch holds from I to W, parameters apart.
-    holds_gradients : whether W reads a gradient that the stage is given: its buffer is in use
-        until then.
     """
 
     def __init__(self, blocks: dict[str, RematModule], codes: dict[str, SplitCode]) -> None:
         self._blocks = list(blocks.values())
         self._queue = WeightsQueue()
         self.held_bytes = sum(code.graphs.held_bytes for code in codes.values())
-        self.holds_gradients = any(code.graphs.reads_tangents for code in codes.values())
         for path, block in blocks.items():
             type(block)._remat_split = StepSplit(codes[path], self._queue)
 

@@ -8,7 +8,6 @@ the first leaves nothing to wait for.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from remat.graph_capture.errors import RewriteError
+from remat.rewriter.gradients.expected_backward import ExpectedBackward
 from remat.rewriter.graphs.boxed import Boxed, compile_boxed, compile_in_steps
 from remat.rewriter.split_backward.accumulating import accumulate
 from remat.rewriter.split_backward.cut import SplitGraphs
 
-_expected = threading.local()
-"""`run` is the `SplitRun` whose backward this thread is about to run, with the engine's pass."""
-
+_expected: ExpectedBackward[SplitRun] = ExpectedBackward()
 _C: Any = torch._C
 
 
@@ -68,7 +66,7 @@ class SplitRun:
     def expect(self, unreached: Sequence[int]) -> None:
         """Backward comes next in this thread; these places get no gradient."""
         self.unreached = frozenset(unreached)
-        _expected.run = self, _C._current_graph_task_id()
+        _expected.expect(self)
 
     def inputs(self, given: list[Any]) -> list[Any]:
         """I: the results of backward, without gradients of weights."""
@@ -119,11 +117,8 @@ def in_parts(whole: Boxed) -> Boxed:
     """The backward of a compiled step: all of it at once, but where two parts are expected."""
 
     def backward(taken: list[Any]) -> Any:
-        run, task = getattr(_expected, "run", (None, -1))
-        _expected.run = None, -1
-        if run is None or task != _C._current_graph_task_id():
-            return whole(taken)
-        return run.inputs(taken)
+        run = _expected.take()
+        return whole(taken) if run is None else run.inputs(taken)
 
     backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return backward

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.graph_capture.cluster.on_meta import leaf_on_meta, state_on_meta
 from remat.graph_capture.errors import CaptureError
 from remat.rewriter.user_module.block_shells import with_replaced
 
@@ -100,9 +101,10 @@ class Behind:
         self._given = _Resumes()
         memo: dict[int, Any] = {id(block): _Passes() for block in blocks}
         memo |= {id(blocks[-1]): self._given} | {id(module): module for module in of_behind}
-        memo |= _on_meta(model)
+        memo |= state_on_meta(model, trains=False)
         self._shell = copy.deepcopy(model, memo)
-        self._args = pytree.tree_map(_to_meta, args)
+        with torch.no_grad():
+            self._args = pytree.tree_map(leaf_on_meta, args)
 
     def __call__(self, border: Tensor) -> Any:
         """What the model returns for such a border."""
@@ -111,20 +113,6 @@ class Behind:
         with given.on_meta:
             given.on_meta.enter_context(torch.device("meta"))
             return self._shell(*self._args)
-
-
-def _on_meta(model: nn.Module) -> dict[int, Any]:
-    """By id of each parameter and buffer, the same without storage."""
-    found: dict[int, Any] = {}
-    for parameter in model.parameters():
-        found[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    for buffer in model.buffers():
-        found[id(buffer)] = buffer.to("meta")
-    return found
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 class _DependsOn(TorchDispatchMode):

@@ -51,7 +51,8 @@ class Windows:
     parts : the windows. solutions : the last one of each. late : how often limits ended it.
     spent_us : what the best schedule known runs again in each stage, empty while there is none;
         windows in which that is far above what is proved come first.
-    bound_us : no schedule takes less. is_done : whether one window is left and done.
+    base_us : of computing every op once. bound_us : no schedule takes less.
+    is_done : whether one window is left and done.
     """
 
     problem: Problem
@@ -60,13 +61,12 @@ class Windows:
     bound_us: float = 0.0
     solutions: list[CutSolution | None] = field(init=False)
     late: list[int] = field(init=False)
+    base_us: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.solutions = [None] * len(self.parts)
         self.late = [0] * len(self.parts)
         self.base_us = sum(self.problem.cost_us)
-
-    base_us: float = field(default=0.0, init=False)
 
     @property
     def is_done(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from remat.cluster.apply.cluster_mesh import CP, DIMENSIONS, PP, REPLICATE, SHARD, TP
+from remat.cluster.apply.cluster_mesh import DIMENSIONS, degrees_of
 from remat.cluster.apply.split_modules import TensorPlan
 from remat.cluster.torch_orders import ONE_STAGE, torch_order
 from remat.graph_capture.errors import PlanError, ScheduleError
@@ -58,12 +58,7 @@ def plan_digest(plan: ClusterFile, schedule: str) -> str:
 
 def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
     require_world(plan, mesh.size())
-    degrees = plan.parallelism
-    wanted = {
-        PP: degrees.pipeline_parallel_degree, REPLICATE: degrees.data_parallel_replicate_degree,
-        SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
-        TP: degrees.tensor_parallel_degree,
-    }  # fmt: skip
+    wanted = degrees_of(plan)
     names = mesh.mesh_dim_names or ()
     found = {name: mesh.size(i) for i, name in enumerate(names)}
     if tuple(names) != DIMENSIONS or found != wanted:

@@ -33,6 +33,16 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
     return read_cluster_plan(read_contents(plan), str(plan))
 
 
+def degrees_of(plan: ClusterFile) -> dict[str, int]:
+    """How many ranks each dimension of the mesh has, in the order of `DIMENSIONS`."""
+    degrees = plan.parallelism
+    return {
+        PP: degrees.pipeline_parallel_degree, REPLICATE: degrees.data_parallel_replicate_degree,
+        SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
+        TP: degrees.tensor_parallel_degree,
+    }  # fmt: skip
+
+
 def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> DeviceMesh:
     """The mesh of a plan, over all ranks of the default process group.
 
@@ -57,11 +67,5 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
             f"torchrun --nproc-per-node N, and call torch.distributed.init_process_group first"
         )
     require_world(plan, dist.get_world_size())
-    degrees = plan.parallelism
-    shape = (
-        degrees.pipeline_parallel_degree, degrees.data_parallel_replicate_degree,
-        degrees.data_parallel_shard_degree, degrees.context_parallel_degree,
-        degrees.tensor_parallel_degree,
-    )  # fmt: skip
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
+    return init_device_mesh(kind, tuple(degrees_of(plan).values()), mesh_dim_names=DIMENSIONS)

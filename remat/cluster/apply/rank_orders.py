@@ -7,7 +7,6 @@ from typing import Any
 
 from remat.cluster.torch_orders import torch_order
 from remat.rewriter.stages.receive_ring import ring_size
-from remat.schedules.pipeline.actions import RankOrder
 from remat.schedules.pipeline.replay import StageCosts, replay_pipeline
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -25,14 +24,9 @@ def stages_of_rank(name: str, rank: int, ranks: int, chunks: int) -> tuple[int, 
     return tuple(rank + chunk * ranks for chunk in range(chunks))
 
 
-def order_of_stages(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[RankOrder, ...]:
-    """What each rank runs; all in one where there is no pipeline."""
-    return torch_order(name, ranks, microbatches, chunks)
-
-
 def chunks_open(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """The most forwards of its stages that each rank has open at once."""
-    order = order_of_stages(name, ranks, microbatches, chunks)
+    order = torch_order(name, ranks, microbatches, chunks)
     replay = replay_pipeline(order, [StageCosts(1.0, 1.0, 1.0)] * (ranks * chunks))
     return tuple(rank.most_open for rank in replay.ranks)
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
 from remat.cluster.apply.plan_layers import layers_of_stages
 from remat.cluster.opened_chain import tied_weights
 from remat.graph_capture.cluster.chain import ChainModel
 from remat.graph_capture.cluster.chain_shape import ChainShape
+from remat.graph_capture.cluster.on_meta import leaf_on_meta, state_on_meta
 from remat.graph_capture.cluster.watching import watch
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.rewriter.stages.model_part import beside_blocks
@@ -47,9 +48,9 @@ def whole_chain(
         would share weights; or parameters lie beside the blocks in no module of their own.
     """
     blocks = _blocks(model, plan)
-    meta = copy.deepcopy(model, _parameters_on_meta(model))
+    meta = copy.deepcopy(model, state_on_meta(model))
     of_meta = {path: meta.get_submodule(path) for path in blocks}
-    on_meta = pytree.tree_map(_to_meta, (args, target))
+    on_meta = pytree.tree_map(leaf_on_meta, (args, target))
     chain = ChainModel(meta, of_meta, on_meta[0], {}, loss_fn, on_meta[1])
     called: list[str] = []
     others = beside_blocks(meta, list(blocks))
@@ -121,17 +122,3 @@ def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
                 f"{name} lies beside the blocks in no module of its own, so it belongs to no "
                 "stage: move it into a module that forward calls"
             )
-
-
-def _parameters_on_meta(model: nn.Module) -> dict[int, Any]:
-    """By id, each parameter and buffer without storage: a copy then takes no memory."""
-    found: dict[int, Any] = {}
-    for p in model.parameters():
-        found[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-    for buffer in model.buffers():
-        found[id(buffer)] = buffer.to("meta")
-    return found
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
