@@ -30,6 +30,11 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
     """
     if isinstance(plan, ClusterFile):
         return plan
+    if not isinstance(plan, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"no plan for a cluster, but {type(plan).__name__}: pass the path of a file that "
+            "remat plan-cluster has written"
+        )
     return read_cluster_plan(read_contents(plan), str(plan))
 
 
