@@ -25,5 +25,5 @@ def test_a_file_that_is_no_plan_or_not_there(tmp_path: Path) -> None:
     stale.write_text('{"schema_version": 99}')
     with pytest.raises(PlanError, match=f"stale.json is no plan for a cluster .*{WAY_OUT}"):
         remat.cluster_mesh(stale)
-    with pytest.raises(FileError, match="gone.json"):
+    with pytest.raises(FileError, match=r"gone\.json"):
         remat.cluster_mesh(str(tmp_path / "gone.json"))
