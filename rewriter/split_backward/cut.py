@@ -19,28 +19,7 @@ from remat.rewriter.graphs.emitter import placeholder_like
 from remat.rewriter.graphs.handed_over import hand_over
 from remat.rewriter.split_backward.dependencies import Dependencies, Storage, is_mark
 from remat.rewriter.split_backward.least_held import ops_run_early
-
-
-@dataclass(frozen=True)
-class SplitGraphs:
-    """The two parts of a backward graph.
-
-    Attributes
-    ----------
-    inputs : I. It takes what backward takes, and returns backward's results, None in the places of
-        weights, then what it carries to W.
-    weights : W. It takes what is carried, and hands over gradients where `hand_over` marks it.
-    n_results : of backward. places : of the results that W makes.
-    held_bytes : of what is carried, parameters apart.
-    reads_tangents : whether W reads a gradient that backward is given.
-    """
-
-    inputs: fx.GraphModule
-    weights: fx.GraphModule
-    n_results: int
-    places: tuple[int, ...]
-    held_bytes: int
-    reads_tangents: bool
+from remat.rewriter.split_backward.split_graphs import SplitGraphs
 
 
 @dataclass(frozen=True)

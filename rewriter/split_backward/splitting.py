@@ -10,7 +10,8 @@ from torch import fx, nn
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.graph_capture.over_ranks.collectives import collectives_in
-from remat.rewriter.split_backward.cut import SplitGraphs, split_graph
+from remat.rewriter.split_backward.cut import split_graph
+from remat.rewriter.split_backward.split_graphs import SplitGraphs
 from remat.rewriter.split_backward.waiting import SplitCode
 from remat.rewriter.split_backward.weights_queue import StepSplit, WeightsQueue
 from remat.rewriter.user_module.module import RematModule

@@ -19,7 +19,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.rewriter.gradients.expected_backward import ExpectedBackward
 from remat.rewriter.graphs.boxed import Boxed, compile_boxed, compile_in_steps
 from remat.rewriter.split_backward.accumulating import accumulate
-from remat.rewriter.split_backward.cut import SplitGraphs
+from remat.rewriter.split_backward.split_graphs import SplitGraphs
 
 _expected: ExpectedBackward[SplitRun] = ExpectedBackward()
 _C: Any = torch._C

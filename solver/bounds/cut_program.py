@@ -181,7 +181,7 @@ class CutProgram:
         if answer.proved_infeasible:
             return CutSolution(self, None, float("inf"), float("inf"))
         bound_us = sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
-        return CutSolution(self, answer.values, bound_us, float("inf"))
+        return CutSolution(self, answer.values, bound_us, float("inf"), is_relaxed=True)
 
     def solve(self, limits: Limits) -> CutSolution:
         """Solve to `limits`."""
@@ -218,7 +218,7 @@ class CutSolution:
     """A point of a `CutProgram` (None if there is none), its cost and the proven bound.
 
     `finished` is False where a limit of time or nodes ended the solve, which took
-    `iterations` of the simplex algorithm.
+    `iterations` of the simplex algorithm. `is_relaxed`: runs are fractions too.
     """
 
     source: CutProgram
@@ -227,14 +227,21 @@ class CutSolution:
     cost_us: float
     finished: bool = True
     iterations: int = 0
+    is_relaxed: bool = False
 
     def carried_past(self, k: int, problem: Problem) -> set[int]:
-        """Values live while op t_k runs and after; `problem` says which must be made once."""
+        """Values live while op t_k runs and after; `problem` says which must be made once.
+
+        What must be made once is carried throughout by a relaxed point. A value of which a half is
+        carried needs only a half of its inputs there, and may be dropped by rounding, so that all
+        of them are needed. What nothing reads is left out of the state anyway.
+        """
         assert self.values is not None
+        least_of_pinned = -1.0 if self.is_relaxed else 1e-6
         chosen: set[int] = set()
         for v, i in self.source.carried[k].items():
             must_stay = problem.pinned[problem.producer[v]]
-            if self.values[i] > (1e-6 if must_stay else 0.5):
+            if self.values[i] > (least_of_pinned if must_stay else 0.5):
                 chosen.add(v)
         return chosen | self.source.free_at(k)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import networkx as nx
@@ -31,6 +33,14 @@ def circles(found: list[Arrow], *, with_annotations: bool = False) -> set[frozen
         if arrow.imported in known and (with_annotations or not arrow.is_annotation)
     )
     return {frozenset(part) for part in nx.strongly_connected_components(graph) if len(part) > 1}
+
+
+RUNNING = (
+    "remat.rewriter.compiled",
+    "remat.rewriter.plans.loading",
+    "remat.rewriter.user_module.module",
+)
+SOLVERS = "ortools", "pulp", "highspy", "remat.solver"
 
 
 def is_in(module: str, package: str) -> bool:
@@ -96,3 +106,14 @@ def test_only_the_public_face_imports_the_public_face(found: list[Arrow]) -> Non
         if a.importer in used and is_in(a.imported, "remat")
         if a.imported not in used
     ]
+
+
+def test_to_load_and_run_a_plan_imports_no_solver() -> None:
+    """It takes seconds, and a machine that trains needs none."""
+    code = f"import sys, {', '.join(RUNNING)}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.split()
+    assert "torch" in loaded
+    assert [name for name in loaded if any(is_in(name, one) for one in SOLVERS)] == []

@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.rewriter.graphs.boxed import compile_boxed, compile_in_steps
-from remat.rewriter.split_backward.cut import SplitGraphs, split_graph
+from remat.rewriter.split_backward.cut import split_graph
 from remat.rewriter.split_backward.dependencies import is_heavy, is_mark
+from remat.rewriter.split_backward.split_graphs import SplitGraphs
 
 aten = torch.ops.aten
 N = 4
