@@ -61,6 +61,10 @@ def _megatron(
     )
 
 
+def _interleaved(tp: int, cp: int, pp: int, microbatch: int, chunks: int | None = None) -> Asked:
+    return Asked(tp, cp, pp, microbatch, chunks, schedule="Interleaved1F1B")
+
+
 def _titan(gpus: int, step_s: float) -> PublishedJob:
     """Eager, without float8. Its card is of the table; the MFU that it states is of another one."""
     return PublishedJob(
@@ -69,13 +73,14 @@ def _titan(gpus: int, step_s: float) -> PublishedJob:
     )  # fmt: skip
 
 
-# The paper names three chunks a rank for 175B and 530B, and none for 1T: those are chosen.
+# The paper names three chunks a rank for 175B and 530B, and none for 1T: those are chosen. None of
+# these had its gradients of weights apart.
 JOBS = (
     _megatron("gpt-22b", 8, Asked(8, 1, 1, 4), 1.10, 0.415, batch=4),
-    _megatron("gpt-175b", 64, Asked(8, 1, 8, 1, 3), 13.75, 0.514),
-    _megatron("gpt-530b", 280, Asked(8, 1, 35, 1, 3), 37.83, 0.56),
-    _megatron("gpt-1t", 512, Asked(8, 1, 64, 1), 71.49, 0.563),
-    _megatron("gpt-530b-2240", 2240, Asked(8, 1, 35, 1, 3), None, 0.542),
+    _megatron("gpt-175b", 64, _interleaved(8, 1, 8, 1, 3), 13.75, 0.514),
+    _megatron("gpt-530b", 280, _interleaved(8, 1, 35, 1, 3), 37.83, 0.56),
+    _megatron("gpt-1t", 512, _interleaved(8, 1, 64, 1), 71.49, 0.563),
+    _megatron("gpt-530b-2240", 2240, _interleaved(8, 1, 35, 1, 3), None, 0.542),
     PublishedJob(
         "llama-175b", "llama_175b", 256, 256, 8192, "h100", Asked(2, 2, 16, 1, 1), YUAN, 27.4,
         0.334, H800, again=ALL_AGAIN,
@@ -83,7 +88,7 @@ JOBS = (
     _titan(8, 2.844),
     _titan(128, 2.923),
     PublishedJob(
-        "llama3-405b", "llama3_405b", 8192, 2048, 8192, "h100", Asked(8, 1, 16, 1), LLAMA, None,
-        0.43,
+        "llama3-405b", "llama3_405b", 8192, 2048, 8192, "h100", _interleaved(8, 1, 16, 1), LLAMA,
+        None, 0.43,
     ),
 )  # fmt: skip

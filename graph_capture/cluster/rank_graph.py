@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
 
 from remat.graph_capture.cluster.chain import ChainModel
 from remat.graph_capture.cluster.chain_shape import ChainShape
@@ -40,14 +41,15 @@ BORDER = "remat.border"
 def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
     links: RankLinks,
-) -> TrainingGraph:  # fmt: skip
-    """The priced graph of one rank's block."""
+) -> tuple[TrainingGraph, str]:  # fmt: skip
+    """The priced graph of one rank's block, and the value that is its border's gradient."""
     tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
     module = block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
     args = (border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored(((border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
-    return _prepared(traced, groups, links, border_value(traced))
+    border = border_value(traced)
+    return _prepared(traced, groups, links, border), border_gradient(traced, border)
 
 
 def behind_graph_on_rank(
@@ -96,6 +98,18 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
 def border_value(traced: Trace) -> str:
     """The value of the border: the first input that is no parameter."""
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
+
+
+def border_gradient(traced: Trace, border: str) -> str:
+    """The value that is the gradient of the border; empty where there is none."""
+    joint = traced.joint
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    results: Any = joint.module.graph.output_node().args[0]
+    of_inputs = results[joint.num_forward_outputs :]
+    for node, gradient in zip(nodes, of_inputs, strict=False):  # behind the inputs come tangents
+        if node.name == border and isinstance(gradient, fx.Node):
+            return joint.value_of_node[gradient]
+    return ""
 
 
 def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:

@@ -11,14 +11,24 @@ from rich.text import Text
 from remat.formats import GIB, bytes_text, percent_text
 from remat.questions.tables import plain_table
 from remat.schedules.pipeline.cluster_plan import ClusterFile, Parallelism, StageFacts
+from remat.schedules.pipeline.holders import (
+    ACTIVATIONS,
+    BORDERS,
+    FOR_WEIGHTS,
+    GRADIENTS,
+    PARAMETERS,
+    RUNNING,
+    STATES,
+    holders_in,
+)
 from remat.schedules.pipeline.page import cluster_page
 from remat.schedules.pipeline.replay import PipelineReplay
 
 MOST_STAGES = 8
 """More are not shown one by one: the first and last ones, and one of the middle."""
 HELD = {
-    "optimizer states and masters": "OS", "parameters": "P", "gradients": "G", "borders": "borders",
-    "saved activations": "saved", "while a block runs": "running",
+    STATES: "OS", PARAMETERS: "P", GRADIENTS: "G", BORDERS: "borders", ACTIVATIONS: "saved",
+    FOR_WEIGHTS: "for W", RUNNING: "running",
 }  # fmt: skip
 """Columns of bytes."""
 
@@ -114,11 +124,12 @@ def states_text(plan: ClusterFile) -> str:
 
 
 def _stages(plan: ClusterFile) -> Table:
-    columns = ("blocks", "flight", "again", *HELD.values(), "peak")
+    shown = holders_in(stage.held_bytes for stage in plan.stages)
+    columns = ("blocks", "flight", "again", *(HELD[name] for name in shown), "peak")
     table = plain_table("stage", *columns)
     for number in shown_stages(len(plan.stages)):
         stage = plan.stages[number]
-        held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in HELD]
+        held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in shown]
         table.add_row(
             str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
             recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",

@@ -16,7 +16,7 @@ from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files.contents import read_contents
 from remat.job.kept_plans import PLAN_FILES
 from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan, require_world
-from remat.solver.cluster.mesh import Asked
+from remat.solver.cluster.mesh import SCHEDULES, Asked
 
 CLUSTER_PANEL, FIX_PANEL = "Cluster and step", "Fix a choice"
 
@@ -61,6 +61,10 @@ Cp = Annotated[int | None, _given("--cp", "context parallel ranks", FIX_PANEL)]
 Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", FIX_PANEL)]
 Micro = Annotated[int | None, _given("--microbatch", "its sequences", FIX_PANEL)]
 Chunks = Annotated[int | None, _given("--chunks", "of the model on each rank", FIX_PANEL)]
+ScheduleName = Annotated[
+    str | None,
+    _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", FIX_PANEL),
+]
 Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", FIX_PANEL)]
 RunnersUp = Annotated[
     int, typer.Option("--runners-up", min=0, help="how many other meshes within 5 % to show")
@@ -86,6 +90,7 @@ def plan_cluster_verb(
     microbatch: Micro = None,
     chunks: Chunks = None,
     shard: Shard = None,
+    schedule: ScheduleName = None,
     runners_up: RunnersUp = 5,
     output: options.Output = None,
 ) -> None:
@@ -99,7 +104,7 @@ def plan_cluster_verb(
     for flag, number in {"--gpus": gpus, "--batch": batch, "--seq": seq}.items():
         if not number:
             raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {flag}")
-    asked = Asked(tp, cp, pp, microbatch, chunks, shard)
+    asked = Asked(tp, cp, pp, microbatch, chunks, shard, schedule)
     request = ClusterRequest(
         gpus, batch, seq, device, node_size, budget, links, asked, blocks, receive_ring
     )

@@ -9,6 +9,7 @@ from remat.graph_capture.cluster.chain_shape import PLACES
 from remat.graph_capture.errors import PlanError
 from remat.schedules.pipeline.actions import PipelineAction, RankOrder
 from remat.schedules.pipeline.cluster_plan import MAKE_AGAIN, ClusterFile
+from remat.schedules.pipeline.holders import RUNNING, STANDING
 from remat.schedules.pipeline.replay import (
     PipelineReplay,
     StageCosts,
@@ -18,6 +19,7 @@ from remat.schedules.pipeline.replay import (
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us
+from remat.solver.cluster.weights_later import WeightsLater
 
 
 class JudgedPlan(msgspec.Struct, frozen=True):
@@ -52,17 +54,16 @@ def judged_plan(search: ClusterSearch, plan: ClusterPlan) -> JudgedPlan:
             plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks,
             costs,
         )  # fmt: skip
-    schedule = "1F1B" if degrees.chunks == 1 else "Interleaved1F1B"
-    order = torch_order(schedule, degrees.pp, degrees.microbatches, degrees.chunks)
-    replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, plan.mesh))
+    order = torch_order(degrees.schedule, degrees.pp, degrees.microbatches, degrees.chunks)
+    replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, degrees))
     time_us = replay.time_us + plan.time_us - plan.pipeline_us
     peaks = tuple(
         rank.peak_bytes + _states_bytes(stage)
         for rank, stage in zip(replay.ranks, stages, strict=True)
     )
     return JudgedPlan(
-        plan, stages, schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble, peaks,
-        costs,
+        plan, stages, degrees.schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble,
+        peaks, costs,
     )  # fmt: skip
 
 
@@ -90,17 +91,19 @@ def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, chunk: in
             forward += part.forward_us
             backward += part.backward_us + again_us
             saved += part.options[option].saved_bytes
-    need = stage.held_bytes["while a block runs"]
+    need = stage.held_bytes[RUNNING]
+    later = block.later if d.is_split else WeightsLater()
     return StageCosts(
-        forward, backward + extra_us / d.chunks,
-        saved_bytes=int(stage.saved_bytes / d.chunks) + saved, need_bytes=need,
+        forward, backward + extra_us / d.chunks - blocks * later.weight_us,
+        weight_us=blocks * later.weight_us,
+        saved_bytes=int(stage.saved_bytes / d.chunks) + saved,
+        for_weights_bytes=int(blocks * later.held_bytes), need_bytes=need + later.held_bytes,
     )  # fmt: skip
 
 
 def _states_bytes(stage: StagePlan) -> int:
     """What is live beside the microbatches."""
-    moving = ("saved activations", "while a block runs")
-    return sum(size for name, size in stage.held_bytes.items() if name not in moving)
+    return sum(stage.held_bytes[name] for name in STANDING)
 
 
 def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:

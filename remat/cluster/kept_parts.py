@@ -24,9 +24,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.over_ranks.fake_group import FakeGroups
 from remat.graph_capture.prices.price_cache import cache_folder
 from remat.solver.cluster.job import Cluster, Job
-from remat.solver.cluster.parts import Part, PartOption, part_of
+from remat.solver.cluster.parts import Part, PartOption, PartWork, part_of, part_work
 
-SCHEMA = 3
+SCHEMA = 4
 """Of the files; those of another one are not read."""
 
 
@@ -36,11 +36,13 @@ class KeptPart(msgspec.Struct, frozen=True):
     Attributes
     ----------
     graph : None for what is not captured. part : None while its options were not asked for, as of
-        a mesh that its work alone rules out.
+        a mesh that its work alone rules out. border_gradient : of a block, the value that is the
+        gradient of what it reads.
     """
 
     graph: TrainingGraph | None
     part: Part | None = None
+    border_gradient: str = ""
 
 
 @dataclass
@@ -62,13 +64,13 @@ class KeptParts:
         default_factory=dict[tuple[Place, int, int, int], KeptPart]
     )
 
-    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
         found = self._begun(place, tp, cp, microbatch)
-        if found.graph is not None:
-            return found.graph.time_us
-        assert found.part is not None
-        return found.part.work_us
+        if found.part is not None:
+            return found.part.work
+        assert found.graph is not None
+        return part_work(found.graph, found.border_gradient)
 
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
@@ -77,8 +79,8 @@ class KeptParts:
         if found.part is not None:
             return found.part
         assert found.graph is not None
-        part = part_of(found.graph)
-        self.known[key] = KeptPart(found.graph, part)
+        part = part_of(found.graph, found.border_gradient)
+        self.known[key] = msgspec.structs.replace(found, part=part)
         self._keep(key)
         return part
 
@@ -118,7 +120,7 @@ class KeptParts:
                 return found
         self.captured += 1
         key = place, tp, cp, microbatch
-        self.known[key] = KeptPart(self._captured(*key))
+        self.known[key] = self._captured(*key)
         self._keep(key)
         return self.known[key]
 
@@ -127,12 +129,13 @@ class KeptParts:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_contents(path, msgspec.json.encode(self.known[key]))
 
-    def _captured(self, place: Place, tp: int, cp: int, microbatch: int) -> TrainingGraph:
+    def _captured(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)
         device, links = self.cluster.device, self.cluster.links
         if place == "block":
-            return block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
-        return behind_graph_on_rank(chain, shape, tp, self.groups, device, links)
+            graph, gradient = block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
+            return KeptPart(graph, border_gradient=gradient)
+        return KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 
     def _path(self, place: Place, tp: int, cp: int, microbatch: int) -> Path:
         _, shape = self.chains.at(1, self.job.seq)

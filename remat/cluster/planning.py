@@ -152,7 +152,7 @@ def _file(
         ),
         modelled_notes(search.cluster, request, best.plan.mesh),
         Versions(str(torch.__version__), __version__),
-        hop_us=hop_us(job, search.cluster, best.plan.mesh) if d.pp > 1 else 0.0,
+        hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from remat.graph_capture.devices.device_links import read_rank_links, stated_lin
 from remat.graph_capture.devices.device_table import device_table, is_in_table, modelled_device
 from remat.graph_capture.errors import BudgetError, DeviceError
 from remat.solver.cluster.job import Cluster
-from remat.solver.cluster.mesh import Asked
+from remat.solver.cluster.mesh import SCHEDULES, Asked
 
 BFLOAT16 = "bfloat16"
 
@@ -101,7 +101,23 @@ class ClusterRequest:
                 f"--tp {tp} reaches over nodes of {self.node_size} GPUs, which is not planned for: "
                 f"choose --tp {self.node_size} or less"
             )
+        self._check_schedule()
         self._check_batch(tp * cp * pp, pp)
+
+    def _check_schedule(self) -> None:
+        name, chunks = self.asked.schedule, self.asked.chunks
+        if name is None:
+            return
+        if name not in SCHEDULES:
+            raise DeviceError(
+                f"--schedule {name!r} is none that is planned: choose {', '.join(SCHEDULES)}; "
+                "remat.parallelize(..., schedule=) runs torch's others by such a plan"
+            )
+        if chunks is not None and (chunks == 1) != (name == SCHEDULES[0]):
+            raise DeviceError(
+                f"--schedule {name} is not for {chunks} chunks on each rank: {SCHEDULES[0]} is for "
+                "one, the others for more; leave out --chunks"
+            )
 
     def _check_batch(self, ranks: int, pp: int) -> None:
         dp = self.gpus // ranks

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
 from remat.formats import bytes_text, percent_text
 from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
+from remat.schedules.pipeline.holders import holders_in
 from remat.schedules.pipeline.mesh_picture import mesh_picture
 from remat.schedules.pipeline.replay import PipelineReplay
-from remat.schedules.pipeline.step_pictures import HOLDERS, bytes_picture, timeline_picture
+from remat.schedules.pipeline.step_pictures import bytes_picture, timeline_picture
 from remat.schedules.report.page import Figure
 from remat.schedules.report.tables import Table
 
@@ -79,13 +81,14 @@ def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[Section]:
 
 
 def _stages(plan: ClusterFile) -> Table:
-    headers = ("stage", "blocks", "in flight", "recomputed", *HOLDERS, "peak")
-    rows = tuple(_stage_row(number, stage) for number, stage in enumerate(plan.stages))
+    holders = holders_in(stage.held_bytes for stage in plan.stages)
+    headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
+    rows = tuple(_stage_row(number, stage, holders) for number, stage in enumerate(plan.stages))
     return Table("stages", "Stages, with bytes by holder", headers, rows)
 
 
-def _stage_row(number: int, stage: StageFacts) -> tuple[str, ...]:
-    held = [bytes_text(stage.held_bytes.get(name, 0)) for name in HOLDERS]
+def _stage_row(number: int, stage: StageFacts, holders: Sequence[str]) -> tuple[str, ...]:
+    held = [bytes_text(stage.held_bytes.get(name, 0)) for name in holders]
     return (
         str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
         percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
@@ -102,6 +105,10 @@ def _runners_up(plan: ClusterFile) -> Table:
             p.pipeline_parallel_microbatch_size,
         )  # fmt: skip
         later = percent_text(one.step_us / plan.predicted.step_us - 1)
-        rows.append((f"+{later}", *map(str, degrees), p.fsdp_reshard_after_forward))
-    headers = ("step", "tp", "cp", "pp", "replicas", "shards", "chunks", "microbatch", "P kept")
+        how = p.pipeline_parallel_schedule or "-", p.fsdp_reshard_after_forward
+        rows.append((f"+{later}", *map(str, degrees), *how))
+    headers = (
+        "step", "tp", "cp", "pp", "replicas", "shards", "chunks", "microbatch", "schedule",
+        "P kept",
+    )  # fmt: skip
     return Table("near", "Meshes within 5 % of the step", headers, tuple(rows))

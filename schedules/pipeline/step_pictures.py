@@ -7,6 +7,15 @@ from collections.abc import Sequence
 
 from remat.formats import bytes_text, percent_text
 from remat.schedules.pipeline.cluster_plan import ClusterFile
+from remat.schedules.pipeline.holders import (
+    ACTIVATIONS,
+    BORDERS,
+    GRADIENTS,
+    PARAMETERS,
+    RUNNING,
+    STANDING,
+    STATES,
+)
 from remat.schedules.pipeline.mesh_picture import shown
 from remat.schedules.pipeline.replay import ActionSpan, PipelineReplay, RankReplay
 from remat.schedules.pipeline.svg import Picture
@@ -27,13 +36,12 @@ MOST_LANES, MOST_STAGES = 16, 4
 """Ranks of the timeline, and stages whose bytes are drawn; of more, the first ones and the last."""
 ACTIONS = {"F": ROLES["forward"], "B": ROLES["backward"], "I": ROLES["backward"], "W": GREEN}
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
-HOLDERS = {
-    "optimizer states and masters": GREY, "parameters": PURPLE, "gradients": GREEN,
-    "borders": YELLOW, "saved activations": BLUE, "while a block runs": ORANGE,
+COLOURS = {
+    STATES: GREY, PARAMETERS: PURPLE, GRADIENTS: GREEN, BORDERS: YELLOW, ACTIVATIONS: BLUE,
+    RUNNING: ORANGE,
 }  # fmt: skip
-STANDING = tuple(HOLDERS)[:4]
-SHORT = {"optimizer states and masters": "OS", "saved activations": "saved",
-         "while a block runs": "running"}  # fmt: skip
+"""What is saved and what waits for gradients of weights have one."""
+SHORT = {STATES: "OS", ACTIVATIONS: "saved", RUNNING: "running"}
 BEHIND = DARK_GREY
 
 
@@ -91,9 +99,9 @@ def bytes_picture(
     picture = Picture(WIDTH + LEFT + 20, len(stages) * (HIGH + 24) + 40, says)
     for row, stage in enumerate(stages):
         _draw_stage(picture, plan, replay.ranks[stage], stage, 8 + row * (HIGH + 24))
-    colours = [(SHORT.get(name, name), colour) for name, colour in HOLDERS.items()]
+    colours = [(SHORT.get(name, name), colour) for name, colour in COLOURS.items()]
     picture.legend(
-        LEFT, picture.height - 12, [*colours, ("budget", VERMILLION)], WIDTH // (len(HOLDERS) + 1)
+        LEFT, picture.height - 12, [*colours, ("budget", VERMILLION)], WIDTH // (len(COLOURS) + 1)
     )
     return picture
 
@@ -110,13 +118,11 @@ def _draw_stage(
     held = plan.stages[stage].held_bytes
     standing = sum(held.get(name, 0) for name in STANDING)
     saved, running = _stairs(rank, plan.predicted.step_us)
-    picture.area(((x, y(standing + size)) for x, size in running), base,
-                 HOLDERS["while a block runs"])  # fmt: skip
-    picture.area(((x, y(standing + size)) for x, size in saved), base,
-                 HOLDERS["saved activations"])  # fmt: skip
+    picture.area(((x, y(standing + size)) for x, size in running), base, COLOURS[RUNNING])
+    picture.area(((x, y(standing + size)) for x, size in saved), base, COLOURS[ACTIVATIONS])
     for name in reversed(STANDING):
         top_of = sum(held.get(one, 0) for one in STANDING[: STANDING.index(name) + 1])
-        picture.boxes([(LEFT, y(top_of), WIDTH, base - y(top_of))], HOLDERS[name])
+        picture.boxes([(LEFT, y(top_of), WIDTH, base - y(top_of))], COLOURS[name])
     picture.line(LEFT, y(plan.budget_bytes), LEFT + WIDTH, VERMILLION)
     picture.text(LEFT - 10, top + 26, f"stage {stage}", "end")
     peak = plan.stages[stage].peak_bytes

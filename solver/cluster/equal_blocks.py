@@ -40,6 +40,19 @@ class NeedTable(NamedTuple):
     least_us: Floats
 
 
+class Limit(NamedTuple):
+    """Room for what so many microbatches save, and for what one block needs beside.
+
+    Attributes
+    ----------
+    room_bytes : for each number of blocks. in_flight : microbatches whose saved bytes are live at
+        once; a fraction where a rank has several chunks, of which one holds a part of the blocks.
+    """
+
+    room_bytes: Counts
+    in_flight: float
+
+
 class EqualBlocks:
     """Tables for up to `most` blocks that share `options`."""
 
@@ -67,28 +80,28 @@ class EqualBlocks:
                     np.minimum(least[n, step:], reached, out=least[n, step:])
         return least
 
-    def least_us(
-        self, blocks: Counts, room_bytes: Counts, in_flight: float, beside_bytes: int = 0
-    ) -> Floats:
-        """For each number of blocks and its room: the least extra time of one microbatch.
+    def least_us(self, blocks: Counts, limits: Sequence[Limit], beside_bytes: int = 0) -> Floats:
+        """For each number of blocks: the least extra time of one microbatch.
 
         Parameters
         ----------
-        in_flight : microbatches whose saved bytes are live at once; a fraction where a rank has
-            several chunks, of which one holds a part of the blocks.
+        limits : all of which hold.
         beside_bytes : what something else needs at times beside all that blocks save.
         """
         out = np.full(blocks.shape, np.inf)
         for need_bytes, least in self.tables:
-            slot = self._slots(room_bytes - max(need_bytes, beside_bytes), in_flight)
+            slot = self._slots(limits, max(need_bytes, beside_bytes))
             fits = slot >= 0
             out[fits] = np.minimum(out[fits], least[blocks[fits], slot[fits]])
-        return np.where((blocks == 0) & (room_bytes >= beside_bytes), 0.0, out)
+        is_enough = np.all([limit.room_bytes >= beside_bytes for limit in limits], axis=0)
+        return np.where((blocks == 0) & is_enough, 0.0, out)
 
-    def chosen(
-        self, blocks: int, room_bytes: int, in_flight: float, beside_bytes: int = 0
-    ) -> dict[int, int]:
-        """How many blocks take which option, in a room that is enough.
+    def chosen(self, blocks: int, limits: Sequence[Limit], beside_bytes: int = 0) -> dict[int, int]:
+        """How many blocks take which option, where there is room.
+
+        Parameters
+        ----------
+        limits : of that number of blocks alone.
 
         Raises
         ------
@@ -96,7 +109,7 @@ class EqualBlocks:
         """
         if not blocks:
             return {}
-        need_bytes, least, slot = self._best_table(blocks, room_bytes, in_flight, beside_bytes)
+        need_bytes, least, slot = self._best_table(blocks, limits, beside_bytes)
         count = Counter[int]()
         for n in range(blocks, 0, -1):
             i = next(
@@ -110,18 +123,22 @@ class EqualBlocks:
         return dict(sorted(count.items()))
 
     def _best_table(
-        self, blocks: int, room_bytes: int, in_flight: float, beside_bytes: int
+        self, blocks: int, limits: Sequence[Limit], beside_bytes: int
     ) -> tuple[int, Floats, int]:
         best: tuple[float, int, Floats, int] | None = None
         for need_bytes, least in self.tables:
-            left = np.array([room_bytes - max(need_bytes, beside_bytes)])
-            slot = int(self._slots(left, in_flight)[0])
+            slot = int(self._slots(limits, max(need_bytes, beside_bytes))[0])
             if slot >= 0 and (best is None or least[blocks, slot] < best[0] - CLOSE_US):
                 best = float(least[blocks, slot]), need_bytes, least, slot
         if best is None or not np.isfinite(best[0]):
-            raise ValueError(f"{blocks} blocks do not fit {room_bytes} bytes")
+            rooms = " and ".join(str(int(limit.room_bytes[0])) for limit in limits)
+            raise ValueError(f"{blocks} blocks do not fit {rooms} bytes")
         return best[1:]
 
-    def _slots(self, left_bytes: Counts, in_flight: float) -> Counts:
-        slot = np.floor_divide(left_bytes, in_flight * self.unit_bytes)
-        return np.clip(slot, -1, self.width - 1).astype(np.int64)
+    def _slots(self, limits: Sequence[Limit], need_bytes: int) -> Counts:
+        """What all blocks may save together, in steps of the grid; -1 where there is no room."""
+        found = [
+            np.floor_divide(limit.room_bytes - need_bytes, limit.in_flight * self.unit_bytes)
+            for limit in limits
+        ]
+        return np.clip(np.min(found, axis=0), -1, self.width - 1).astype(np.int64)

@@ -17,14 +17,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from remat.schedules.pipeline.holders import BORDERS, GRADIENTS, PARAMETERS, STATES
 from remat.solver.cluster.job import Cluster, Job
-from remat.solver.cluster.mesh import Mesh
+from remat.solver.cluster.mesh import Degrees, Mesh
 
 Counts = npt.NDArray[np.int64]
 
 STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 4
 """Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
-HOLDERS = ("optimizer states and masters", "parameters", "gradients", "borders")
 
 
 def stage_parameters(job: Job, tp: int, blocks: Counts, *, first: bool, last: bool) -> Counts:
@@ -33,9 +33,20 @@ def stage_parameters(job: Job, tp: int, blocks: Counts, *, first: bool, last: bo
     return blocks * job.weights["block"].on_rank(tp) + ends
 
 
-def border_bytes(job: Job, mesh: Mesh) -> int:
+def least_states_bytes(job: Job, mesh: Mesh) -> float:
+    """Of the stage that holds most of P, G and OS, at least: no cut gives each less than the mean.
+
+    Buffers, borders and activations come on top.
+    """
+    all_blocks = np.array(job.layers)
+    whole = stage_parameters(job, mesh.degrees.tp, all_blocks, first=True, last=True)
+    split = mesh.shard if mesh.reduce_each else 1
+    of_one = STATE_BYTES / mesh.shard + WEIGHT_BYTES / mesh.keep + GRADIENT_BYTES / split
+    return of_one * float(whole) / mesh.degrees.pp
+
+
+def border_bytes(job: Job, degrees: Degrees) -> int:
     """Of what one rank sends for a microbatch: tensor parallel ranks split the sequence too."""
-    degrees = mesh.degrees
     return degrees.microbatch * job.border_bytes // (degrees.tp * degrees.cp)
 
 
@@ -57,10 +68,10 @@ def held_bytes(
     reduced = GRADIENT_BYTES * one_block if shard > 1 else 0
     split = shard if mesh.reduce_each else 1
     return {
-        HOLDERS[0]: STATE_BYTES * parameters // shard,
-        HOLDERS[1]: WEIGHT_BYTES * parameters // mesh.keep + buffers,
-        HOLDERS[2]: GRADIENT_BYTES * parameters // split + reduced,
-        HOLDERS[3]: np.zeros_like(blocks)
+        STATES: STATE_BYTES * parameters // shard,
+        PARAMETERS: WEIGHT_BYTES * parameters // mesh.keep + buffers,
+        GRADIENTS: GRADIENT_BYTES * parameters // split + reduced,
+        BORDERS: np.zeros_like(blocks)
         + _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last),
     }
 
@@ -78,4 +89,4 @@ def _border_buffers(
     ends = degrees.chunks > 1  # each rank then receives on both sides, but for one chunk of an end
     takes_inputs, takes_gradients = not first or ends, not last or ends
     slots = of_inputs * takes_inputs + of_gradients * takes_gradients
-    return border_bytes(job, mesh) * (slots + 2)
+    return border_bytes(job, degrees) * (slots + 2)

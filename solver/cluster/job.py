@@ -9,7 +9,7 @@ import msgspec
 
 from remat.graph_capture.cluster.chain_shape import PLACES, Place
 from remat.graph_capture.devices.rank_links import RankLinks
-from remat.solver.cluster.parts import Part
+from remat.solver.cluster.parts import Part, PartWork
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -86,8 +86,8 @@ class Cluster(msgspec.Struct, frozen=True):
 class Parts(Protocol):
     """Gives the parts of a job: captured when first asked for, or kept from before."""
 
-    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
-        """Of one microbatch with nothing computed again; its options need not be known."""
+    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+        """Of one part; its options need not be known."""
         ...
 
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:

@@ -12,6 +12,8 @@ from remat.solver.cluster.job import Cluster, Job, divisors
 MICROBATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Sizes of a microbatch and chunks of a rank that are tried."""
+SCHEDULES = "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
+"""Torch's names of those that are planned: one chunk a rank, several, several with W apart."""
 LEAST_TOKENS = 4096
 """Fewer tokens of a sequence are given to a rank only where that is asked for."""
 
@@ -23,7 +25,8 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
     ----------
     tp, cp, pp, dp : tensor, context, pipeline and data parallel; their product is all GPUs.
     microbatch : its sequences. microbatches : of each data parallel rank. chunks : of the model on
-        each rank of a pipeline.
+        each rank of a pipeline. is_split : whether gradients of weights are made apart, where a
+        rank would wait.
     """
 
     tp: int
@@ -33,16 +36,29 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
     microbatch: int
     microbatches: int
     chunks: int
+    is_split: bool = False
 
     @property
-    def rounds(self) -> float:
+    def schedule(self) -> str:
+        """Torch's name of how the pipeline runs; empty without one."""
+        if self.pp == 1:
+            return ""
+        return SCHEDULES[0] if self.chunks == 1 else SCHEDULES[1 + self.is_split]
+
+    def rounds(self, weight_share: float = 0.5) -> float:
         """Microbatches, and the bubble in microbatches of one stage, over all stages.
 
         Times the work of one microbatch, no step of a pipeline takes less.
+
+        Parameters
+        ----------
+        weight_share : of a block's time, what gradients of weights take. Where they are made apart
+            they fill the bubble twice: a half of the time leaves none of it.
         """
-        if self.chunks > 1:
-            return (self.microbatches + (self.pp - 1) / self.chunks) / self.pp
-        return (self.microbatches - 1) / self.pp + 1
+        if self.chunks == 1:
+            return (self.microbatches - 1) / self.pp + 1
+        left = max(1 - 2 * weight_share, 0.0) if self.is_split else 1.0
+        return (self.microbatches + left * (self.pp - 1) / self.chunks) / self.pp
 
 
 class Mesh(msgspec.Struct, frozen=True):
@@ -75,8 +91,9 @@ class Asked(msgspec.Struct, frozen=True):
     microbatch: int | None = None
     chunks: int | None = None
     shard: int | None = None
+    schedule: str | None = None
 
-    def allows(self, **chosen: int) -> bool:
+    def allows(self, **chosen: int | str) -> bool:
         """Whether nothing that is fixed is another number."""
         return all(getattr(self, name) in (None, value) for name, value in chosen.items())
 
@@ -118,7 +135,10 @@ def _with_chunks(
     for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
         if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
             continue
-        yield Degrees(tp, cp, pp, dp, microbatch, m, chunks)
+        for is_split in (False, True) if chunks > 1 else (False,):
+            found = Degrees(tp, cp, pp, dp, microbatch, m, chunks, is_split)
+            if pp == 1 or asked.allows(schedule=found.schedule):
+                yield found
 
 
 def even_layers(layers: int, pp: int, chunks: int) -> tuple[int, ...] | None:

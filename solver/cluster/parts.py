@@ -8,17 +8,29 @@ against extra time. They come from the option tables of blocks (`blocks/options.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.blocks.options import TURN, BlockOption, block_options
+from remat.solver.cluster.weights_later import WeightsLater, weights_later
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
 LIMITS = 12
 """At how many limits on its kept bytes a part is solved."""
+
+
+class PartWork(NamedTuple):
+    """Time of one microbatch with nothing computed again, and what gradients of weights take of it.
+
+    The latter counts where they may be made apart.
+    """
+
+    time_us: float
+    weight_us: float = 0.0
 
 
 class PartOption(msgspec.Struct, frozen=True):
@@ -49,27 +61,39 @@ class Part(msgspec.Struct, frozen=True):
     Attributes
     ----------
     graph_hash : of the graph that the options are of.
+    later : of backward, what may run apart from the gradient of the part's input.
     """
 
     forward_us: float
     backward_us: float
     options: tuple[PartOption, ...]
     graph_hash: str = ""
+    later: WeightsLater = WeightsLater()
 
     @property
     def work_us(self) -> float:
         """Time of one microbatch with nothing computed again."""
         return self.forward_us + self.backward_us
 
+    @property
+    def work(self) -> PartWork:
+        """The same, with what may be made apart."""
+        return PartWork(self.work_us, self.later.weight_us)
+
 
 NOTHING = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
 """A part that a model does not have."""
 
 
-def part_of(graph: TrainingGraph) -> Part:
+def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
     """Solve a priced graph of one part at several limits on what it keeps.
 
-    Work is limited by nodes of each program, so the same graph gives the same part.
+    PartWork is limited by nodes of each program, so the same graph gives the same part.
+
+    Parameters
+    ----------
+    border_gradient : the value that is the gradient of what it reads; empty for a part whose
+        backward runs as a whole.
     """
     forward_us = sum(op.cost_us for op in graph.ops[: graph.n_forward])
     found = block_options(graph, LIMITS, lambda: math.inf)
@@ -78,7 +102,17 @@ def part_of(graph: TrainingGraph) -> Part:
     options = [_option(one, tangents_bytes) for one in found]
     kept = [o for o in options if not any(o.is_bettered_by(other) for other in options)]
     kept.sort(key=lambda option: (option.extra_us, option.saved_bytes))
-    return Part(forward_us, graph.time_us - forward_us, tuple(kept), graph.hash)
+    later = _later(graph, border_gradient)
+    return Part(forward_us, graph.time_us - forward_us, tuple(kept), graph.hash, later)
+
+
+def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
+    """That of the part, without its options."""
+    return PartWork(graph.time_us, _later(graph, border_gradient).weight_us)
+
+
+def _later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
+    return weights_later(graph, border_gradient) if border_gradient else WeightsLater()
 
 
 def _option(found: BlockOption, tangents_bytes: int) -> PartOption:

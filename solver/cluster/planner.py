@@ -1,8 +1,9 @@
 """The search over all meshes: each is evaluated, or a bound says that it cannot be the best.
 
-The bound of a mesh is the work of its parts in the rounds of its pipeline: no recomputation and no
-communication takes less than nothing. Before a part is captured, its matrix products at the best
-rate stand for its work. Both hold, so the pruned search finds what the full one finds
+The bound of a mesh is the work of its parts, with the ways between stages, in the rounds of its
+pipeline: no recomputation and no other communication takes less than nothing. Before a part is
+captured, its matrix products at the best rate stand for its work, and a mesh whose parameters alone
+are too large is left out. All of these hold, so the pruned search finds what the full one finds
 (`tests/solver/cluster`). To have all runners-up within a share of the best, meshes are pruned only
 above that share.
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from remat.graph_capture.cluster.chain_shape import PLACES
 from remat.solver.cluster.equal_blocks import EqualBlocks
-from remat.solver.cluster.held_bytes import stage_parameters
+from remat.solver.cluster.held_bytes import least_states_bytes, stage_parameters
 from remat.solver.cluster.job import Cluster, Job, Parts, products_us
 from remat.solver.cluster.mesh import Asked, Degrees, Mesh, all_degrees, all_states, even_layers
 from remat.solver.cluster.parts import Part
@@ -88,18 +89,27 @@ class ClusterSearch:
             if self._least_products_us(degrees) >= limit_us:
                 self.pruned += 1
                 continue
-            work_us = self._work_us(degrees)
-            for mesh in all_states(degrees, self.cluster, self.asked):
-                if work_us >= limit_us:
-                    self.pruned += 1
-                    continue
-                self.evaluated += 1
-                plan = self.evaluate(mesh)
-                if plan is not None:
-                    self.found.append(plan)
-                    limit_us = min(limit_us, plan.time_us * (1 + self.close))
+            limit_us = self._try(degrees, limit_us)
         self.found.sort(key=_quickest_first)
         return [one for one in self.found if one.time_us < limit_us]
+
+    def _try(self, degrees: Degrees, limit_us: float) -> float:
+        """Evaluate what may be below the limit, which the best plan then lowers."""
+        meshes = list(all_states(degrees, self.cluster, self.asked))
+        fitting = [mesh for mesh in meshes if not self._cannot_fit(mesh)]
+        self.pruned += len(meshes) - len(fitting)
+        # Their work is asked for last: its parts may have to be captured.
+        work_us = self._work_us(degrees) if fitting else 0.0
+        for mesh in fitting:
+            if work_us >= limit_us:
+                self.pruned += 1
+                continue
+            self.evaluated += 1
+            plan = self.evaluate(mesh)
+            if plan is not None:
+                self.found.append(plan)
+                limit_us = min(limit_us, plan.time_us * (1 + self.close))
+        return limit_us
 
     def _in_turn(self) -> list[Degrees]:
         """First what is likely to be good, so that more is pruned; the result does not depend on
@@ -111,14 +121,21 @@ class ClusterSearch:
 
     def _least_products_us(self, degrees: Degrees) -> float:
         share = degrees.microbatch / (degrees.tp * degrees.cp)
-        return products_us(self.job, self.cluster, share) * degrees.rounds
+        return products_us(self.job, self.cluster, share) * degrees.rounds()
+
+    def _cannot_fit(self, mesh: Mesh) -> bool:
+        """Whether parameters and what belongs to them are too large, however stages are cut."""
+        return least_states_bytes(self.job, mesh) > self.cluster.budget_bytes
 
     def _work_us(self, degrees: Degrees) -> float:
-        first_us, block_us, last_us = (
-            self.parts.work_us(place, degrees.tp, degrees.cp, degrees.microbatch)
-            for place in PLACES
+        first, block, last = (
+            self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch) for place in PLACES
         )
-        return (first_us + self.job.layers * block_us + last_us) * degrees.rounds
+        time_us = first.time_us + self.job.layers * block.time_us + last.time_us
+        if degrees.pp > 1:
+            time_us += sum(self._waits_us(degrees))
+        # What is not of a block, and what is computed again, only lowers the share.
+        return time_us * degrees.rounds(block.weight_us / block.time_us if block.time_us else 0.0)
 
     def _parts(self, degrees: Degrees) -> tuple[Part, Part, Part]:
         first, block, last = (
@@ -143,7 +160,7 @@ class ClusterSearch:
         tables = self.stage_tables(mesh)
         if mesh.degrees.pp == 1:
             return self._without_pipeline(mesh, tables[0])
-        waits = self._waits_us(mesh)
+        waits = self._waits_us(mesh.degrees)
         if mesh.degrees.chunks > 1:
             return self._with_chunks(mesh, tables, waits)
         times = np.array([one.times_us + wait for one, wait in zip(tables, waits, strict=True)])
@@ -167,17 +184,17 @@ class ClusterSearch:
     def _with_chunks(
         self, mesh: Mesh, tables: list[StageTable], waits: tuple[float, ...]
     ) -> ClusterPlan | None:
-        """Of even chunks: (m + (S - 1) / v) max t (Narayanan et al. 2021)."""
+        """Of even chunks: m max t, and (S - 1) / v times what fills and drains the slowest."""
         d = mesh.degrees
         layers = even_layers(self.job.layers, d.pp, d.chunks)
         assert layers is not None
-        slowest_us = max(
-            float(one.times_us[n]) + wait
+        slowest_us, fill_us = max(
+            (float(one.times_us[n]) + wait, one.fill_us(n, wait))
             for one, n, wait in zip(tables, layers, waits, strict=True)
         )
         if not math.isfinite(slowest_us):
             return None
-        pipeline_us = slowest_us * (d.microbatches + (d.pp - 1) / d.chunks)
+        pipeline_us = slowest_us * d.microbatches + fill_us * (d.pp - 1) / d.chunks
         return self._with_tail(mesh, pipeline_us, layers)
 
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
@@ -198,9 +215,9 @@ class ClusterSearch:
             for s, n in enumerate(layers)
         )
 
-    def _waits_us(self, mesh: Mesh) -> tuple[float, ...]:
+    def _waits_us(self, d: Degrees) -> tuple[float, ...]:
         """Of each stage, for what its neighbours send in both directions, of one microbatch."""
-        d, once_us = mesh.degrees, hop_us(self.job, self.cluster, mesh)
+        once_us = hop_us(self.job, self.cluster, d)
         if d.chunks > 1:  # the chunks go round, so each rank has both neighbours
             return (2 * once_us * d.chunks,) * d.pp
         return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
@@ -224,7 +241,7 @@ class ClusterSearch:
         return flops / (time_us * self.cluster.flops_per_us * self.cluster.gpus)
 
 
-def _quickest_first(plan: ClusterPlan) -> tuple[float, int, int, int, int]:
+def _quickest_first(plan: ClusterPlan) -> tuple[float, int, int, int, int, bool]:
     """Quickest first; of equals the mesh with least of what is hard to set up."""
     d = plan.mesh.degrees
-    return plan.time_us, d.pp, d.cp, d.tp, d.chunks
+    return plan.time_us, d.pp, d.cp, d.tp, d.chunks, d.is_split

@@ -13,7 +13,7 @@ import msgspec
 
 from remat.solver.cluster.held_bytes import GRADIENT_BYTES, WEIGHT_BYTES, border_bytes
 from remat.solver.cluster.job import Cluster, Job
-from remat.solver.cluster.mesh import Mesh
+from remat.solver.cluster.mesh import Degrees, Mesh
 from remat.solver.cluster.parts import Part
 
 UPDATE_BYTES = 28
@@ -52,11 +52,10 @@ def update_us(cluster: Cluster, mesh: Mesh, parameters: int) -> float:
     return UPDATE_BYTES * parameters / mesh.shard / cluster.bytes_per_us
 
 
-def hop_us(job: Job, cluster: Cluster, mesh: Mesh) -> float:
+def hop_us(job: Job, cluster: Cluster, d: Degrees) -> float:
     """To send a border to the next stage."""
-    d = mesh.degrees
     far = d.tp * d.cp * d.dp >= cluster.node_size
-    return cluster.links.send_us(border_bytes(job, mesh), far=far)
+    return cluster.links.send_us(border_bytes(job, d), far=far)
 
 
 def data_parallel_us(

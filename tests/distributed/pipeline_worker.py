@@ -233,7 +233,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "gpipe": lambda: compared("wide.json", schedule="GPipe"),
     "interleaved": lambda: compared("chunks.json", schedule="Interleaved1F1B"),
     "looped": lambda: compared("wide_chunks.json", schedule="LoopedBFS"),
-    "zero_bubble": lambda: compared("wide_chunks.json", schedule="InterleavedZeroBubble"),
+    "zero_bubble": lambda: compared("zero_bubble.json"),
     "zbv": lambda: compared("wide_chunks.json", schedule="ZBVZeroBubble"),
     "dualpipe": lambda: compared("wide_chunks.json", schedule="DualPipeV"),
     "sharded": lambda: sharded("pp2dp2.json"),

@@ -21,8 +21,9 @@ FACTORY = "tests.distributed.pipeline_models:decoder"
 PLANS = {
     "pp2.json": (2, 32, "4MiB", Asked(1, 1, 2, 4, 1, 1)),
     "wide.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 1, 1)),
-    "chunks.json": (2, 32, "4500KiB", Asked(1, 1, 2, 4, 2, 1)),
-    "wide_chunks.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 2, 1)),
+    "chunks.json": (2, 32, "4500KiB", Asked(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
+    "wide_chunks.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
+    "zero_bubble.json": (2, 32, "5MiB", Asked(1, 1, 2, 4, 2, 1, "InterleavedZeroBubble")),
     "pp2dp2.json": (4, 64, "3500KiB", Asked(1, 1, 2, 4, 1, 2)),
     "pp2dp2tp2.json": (8, 64, "2MiB", Asked(2, 1, 2, 4, 1, 2)),
     "pp1dp2.json": (2, 64, "5MiB", Asked(1, 1, 1, 4, 1, 2)),
@@ -123,7 +124,7 @@ SCHEDULES = ("gpipe", "interleaved", "looped", "zero_bubble", "zbv", "dualpipe")
 
 @pytest.fixture(scope="module")
 def schedules(planned: Planned) -> Found:
-    folder = planned("wide.json", "chunks.json", "wide_chunks.json")
+    folder = planned("wide.json", "chunks.json", "wide_chunks.json", "zero_bubble.json")
     return ranks("pipeline_worker.py", folder, 2, *SCHEDULES, limit_s=2 * LIMIT_S)
 
 

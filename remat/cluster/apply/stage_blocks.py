@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,15 +31,15 @@ from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.rewriting import module_for
 from remat.rewriter.stages.border import Arrival
 from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
+from remat.schedules.pipeline.holders import ACTIVATIONS, RUNNING
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.options import TURN
-from remat.solver.cluster.equal_blocks import EqualBlocks
+from remat.solver.cluster.equal_blocks import EqualBlocks, Limit
 from remat.solver.cluster.parts import Part, PartOption, part_of
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
-ACTIVATIONS, NEEDED = "saved activations", "while a block runs"
 """What a stage of a plan holds that its blocks' recomputation decides."""
 
 
@@ -174,12 +175,13 @@ def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float
 def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -> list[PartOption]:
     """An option for each of n blocks, those with most recomputation first."""
     stage = plan.stages[number]
-    moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[NEEDED]
+    moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[RUNNING]
     fixed = sum(stage.held_bytes.values()) - moving
     room = plan.budget_bytes - fixed - _saved_by_ends(plan, stage)
     table = EqualBlocks(part.options, sum(plan.layers_per_stage))
     try:
-        chosen = table.chosen(n, room, flight, _needed_by_ends(plan, stage))
+        limit = Limit(np.array([room]), flight)
+        chosen = table.chosen(n, [limit], _needed_by_ends(plan, stage))
     except ValueError as error:
         least = min(flight * n * o.saved_bytes + o.need_bytes for o in part.options)
         raise PlanError(
@@ -200,7 +202,7 @@ def _saved_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
 def _needed_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
     """What runs beside all that blocks save, in bytes; 0 where a block needs more."""
     by_blocks = max((_figures(plan, i).need_bytes for i in stage.schedules), default=0)
-    needed = stage.held_bytes[NEEDED]
+    needed = stage.held_bytes[RUNNING]
     return needed if needed > by_blocks else 0
 
 

@@ -35,7 +35,12 @@ def groups() -> Iterator[FakeGroups]:
 def block(tp: int, cp: int, groups: FakeGroups) -> TrainingGraph:
     built = chains.small_llama(batch=2, seq=SEQ // cp)
     chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
-    return block_graph_on_rank(chain, watch(chain), tp, cp, groups, "h100", LINKS)
+    graph, gradient = block_graph_on_rank(chain, watch(chain), tp, cp, groups, "h100", LINKS)
+    # Of what the block reads, which comes behind its parameters.
+    assert gradient == graph.outputs[-1]
+    border = graph.value_by_name[graph.ops[0].outputs[0]]
+    assert graph.value_by_name[gradient].size_bytes == border.size_bytes
+    return graph
 
 
 def collectives(graph: TrainingGraph) -> list[tuple[str, float]]:

@@ -14,6 +14,7 @@ from remat.cluster.planning import modelled_notes, plan_cluster
 from remat.cluster.request import ClusterRequest
 from remat.graph_capture.errors import PlanError
 from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
+from remat.schedules.pipeline.holders import FOR_WEIGHTS
 from remat.schedules.simulate import simulate
 from remat.solver.cluster.mesh import Asked, Degrees, Mesh
 
@@ -43,7 +44,7 @@ def test_the_file_speaks_torchtitans_words(planned: ClusterFile) -> None:
     mesh = planned.parallelism
     assert mesh.gpus == 8
     assert (mesh.tensor_parallel_degree, mesh.pipeline_parallel_degree) == (2, 2)
-    assert mesh.pipeline_parallel_schedule in ("1F1B", "Interleaved1F1B")
+    assert mesh.pipeline_parallel_schedule == "1F1B"
     assert sum(planned.layers_per_stage) == 4
     assert [path for stage in planned.stages for path in stage.blocks] == [
         f"layers.{i}" for i in range(4)
@@ -94,6 +95,20 @@ def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:
     again = remat(str(kept))
     assert again.exit_code == 0, again.stderr
     assert "mesh tp 2" in " ".join(again.stdout.split())
+
+
+def test_a_zero_bubble_is_planned_and_shown(tmp_path: Path) -> None:
+    kept = tmp_path / "cluster.json"
+    fixed = ["--tp", "1", "--pp", "2", "--chunks", "2", "--schedule", "InterleavedZeroBubble"]
+    done = remat(SMALL, *SIZES, *fixed, "-o", str(kept))
+    assert done.exit_code == 0, done.stderr
+    assert "InterleavedZeroBubble, 2 chunks a rank" in done.stdout
+    assert "for W" in done.stdout
+    plan = read_cluster_plan(kept.read_bytes())
+    for stage in plan.stages:
+        assert stage.held_bytes[FOR_WEIGHTS] > 0
+        assert stage.peak_bytes == pytest.approx(sum(stage.held_bytes.values()), rel=0.02)
+        assert all(cost.weight_us > 0 for cost in stage.costs)
 
 
 def test_runners_up_are_within_5_percent_as_replayed(planned: ClusterFile) -> None:
@@ -149,6 +164,11 @@ REFUSED = [
     ((SMALL, *SIZES, "--pp", "8"), "stages are at most 4 and have a microbatch each"),
     ((SMALL, *SIZES, "--pp", "1", "--chunks", "2"), "no mesh splits 8 GPUs and a batch of 16 x 32"),
     ((SMALL, *SIZES, "--batch", "17", "--pp", "2"), "a batch of 17 is not microbatches of 1 for 4"),
+    ((SMALL, *SIZES, "--schedule", "ZBVZeroBubble"), "'ZBVZeroBubble' is none that is planned"),
+    (
+        (SMALL, *SIZES, "--schedule", "1F1B", "--chunks", "2"),
+        "--schedule 1F1B is not for 2 chunks on each rank",
+    ),
     ((f"{CHAINS}:made", *SIZES), "for a cluster write it as def factory(batch=1, seq=8192)"),
 ]
 

@@ -12,11 +12,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import flop_registry
 
 from remat.rewriter.graphs.boxed import compile_boxed, compile_in_steps
 from remat.rewriter.split_backward.cut import split_graph
 from remat.rewriter.split_backward.dependencies import is_heavy, is_mark
 from remat.rewriter.split_backward.split_graphs import SplitGraphs
+from remat.solver.cluster.weights_later import is_product
 
 aten = torch.ops.aten
 N = 4
@@ -161,3 +163,13 @@ def test_parameters_cost_nothing_to_hold() -> None:
     results = backward.ending([weight, gradient])
     assert split_graph(results, [0], ["saved_1"]).held_bytes == 64 * 64 * 4
     assert split_graph(results, [0]).held_bytes == 2 * 64 * 64 * 4
+
+
+def test_a_planner_without_torch_knows_the_same_products() -> None:
+    for packet in flop_registry:
+        if not str(packet).startswith("aten."):
+            continue
+        assert is_product(f"{packet}.default"), packet
+    for packet in (aten.mul, aten.sum, aten._to_copy, aten.native_layer_norm_backward):
+        assert packet not in flop_registry
+        assert not is_product(f"{packet}.default")

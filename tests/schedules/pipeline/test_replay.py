@@ -8,9 +8,9 @@ import pytest
 
 from remat.cluster.torch_orders import torch_order
 from remat.graph_capture.errors import ScheduleError
-from remat.schedules.pipeline.actions import PipelineAction, parse_order
+from remat.schedules.pipeline.actions import PipelineAction, RankOrder, parse_order
 from remat.schedules.pipeline.replay import StageCosts, replay_pipeline
-from remat.solver.cluster.in_flight import chunks_in_flight
+from remat.solver.cluster.in_flight import chunks_in_flight, flights
 
 SEVEN = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2,
@@ -78,6 +78,47 @@ def test_as_many_microbatches_are_in_flight_as_the_planner_counts(
     counted = [chunks_in_flight(s, ranks, m, chunks) for s in range(ranks)]
     assert [rank.most_open for rank in found.ranks] == counted
     assert [rank.peak_bytes for rank in found.ranks] == [10 * k + 3 for k in counted]
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(2, 2), (2, 6), (3, 6), (4, 4), (4, 12), (8, 16)])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_as_many_wait_for_gradients_of_weights_as_the_planner_counts(
+    ranks: int, m: int, chunks: int
+) -> None:
+    for rank, order in enumerate(torch_order("InterleavedZeroBubble", ranks, m, chunks)):
+        counted = {
+            (round(one.saved * chunks), round(one.waiting * chunks))
+            for one in flights(rank, ranks, m, chunks, is_split=True)
+        }
+        assert fullest_of(order) == counted
+
+
+def fullest_of(order: RankOrder) -> set[tuple[int, int]]:
+    """Forwards that are open, and those that wait for W: where neither was more in another."""
+    opened = waiting = 0
+    found = set[tuple[int, int]]()
+    for together in order:
+        for action in together:
+            opened += action.kind == "F"
+            found.add((opened, waiting))
+            opened -= action.kind in ("B", "I")
+            waiting += (action.kind == "I") - (action.kind == "W")
+            found.add((opened, waiting))
+    return {one for one in found if not any(a >= one[0] and b >= one[1] for a, b in found - {one})}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_formula_of_interleaved_zero_bubbles_is_that_of_its_replay(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, chunks = rng.choice([2, 4, 8]), rng.choice([2, 3, 4])
+    m = ranks * rng.choice([1, 2, 4])
+    f, i, w = 1.0, rng.uniform(0.5, 2.5), rng.uniform(0, 1.5)
+    order = torch_order("InterleavedZeroBubble", ranks, m, chunks)
+    found = replay_pipeline(
+        order, [StageCosts(f / chunks, i / chunks, w / chunks)] * ranks * chunks
+    )
+    formula = m * (f + i + w) + (ranks - 1) / chunks * (f + i - min(f, i, w))
+    assert found.time_us == pytest.approx(formula)
 
 
 def test_gpipe_holds_all_microbatches_and_1f1b_one_for_each_stage_behind() -> None:

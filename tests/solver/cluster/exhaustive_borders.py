@@ -23,12 +23,17 @@ def exhaustive_time_us(times_us: npt.NDArray[np.float64], layers: int, microbatc
 
 
 def exhaustive_extra_us(
-    options: Sequence[PartOption], blocks: int, room_bytes: float, in_flight: int
+    options: Sequence[PartOption], blocks: int, limits: Sequence[tuple[float, float]]
 ) -> float:
-    """The least extra time of so many blocks in that room; inf where nothing fits."""
+    """The least extra time of so many blocks; inf where nothing fits.
+
+    Parameters
+    ----------
+    limits : rooms in bytes, each with the microbatches in flight.
+    """
     best = float("inf")
     for combo in itertools.combinations_with_replacement(options, blocks):
-        used = in_flight * sum(o.saved_bytes for o in combo) + max(o.need_bytes for o in combo)
-        if used <= room_bytes:
+        saved, need = sum(o.saved_bytes for o in combo), max(o.need_bytes for o in combo)
+        if all(in_flight * saved + need <= room_bytes for room_bytes, in_flight in limits):
             best = min(best, sum(o.extra_us for o in combo))
     return best

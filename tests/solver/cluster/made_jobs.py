@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.devices.device_links import stated_links
 from remat.solver.cluster.job import Cluster, Job, Weights
-from remat.solver.cluster.parts import Part, PartOption
+from remat.solver.cluster.parts import Part, PartOption, PartWork
+from remat.solver.cluster.weights_later import WeightsLater
 
 RATE = 989.4e6 * 0.7
 
@@ -39,9 +40,9 @@ class MadeParts:
         default_factory=set[tuple[Place, int, int, int]]
     )
 
-    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
-        return self.part(place, tp, cp, microbatch).work_us
+        return self.part(place, tp, cp, microbatch).work
 
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
@@ -58,4 +59,5 @@ class MadeParts:
             PartOption(9 * border, 9 * border, 0.2 * again),
             PartOption(border, 14 * border, again),
         )
-        return Part(products / 3 + 2 * moved, 2 * products / 3 + 2 * moved, options)
+        later = WeightsLater(products / 3, 10 * border) if place == "block" else WeightsLater()
+        return Part(products / 3 + 2 * moved, 2 * products / 3 + 2 * moved, options, "", later)

@@ -21,7 +21,7 @@ from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.over_ranks.fake_group import fake_ranks
 from remat.solver.cluster.job import Cluster, Job, Parts
 from remat.solver.cluster.mesh import Asked, all_degrees, all_states
-from remat.solver.cluster.parts import Part
+from remat.solver.cluster.parts import Part, PartWork
 from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 
 FOLDER = Path(__file__).with_name("stored")
@@ -62,7 +62,7 @@ class StoredPart(msgspec.Struct, frozen=True):
 
     place: Place
     degrees: tuple[int, int, int]
-    work_us: float
+    work: PartWork
     part: Part | None = None
 
 
@@ -94,9 +94,9 @@ class FromFile:
     def __post_init__(self) -> None:
         self.by_key = {(one.place, *one.degrees): one for one in self.parts}
 
-    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
-        return self.by_key[place, tp, cp, microbatch].work_us
+        return self.by_key[place, tp, cp, microbatch].work
 
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
@@ -113,17 +113,17 @@ class Recorder:
     """Parts that come from elsewhere, and what was asked of them."""
 
     source: Parts
-    works: dict[Key, float] = field(default_factory=dict[Key, float])
+    works: dict[Key, PartWork] = field(default_factory=dict[Key, PartWork])
     parts: dict[Key, Part] = field(default_factory=dict[Key, Part])
 
-    def work_us(self, place: Place, tp: int, cp: int, microbatch: int) -> float:
+    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
-        found = self.source.work_us(place, tp, cp, microbatch)
+        found = self.source.work(place, tp, cp, microbatch)
         return self.works.setdefault((place, tp, cp, microbatch), found)
 
     def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
-        self.work_us(place, tp, cp, microbatch)
+        self.work(place, tp, cp, microbatch)
         found = self.source.part(place, tp, cp, microbatch)
         return self.parts.setdefault((place, tp, cp, microbatch), found)
 
@@ -153,8 +153,8 @@ def _captured(wanted: Wanted) -> StoredJob:
         run: Callable[[ClusterSearch], object] = all_plans if wanted.is_full else _pruned
         run(search)
     parts = tuple(
-        StoredPart(key[0], key[1:], work_us, _figures(recorder.parts.get(key)))
-        for key, work_us in sorted(recorder.works.items())
+        StoredPart(key[0], key[1:], work, _figures(recorder.parts.get(key)))
+        for key, work in sorted(recorder.works.items())
     )
     return StoredJob(job, cluster, request.asked, parts)
 

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from remat.graph_capture.cluster.chain_shape import Place
+from remat.schedules.pipeline.holders import FOR_WEIGHTS
 from remat.solver.cluster.mesh import (
+    SCHEDULES,
     Asked,
     Mesh,
     all_degrees,
@@ -134,6 +136,27 @@ def test_more_room_is_never_slower() -> None:
 
 def test_nothing_fits_is_an_empty_list() -> None:
     assert search_of(8, budget_gib=1).run() == []
+
+
+def test_a_zero_bubble_is_shorter_and_holds_what_waits_for_weights() -> None:
+    found: dict[str, ClusterPlan] = {}
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        asked = Asked(tp=2, cp=1, pp=8, microbatch=1, chunks=2, schedule=name)
+        search = search_of(64, 48, 64, 40, asked)
+        found[name] = search.run()[0]
+        assert found[name].mesh.degrees.schedule == name
+        stages = search.stages(found[name])
+        assert all((FOR_WEIGHTS in s.held_bytes) == (name == SCHEDULES[2]) for s in stages)
+        assert all(stage.peak_bytes <= search.cluster.budget_bytes for stage in stages)
+    assert found["InterleavedZeroBubble"].time_us < found["Interleaved1F1B"].time_us
+
+
+def test_a_schedule_that_is_asked_for_is_the_only_one() -> None:
+    for name in SCHEDULES:
+        search = search_of(16, asked=Asked(pp=4, schedule=name))
+        degrees = list(all_degrees(search.job, search.cluster, search.asked))
+        assert {d.schedule for d in degrees} == {name}
+        assert {d.chunks == 1 for d in degrees} == {name == "1F1B"}
 
 
 def test_without_overlap_a_step_is_longer() -> None:

@@ -57,7 +57,7 @@ def _evenly_us(search: ClusterSearch, plan: ClusterPlan) -> float:
     """The pipeline with as many blocks on each stage, by the formula."""
     d = plan.mesh.degrees
     tables = search.stage_tables(plan.mesh)
-    waits = search._waits_us(plan.mesh)
+    waits = search._waits_us(d)
     blocks = search.job.layers // d.pp
     times = [float(t.times_us[blocks]) + w for t, w in zip(tables, waits, strict=True)]
     return sum(times) + (d.microbatches - 1) * max(times) + plan.time_us - plan.pipeline_us
