@@ -19,6 +19,7 @@ from remat.rewriter.graphs.emitter import placeholder_like
 from remat.rewriter.graphs.handed_over import hand_over
 from remat.rewriter.split_backward.dependencies import Dependencies, Storage, is_mark
 from remat.rewriter.split_backward.least_held import ops_run_early
+from remat.rewriter.split_backward.live_bytes import SplitBytes, most_live_bytes
 from remat.rewriter.split_backward.split_graphs import SplitGraphs
 
 
@@ -58,6 +59,7 @@ class _BackwardCut:
         self.nodes = [n for n in backward.graph.nodes if n.op != "output" and not is_mark(n)]
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
+        self.resident_names = frozenset(resident)
         self.resident = self._storages(
             n for n in self.nodes if n.op == "get_attr" or n.name in resident
         )
@@ -68,13 +70,19 @@ class _BackwardCut:
         used = {a for one in late for node in one.ops for a in node.all_input_nodes}
         used |= {one.result for one in late}
         carried = [n for n in self.nodes if n in early and n in used and n.op != "get_attr"]
+        inputs = self._inputs(early, carried)
+        weights = self._weights(carried, [n for n in used if n.op == "get_attr"], late)
         held = self._storages(carried) - self.resident
         return SplitGraphs(
-            inputs=self._inputs(early, carried),
-            weights=self._weights(carried, [n for n in used if n.op == "get_attr"], late),
+            inputs=inputs,
+            weights=weights,
             n_results=len(self.results),
             places=tuple(self.weights),
-            held_bytes=sum(map(self.facts.bytes_of, held)),
+            live=SplitBytes(
+                most_live_bytes(inputs, self.resident_names),
+                sum(map(self.facts.bytes_of, held)),
+                most_live_bytes(weights, self.resident_names),
+            ),
             reads_tangents=any(is_tangent(node) for node, _ in held),
         )
 
@@ -159,7 +167,7 @@ class _BackwardCut:
             final = copies[one.result]
             if not lent.isdisjoint(self.facts.storages[one.result]):
                 final = graph.call_function(torch.ops.aten.clone.default, (final,))
-                final.meta = dict(one.result.meta)
+                final.meta = one.result.meta | {"val": one.result.meta["val"].clone()}
             graph.call_function(hand_over, (one.places, (final,) * len(one.places)))
             for place in one.places:
                 results[place] = final

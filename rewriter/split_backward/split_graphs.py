@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from remat.rewriter.split_backward.live_bytes import SplitBytes
+
 
 @dataclass(frozen=True)
 class SplitGraphs:
@@ -17,7 +19,7 @@ class SplitGraphs:
         weights, then what it carries to W.
     weights : W. It takes what is carried, and hands over gradients where `hand_over` marks it.
     n_results : of backward. places : of the results that W makes.
-    held_bytes : of what is carried, parameters apart.
+    live : bytes of both, of one microbatch.
     reads_tangents : whether W reads a gradient that backward is given.
     """
 
@@ -25,5 +27,5 @@ class SplitGraphs:
     weights: fx.GraphModule
     n_results: int
     places: tuple[int, ...]
-    held_bytes: int
+    live: SplitBytes
     reads_tangents: bool

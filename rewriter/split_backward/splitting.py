@@ -25,13 +25,13 @@ class SplitBackward:
 
     Attributes
     ----------
-    held_bytes : that one microbatch holds from I to W, parameters apart.
+    live : by path of each block, what one microbatch has live in it.
     """
 
     def __init__(self, blocks: dict[str, RematModule], codes: dict[str, SplitCode]) -> None:
         self._blocks = list(blocks.values())
         self._queue = WeightsQueue()
-        self.held_bytes = sum(code.graphs.held_bytes for code in codes.values())
+        self.live = {path: code.graphs.live for path, code in codes.items()}
         for path, block in blocks.items():
             type(block)._remat_split = StepSplit(codes[path], self._queue)
 

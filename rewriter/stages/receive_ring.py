@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
+from remat.rewriter.split_backward.live_bytes import SplitBytes
 from remat.rewriter.user_module.module import RematModule
 
 ReceiveInfos = Mapping[int, Sequence[Any]]
@@ -22,13 +24,13 @@ class RingStage(PipelineStage):
 
     Attributes
     ----------
-    inputs, gradients : buffers of each; 0 for one a microbatch. for_weights_bytes : held from a
-        microbatch's gradients of inputs to those of weights, where they are made apart.
+    inputs, gradients : buffers of each; 0 for one a microbatch. split : by path of each block whose
+        gradients of weights are made apart, what it has live.
     """
 
     inputs: int = 0
     gradients: int = 0
-    for_weights_bytes: int = 0
+    split: Mapping[str, SplitBytes] = MappingProxyType({})
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)

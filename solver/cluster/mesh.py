@@ -135,7 +135,8 @@ def _with_chunks(
     for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
         if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
             continue
-        for is_split in (False, True) if chunks > 1 else (False,):
+        # Backward of a block over DTensors is not split (`rewriter/split_backward/splitting.py`).
+        for is_split in (False, True) if chunks > 1 and tp == 1 else (False,):
             found = Degrees(tp, cp, pp, dp, microbatch, m, chunks, is_split)
             if pp == 1 or asked.allows(schedule=found.schedule):
                 yield found

@@ -17,8 +17,8 @@ try:
 except ImportError:
     _numba = None
 
-IS_COMPILED = _numba is not None
-"""Whether decorated functions run as machine code."""
+IS_COMPILED = hasattr(_numba, "njit")
+"""Whether decorated functions run as machine code. A folder of that name is no Numba."""
 
 
 def compiled(function: Function) -> Function:

@@ -109,6 +109,9 @@ def compared(plan: str, seed: int = 0, **how: Any) -> Found:
         "same": same, "n": len(found), "predicted_bytes": fast.peak_bytes,
         "measured_bytes": peak_bytes(fast), "overhead": fast.overhead, "checks": fast.checks,
         "received_bytes": [stage.received_bytes for stage in fast.schedule.stages],
+        "for_weights_bytes": [
+            sum(one.held for one in stage.split.values()) for stage in fast.schedule.stages
+        ],
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ PLANS = {
     "wide.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 1, 1)),
     "chunks.json": (2, 32, "4500KiB", Asked(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
     "wide_chunks.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
-    "zero_bubble.json": (2, 32, "5MiB", Asked(1, 1, 2, 4, 2, 1, "InterleavedZeroBubble")),
+    "zero_bubble.json": (2, 32, "6MiB", Asked(1, 1, 2, 4, 2, 1, "InterleavedZeroBubble")),
     "pp2dp2.json": (4, 64, "3500KiB", Asked(1, 1, 2, 4, 1, 2)),
     "pp2dp2tp2.json": (8, 64, "2MiB", Asked(2, 1, 2, 4, 1, 2)),
     "pp1dp2.json": (2, 64, "5MiB", Asked(1, 1, 1, 4, 1, 2)),
@@ -134,8 +134,8 @@ def test_all_schedules_have_eagers_bits(schedules: Found, case: str) -> None:
     for one in (found[case] for found in schedules):
         assert one["same"]
         assert one["n"] > 40
-        # What the split backward holds varies with where a schedule's peak lies.
-        within = 0.01 if case in ("gpipe", "interleaved", "looped") else 0.03
+        # Between two stages of a rank, as a V has them, nothing is received; that is not counted.
+        within = 0.03 if case in ("zbv", "dualpipe") else 0.01
         assert one["measured_bytes"] == pytest.approx(one["predicted_bytes"], rel=within)
 
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from remat.rewriter.split_backward.live_bytes import SplitBytes
+
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Of one block: saved for each open microbatch, needed beside that, and gradients."""
+    """Of one block: saved for each open microbatch, needed beside that, and gradients.
+
+    Attributes
+    ----------
+    split : where gradients of weights are made apart, what the parts of backward have live.
+    """
 
     saved: int
     need: int
     gradients: int
+    split: SplitBytes | None = None
+
+    @property
+    def held(self) -> int:
+        """What one microbatch holds until the gradients of weights."""
+        return 0 if self.split is None else self.split.held
 
 
 NO_BYTES = BlockBytes(0, 0, 0)

@@ -49,7 +49,8 @@ def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
         output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
         dw_builder=None if split is None else split.dw_builder,
     )  # fmt: skip
-    made.for_weights_bytes = 0 if split is None else split.held_bytes
+    if split is not None:
+        made.split = split.live
     return made
 
 

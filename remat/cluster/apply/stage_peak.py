@@ -2,14 +2,16 @@
 
 Live at once, beside parameters and receive buffers: what each open microbatch saves; the block that
 runs; gradients, from when a stage's first backward makes them; a gradient that is being sent. What
-a block saves and needs is what the judge of schedules finds for it (`simulate`).
+a block saves and needs is what the judge of schedules finds for it (`simulate`). Where gradients of
+weights are made apart, each part of backward has live what its code does, and what is between them
+is held.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -38,7 +40,6 @@ class StageBytes:
     held: int
     sent: int
     keeps_all: bool
-    for_weights: int
     first: BlockBytes
     last: BlockBytes
 
@@ -52,15 +53,54 @@ class StageBytes:
         """All of it, in the order of forward."""
         return self.first, *self.blocks, self.last
 
-    def runs(self, *, makes_gradients: bool, backward: bool) -> int:
-        """The most that one microbatch has live while it runs here."""
+    @property
+    def for_weights(self) -> int:
+        """Of one microbatch that waits for its gradients of weights."""
+        return sum(block.held for block in self.blocks)
+
+    def gradients(self, *, apart: bool) -> int:
+        """Of the parts whose gradients of weights are made apart, or of the others."""
+        return sum(p.gradients for p in self.parts if (p.split is not None) == apart)
+
+    def forward(self) -> int:
+        """The most that one microbatch has live in its forward here."""
         peak = saved = 0
-        made = sum(part.gradients for part in self.parts) if makes_gradients and backward else 0
         for part in self.parts:
             saved += part.saved
-            made -= part.gradients if makes_gradients and backward else 0
-            peak = max(peak, saved + part.need + made)
+            peak = max(peak, saved + part.need)
         return peak + self.held
+
+    def backward(self, *, makes_gradients: bool) -> int:
+        """The same in its backward, or in the gradients of its inputs.
+
+        Parameters
+        ----------
+        makes_gradients : whether none are there yet. Each block behind has made its own.
+        """
+        peak = saved = 0
+        made = self.gradients(apart=False) if makes_gradients else 0
+        later = self.for_weights
+        for part in self.parts:
+            later -= part.held
+            if part.split is None:
+                made -= part.gradients * makes_gradients
+                runs = part.saved + part.need
+            else:
+                runs = part.split.inputs
+            peak = max(peak, saved + runs + made + later)
+            saved += part.saved
+        return peak + self.held
+
+    def weights(self, *, makes_gradients: bool) -> int:
+        """The same in its gradients of weights, which come from the last block to the first."""
+        peak = made = 0
+        later = self.for_weights
+        for part in reversed(self.blocks):
+            if part.split is not None:
+                later -= part.held
+                peak = max(peak, later + part.split.weights + made)
+                made += part.gradients * makes_gradients
+        return peak
 
 
 def peak_of_order(order: RankOrder, stages: dict[int, StageBytes]) -> int:
@@ -76,36 +116,40 @@ class _Live:
     Attributes
     ----------
     open_ones : between forward and backward. done : how many are behind the latter, by stage.
-    waiting : how many wait for their gradients of weights.
+    finished : how many have their gradients of weights.
     """
 
     stages: dict[int, StageBytes]
     open_ones: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     done: Counter[int] = field(default_factory=Counter[int])
-    waiting: Counter[int] = field(default_factory=Counter[int])
+    finished: Counter[int] = field(default_factory=Counter[int])
 
     def during(self, action: PipelineAction) -> int:
         """What is live while an action runs; notes what it leaves."""
-        stage, kind, microbatch = action
-        is_backward = kind in ("B", "I")
-        self.open_ones.discard((stage, microbatch))
+        number, kind, microbatch = action
+        stage = self.stages[number]
+        self.open_ones.discard((number, microbatch))
         live = sum(self.stages[s].saved for s, _ in self.open_ones)
         live += sum(self._left(s, one) for s, one in self.stages.items())
-        if kind != "W":
-            is_new = not self.done[stage]
-            live += self.stages[stage].runs(makes_gradients=is_new, backward=is_backward)
         if kind == "F":
-            self.open_ones.add((stage, microbatch))
-        self.done[stage] += is_backward
-        self.waiting[stage] += (kind == "I") - (kind == "W")
+            live += stage.forward()
+            self.open_ones.add((number, microbatch))
+        elif kind == "W":
+            # Its own waiting is in what it runs with.
+            live += stage.weights(makes_gradients=not self.finished[number]) - stage.for_weights
+        else:
+            live += stage.backward(makes_gradients=not self.done[number])
+        self.done[number] += kind in ("B", "I")
+        self.finished[number] += kind in ("B", "W")
         return live
 
     def _left(self, number: int, stage: StageBytes) -> int:
         """What microbatches have left that are done."""
-        done = self.done[number]
-        gradients = sum(part.gradients for part in stage.parts) if done else 0
+        done, finished = self.done[number], self.finished[number]
+        gradients = stage.gradients(apart=False) if done else 0
+        gradients += stage.gradients(apart=True) if finished else 0
         sent = stage.sent * (done if stage.keeps_all else min(done, 1))
-        return gradients + sent + stage.for_weights * self.waiting[number]
+        return gradients + sent + stage.for_weights * (done - finished)
 
 
 def parameter_bytes(modules: Sequence[nn.Module]) -> int:
@@ -150,14 +194,14 @@ def _stage_bytes(
     blocks = [
         BlockBytes(
             parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
-            parts.bytes.gradients[path],
+            parts.bytes.gradients[path], one.split.get(path),
         )
         for path in parts.asked.layers[one.stage_index]
     ]  # fmt: skip
     if not is_last:
         # The gradient that the last block reads is a receive buffer.
         *others, end = blocks
-        blocks = [*others, BlockBytes(end.saved, end.need - border, end.gradients)]
+        blocks = [*others, _reading_a_buffer(end, border)]
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
     of_first = parts.bytes.gradients[BEFORE]
@@ -165,6 +209,12 @@ def _stage_bytes(
     keeps_all = parts.asked.schedule not in ONE_STAGE
     sent = border * (not is_first) + border * (keeps_all and not is_last)
     return StageBytes(
-        tuple(blocks), held, sent, keeps_all, one.for_weights_bytes,
+        tuple(blocks), held, sent, keeps_all,
         first if is_first else NO_BYTES, parts.bytes.behind if is_last else NO_BYTES,
     )  # fmt: skip
+
+
+def _reading_a_buffer(end: BlockBytes, border: int) -> BlockBytes:
+    """A block whose given gradient is counted elsewhere."""
+    split = end.split and replace(end.split, inputs=end.split.inputs - border)
+    return replace(end, need=end.need - border, split=split)

@@ -166,6 +166,10 @@ REFUSED = [
     ((SMALL, *SIZES, "--batch", "17", "--pp", "2"), "a batch of 17 is not microbatches of 1 for 4"),
     ((SMALL, *SIZES, "--schedule", "ZBVZeroBubble"), "'ZBVZeroBubble' is none that is planned"),
     (
+        (SMALL, *SIZES, "--schedule", "InterleavedZeroBubble"),
+        "no tensor parallel ranks share: give --tp 1",
+    ),
+    (
         (SMALL, *SIZES, "--schedule", "1F1B", "--chunks", "2"),
         "--schedule 1F1B is not for 2 chunks on each rank",
     ),

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-import random
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from remat.rewriter.graphs.boxed import compile_boxed, compile_in_steps
@@ -19,34 +14,9 @@ from remat.rewriter.split_backward.cut import split_graph
 from remat.rewriter.split_backward.dependencies import is_heavy, is_mark
 from remat.rewriter.split_backward.split_graphs import SplitGraphs
 from remat.solver.cluster.weights_later import is_product
+from tests.rewriter.split_backward.made_backward import Backward, N, at_random
 
 aten = torch.ops.aten
-N = 4
-
-
-class Backward:
-    """Writes a backward graph whose inputs are square matrices, all but the last one saved."""
-
-    def __init__(self, n_inputs: int, size: int = N) -> None:
-        self.graph, self.mode = fx.Graph(), FakeTensorMode()
-        self.inputs = [
-            self.graph.placeholder(f"saved_{i}" if i < n_inputs - 1 else "tangents_1")
-            for i in range(n_inputs)
-        ]
-        with self.mode:
-            for node in self.inputs:
-                node.meta["val"] = torch.empty(size, size)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        fakes: Any = pytree.tree_map_only(fx.Node, lambda one: one.meta["val"], args)
-        with self.mode:
-            node.meta["val"] = target(*fakes, **kwargs)
-        return node
-
-    def ending(self, results: Iterable[fx.Node | None]) -> fx.GraphModule:
-        self.graph.output(tuple(results))
-        return fx.GraphModule(nn.Module(), self.graph)
 
 
 def whole(backward: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor | None]:
@@ -64,34 +34,6 @@ def in_two(graphs: SplitGraphs, inputs: list[Tensor]) -> list[Tensor | None]:
             for place, gradient in zip(places, gradients, strict=True):
                 found[place] = gradient.clone()
     return found
-
-
-def at_random(seed: int) -> tuple[fx.GraphModule, list[int]]:
-    """Products, views, sums and writes in place, in any order; and which results are weights'."""
-    rng, backward = random.Random(seed), Backward(4)
-    made = list(backward.inputs)
-    owned: list[fx.Node] = []
-    for _ in range(rng.randint(4, 24)):
-        one, other = rng.choice(made), rng.choice(made)
-        kind = rng.choice(["mm", "mul", "t", "add_", "view", "copy_", "split"])
-        if kind in ("add_", "copy_") and owned:
-            one = rng.choice(owned)
-            target = aten.add_.Tensor if kind == "add_" else aten.copy_.default
-            # Torch writes to no tensor from a view of it in another order.
-            made.append(backward.call(target, one, backward.call(aten.clone.default, other)))
-        elif kind == "t":
-            made.append(backward.call(aten.t.default, one))
-        elif kind == "view":
-            made.append(backward.call(aten.reshape.default, one, [N, N]))
-        elif kind == "split":
-            parts = backward.call(aten.unbind.int, backward.call(aten.stack.default, [one, other]))
-            made.append(backward.call(operator.getitem, parts, 1))
-        else:
-            target = aten.mm.default if kind == "mm" else aten.mul.Tensor
-            made.append(backward.call(target, one, other))
-            owned.append(made[-1])
-    results = [rng.choice([None, *made[1:]]) for _ in range(rng.randint(2, 6))]
-    return backward.ending(results), rng.sample(range(len(results)), rng.randint(1, len(results)))
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -137,7 +79,7 @@ def test_what_is_cast_for_a_product_is_held_in_half_precision() -> None:
     other = backward.call(aten._to_copy.default, backward.inputs[2], dtype=torch.bfloat16)
     product = backward.call(aten.mm.default, half, other)
     graphs = split_graph(backward.ending([product, gradient]), [0], ["saved_1"])
-    assert graphs.held_bytes == 2 * 64 * 64 * 2
+    assert graphs.live.held == 2 * 64 * 64 * 2
     assert {half.name, other.name} <= names(graphs.inputs)
     assert not graphs.reads_tangents
     assert [n.name for n in graphs.weights.graph.nodes if is_heavy(n)] == [product.name]
@@ -147,12 +89,12 @@ def test_a_small_sum_is_made_early_and_only_where_that_frees_what_it_sums() -> N
     backward, x, gradient = chain()
     bias = backward.call(aten.sum.dim_IntList, backward.inputs[2], [0])
     graphs = split_graph(backward.ending([bias, gradient]), [0], ["saved_1"])
-    assert graphs.held_bytes == 64 * 4
+    assert graphs.live.held == 64 * 4
     backward, x, gradient = chain()
     bias = backward.call(aten.sum.dim_IntList, backward.inputs[2], [0])
     weight = backward.call(aten.mm.default, x, backward.inputs[2])
     graphs = split_graph(backward.ending([bias, weight, gradient]), [0, 1], ["saved_1"])
-    assert graphs.held_bytes == 2 * 64 * 64 * 4
+    assert graphs.live.held == 2 * 64 * 64 * 4
     assert bias.name in names(graphs.weights)
     assert graphs.reads_tangents
 
@@ -161,8 +103,8 @@ def test_parameters_cost_nothing_to_hold() -> None:
     backward, x, gradient = chain()
     weight = backward.call(aten.mm.default, x, backward.inputs[1])
     results = backward.ending([weight, gradient])
-    assert split_graph(results, [0], ["saved_1"]).held_bytes == 64 * 64 * 4
-    assert split_graph(results, [0]).held_bytes == 2 * 64 * 64 * 4
+    assert split_graph(results, [0], ["saved_1"]).live.held == 64 * 64 * 4
+    assert split_graph(results, [0]).live.held == 2 * 64 * 64 * 4
 
 
 def test_a_planner_without_torch_knows_the_same_products() -> None:

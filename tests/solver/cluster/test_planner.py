@@ -141,7 +141,7 @@ def test_nothing_fits_is_an_empty_list() -> None:
 def test_a_zero_bubble_is_shorter_and_holds_what_waits_for_weights() -> None:
     found: dict[str, ClusterPlan] = {}
     for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        asked = Asked(tp=2, cp=1, pp=8, microbatch=1, chunks=2, schedule=name)
+        asked = Asked(tp=1, cp=1, pp=8, microbatch=1, chunks=2, schedule=name)
         search = search_of(64, 48, 64, 40, asked)
         found[name] = search.run()[0]
         assert found[name].mesh.degrees.schedule == name
@@ -157,6 +157,7 @@ def test_a_schedule_that_is_asked_for_is_the_only_one() -> None:
         degrees = list(all_degrees(search.job, search.cluster, search.asked))
         assert {d.schedule for d in degrees} == {name}
         assert {d.chunks == 1 for d in degrees} == {name == "1F1B"}
+        assert {d.tp == 1 for d in degrees if d.is_split} <= {True}
 
 
 def test_without_overlap_a_step_is_longer() -> None:
