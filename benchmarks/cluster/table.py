@@ -27,22 +27,13 @@ def table(kept: dict[str, Any]) -> str:
 def _row(name: str, facts: dict[str, Any]) -> str:
     ours, free = facts["on_its_mesh"], facts.get("free")
     cells = [name, _mesh(ours), _published(facts), _ours(facts)]
-    cells += (
-        [_mesh(free) + _apart(free) + _doubt(free), f"{free['step_s']:.2f} s"]
-        if free
-        else ["-", "-"]
-    )
+    cells += [_mesh(free) + _doubt(free), f"{free['step_s']:.2f} s"] if free else ["-", "-"]
     return f"| {' | '.join(cells)} |"
 
 
 def _mesh(one: dict[str, Any] | None) -> str:
     """``8·1·35·1``: tp, cp, pp, dp."""
     return "-" if one is None else "·".join(str(one[name]) for name in ("tp", "cp", "pp", "dp"))
-
-
-def _apart(free: dict[str, Any]) -> str:
-    """Said where gradients of weights are made apart."""
-    return " zb" if "ZeroBubble" in free["mesh"] else ""
 
 
 def _doubt(free: dict[str, Any]) -> str:
