@@ -28,6 +28,7 @@ from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
 from remat.solver.bounds.windows import Windows
+from remat.solver.cuts.from_above import take_from_above
 from remat.solver.cuts.starts import take_segments
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.local_search.exchange import take_exchanges
@@ -126,6 +127,8 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     is_repaired = take_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
     if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
+    if search.best is None:
+        take_from_above(search, plain)
     if not is_repaired and search.best is None:
         take_climbed(search, first)
     if not has_start:
