@@ -28,7 +28,7 @@ MOST_STAGES = 8
 """More are not shown one by one: the first and last ones, and one of the middle."""
 HELD = {
     STATES: "OS", PARAMETERS: "P", GRADIENTS: "G", BORDERS: "borders", ACTIVATIONS: "saved",
-    FOR_WEIGHTS: "for W", RUNNING: "running",
+    FOR_WEIGHTS: "for W", RUNNING: "runs",
 }  # fmt: skip
 """Columns of bytes."""
 

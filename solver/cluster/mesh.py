@@ -130,7 +130,7 @@ def _is_context(job: Job, asked: Asked, tp: int, cp: int) -> bool:
 def _with_chunks(
     job: Job, asked: Asked, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
 ) -> Iterator[Degrees]:
-    if m < pp or (pp == 1 and not asked.allows(chunks=1)):
+    if m < pp or (pp == 1 and not asked.allows(chunks=1, schedule="")):
         return
     for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
         if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
@@ -138,7 +138,7 @@ def _with_chunks(
         # Backward of a block over DTensors is not split (`rewriter/split_backward/splitting.py`).
         for is_split in (False, True) if chunks > 1 and tp == 1 else (False,):
             found = Degrees(tp, cp, pp, dp, microbatch, m, chunks, is_split)
-            if pp == 1 or asked.allows(schedule=found.schedule):
+            if asked.allows(schedule=found.schedule):
                 yield found
 
 

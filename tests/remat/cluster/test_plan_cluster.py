@@ -173,6 +173,7 @@ REFUSED = [
         (SMALL, *SIZES, "--schedule", "1F1B", "--chunks", "2"),
         "--schedule 1F1B is not for 2 chunks on each rank",
     ),
+    ((SMALL, *SIZES, "--schedule", "1F1B", "--pp", "1"), "no mesh splits 8 GPUs and a batch of 16"),
     ((f"{CHAINS}:made", *SIZES), "for a cluster write it as def factory(batch=1, seq=8192)"),
 ]
 

@@ -158,6 +158,8 @@ def test_a_schedule_that_is_asked_for_is_the_only_one() -> None:
         assert {d.schedule for d in degrees} == {name}
         assert {d.chunks == 1 for d in degrees} == {name == "1F1B"}
         assert {d.tp == 1 for d in degrees if d.is_split} <= {True}
+        search = search_of(16, asked=Asked(schedule=name))
+        assert {d.schedule for d in all_degrees(search.job, search.cluster, search.asked)} == {name}
 
 
 def test_without_overlap_a_step_is_longer() -> None:

@@ -61,9 +61,16 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     assert bool(tried) is is_tried
 
 
-@pytest.mark.parametrize("has_segments", [True, False])
-def test_a_long_repair_waits_for_them_and_goes_on_where_they_find_nothing(
-    has_segments: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        ((), [False]),
+        (("take_segments",), [False]),
+        (("take_segments", "take_from_above"), [False, True]),
+    ],
+)
+def test_a_long_repair_waits_for_others_and_goes_on_where_they_find_nothing(
+    left_out: tuple[str, ...], expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repaired: list[bool] = []
     repair_from = cut.repair_from
@@ -75,11 +82,11 @@ def test_a_long_repair_waits_for_them_and_goes_on_where_they_find_nothing(
     monkeypatch.setattr(cut, "repair_from", noted)
     monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
-    if not has_segments:
-        monkeypatch.setattr(cut, "take_segments", lambda _: None)
+    for name in left_out:
+        monkeypatch.setattr(cut, name, lambda *_: None)
     graph = chain(30)
     search = Search(graph, budget_of(graph, 60), "cut")
     cut.begin(search, store_all_state(search.problem), 1e-3)
-    assert repaired == [False] if has_segments else repaired == [False, True]
+    assert repaired == expected
     assert search.best is not None
     assert simulate(graph, search.best).peak_bytes <= search.budget_bytes
