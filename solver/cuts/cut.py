@@ -110,8 +110,9 @@ class Cut:
 def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
     """The best single cut: its bound, and schedules from it; None where nothing fits.
 
-    With `has_start` there is a schedule to improve on, and one more will do. None as well where the
-    time ends on a large graph, after a first bound: all else takes long there.
+    With `has_start` there is a schedule to improve on, or other starts come behind, and one more
+    will do. None as well where the time ends on a large graph, after a first bound: all else takes
+    long there.
     """
     search.say("choosing where to cut")
     place = best_cut(search, plain)
@@ -128,8 +129,8 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
     if search.best is None:
-        take_from_above(search, plain)
-    if not is_repaired and search.best is None:
+        take_from_above(search, plain, is_patient=not has_start)
+    if not is_repaired and search.best is None and not has_start:
         take_climbed(search, first)
     if not has_start:
         take_targets(search, place, gap)

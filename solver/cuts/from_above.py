@@ -19,7 +19,13 @@ from remat.solver.local_search.repair import Repair, fill
 from remat.solver.search import Search
 from remat.solver.sequence import ops_of, recomputed_by_stage
 from remat.solver.state import State
-from remat.solver.stopping import FIRST_DESCENT, FROM_ABOVE, FROM_ABOVE_REPAIR, LAST_DESCENT
+from remat.solver.stopping import (
+    FIRST_DESCENT,
+    FROM_ABOVE,
+    FROM_ABOVE_REPAIR,
+    LAST_DESCENT,
+    SOON_DESCENT,
+)
 
 STEP, LEAST_STEP, NEXT_STEP = 1 / 4, 1 / 32, 1 / 16
 """Of the way from the peak to the budget: the first step, which is halved where repair cannot
@@ -28,12 +34,13 @@ POWERS = (0.6, 1.0)
 WORKERS = 2
 
 
-def take_from_above(search: Search, plain: State) -> None:
+def take_from_above(search: Search, plain: State, *, is_patient: bool) -> None:
     """Offer a schedule that comes down to the budget, if the way does not end before.
 
     Parameters
     ----------
-    plain : keeps everything.
+    plain : keeps everything. is_patient : try long where the way is hard; else it ends soon, for
+        other starts to come first.
     """
     prove_nothing_fits(search)
     end_s = search.left_s - FROM_ABOVE.of(search.left_s)
@@ -52,7 +59,7 @@ def take_from_above(search: Search, plain: State) -> None:
             state, level_bytes = _improved(search, found, below_bytes, effort), below_bytes
         elif step > LEAST_STEP:
             step /= 2
-        elif effort < LAST_DESCENT.most:
+        elif effort < (LAST_DESCENT if is_patient else SOON_DESCENT).most:
             effort, step = 2 * effort, NEXT_STEP
             state = _improved(search, state, level_bytes, effort)
         else:

@@ -20,9 +20,10 @@ from remat.solver.cuts.cut import (
     take_targets,
     targets,
 )
+from remat.solver.cuts.from_above import take_from_above
 from remat.solver.search import Search
 from remat.solver.state import State
-from remat.solver.stopping import CUTS, FIRST_CUT_NODES, RELAXED
+from remat.solver.stopping import CUTS, FIRST_CUT_NODES, FIRST_REPAIRS, RELAXED
 
 NEARLY_ALL = 0.9
 """Part of what all windows say together."""
@@ -41,8 +42,12 @@ def begin_windows(
     lazy = begin(search, plain, gap, has_start=has_start or has_several)
     if lazy is None:
         return None
-    if has_several and _say_more(search, windows, lazy, gap):
+    is_best = has_several and _say_more(search, windows, lazy, gap)
+    if is_best:
         _take_relaxed(search, windows, gap)
+    if has_several and search.best is None:
+        take_from_above(search, plain, is_patient=True)
+    if is_best:
         return windows
     if has_several and not has_start:
         take_targets(search, lazy.cuts[0], gap)
@@ -65,7 +70,8 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
             return False
         search.say(f"{len(windows.parts)} windows of cuts")
         limits = limits_of(search, windows, gap, search.gap, FIRST_CUT_NODES)
-        take_climbed(search, windows.climb(replace(limits, time_limit_s=CUTS.of(search.left_s))))
+        climbed = windows.climb(replace(limits, time_limit_s=CUTS.of(search.left_s)))
+        take_climbed(search, climbed, FIRST_REPAIRS.from_now(search.work))
     return windows.bound_us > lazy.bound_us
 
 
@@ -77,4 +83,4 @@ def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
         search.say(f"start of windows for {target_bytes} bytes")
         start = windows.relaxed_start(target_bytes, RELAXED.of(search.left_s))
         if start is not None:
-            repair_from(search, start)
+            repair_from(search, start, FIRST_REPAIRS.from_now(search.work))

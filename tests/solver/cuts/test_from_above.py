@@ -26,7 +26,7 @@ def narrow(seed: int, nodes: int = 120) -> TrainingGraph:
 
 def searched(graph: TrainingGraph, budget_bytes: int) -> Search:
     search = Search(graph, budget_bytes, "auto", AMPLE_S)
-    take_from_above(search, store_all_state(search.problem))
+    take_from_above(search, store_all_state(search.problem), is_patient=True)
     return search
 
 

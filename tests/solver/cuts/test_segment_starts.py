@@ -83,7 +83,7 @@ def test_a_long_repair_waits_for_others_and_goes_on_where_they_find_nothing(
     monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
     for name in left_out:
-        monkeypatch.setattr(cut, name, lambda *_: None)
+        monkeypatch.setattr(cut, name, lambda *_, **__: None)
     graph = chain(30)
     search = Search(graph, budget_of(graph, 60), "cut")
     cut.begin(search, store_all_state(search.problem), 1e-3)
