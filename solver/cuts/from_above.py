@@ -14,10 +14,9 @@ the time that is left.
 from __future__ import annotations
 
 from remat.solver.bounds.floor import prove_nothing_fits
-from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods
+from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_by_stage
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.search import Search
-from remat.solver.sequence import ops_of, recomputed_by_stage
 from remat.solver.state import State
 from remat.solver.stopping import (
     FIRST_DESCENT,
@@ -87,5 +86,4 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
     around = LargeNeighbourhoods(inner, search.out_of_time, workers=WORKERS)
     around.run(effort)
     assert inner.best is not None
-    runs = recomputed_by_stage(search.problem, ops_of(search.problem, inner.best))
-    return State.from_recomputed(search.problem, runs)
+    return State.from_recomputed(search.problem, runs_by_stage(search.problem, inner.best))

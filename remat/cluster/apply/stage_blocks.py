@@ -40,8 +40,6 @@ from remat.solver.cluster.parts import Part, PartOption, part_of
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
-"""What a stage of a plan holds that its blocks' recomputation decides."""
-
 
 @dataclass(frozen=True)
 class TracedBlock:
@@ -175,6 +173,7 @@ def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float
 def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -> list[PartOption]:
     """An option for each of n blocks, those with most recomputation first."""
     stage = plan.stages[number]
+    # What the blocks' recomputation decides.
     moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[RUNNING]
     fixed = sum(stage.held_bytes.values()) - moving
     room = plan.budget_bytes - fixed - _saved_by_ends(plan, stage)
