@@ -28,8 +28,7 @@ from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.floor import note_floor, prove_nothing_fits
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
 from remat.solver.bounds.windows import Windows
-from remat.solver.cuts.from_above import take_from_above
-from remat.solver.cuts.starts import take_segments
+from remat.solver.cuts.starts import take_first, take_segments
 from remat.solver.cuts.way_down import take_least_peak
 from remat.solver.local_search.exchange import take_exchanges
 from remat.solver.local_search.repair import Repair, fill
@@ -93,7 +92,7 @@ class Cut:
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
-        if search.best is None:
+        if search.best is None and search.lowest is None:
             take_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
@@ -129,7 +128,7 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     if search.is_open(gap) and search.gap > WIDE and not has_start:
         take_segments(search)
     if search.best is None:
-        take_from_above(search, plain, is_patient=not has_start)
+        take_first(search, plain, is_patient=not has_start)
     if not is_repaired and search.best is None and not has_start:
         take_climbed(search, first)
     if not has_start:

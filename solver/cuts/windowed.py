@@ -20,7 +20,7 @@ from remat.solver.cuts.cut import (
     take_targets,
     targets,
 )
-from remat.solver.cuts.from_above import take_from_above
+from remat.solver.cuts.starts import take_first
 from remat.solver.search import Search
 from remat.solver.state import State
 from remat.solver.stopping import CUTS, FIRST_CUT_NODES, FIRST_REPAIRS, RELAXED
@@ -46,7 +46,7 @@ def begin_windows(
     if is_best:
         _take_relaxed(search, windows, gap)
     if has_several and search.best is None:
-        take_from_above(search, plain, is_patient=True)
+        take_first(search, plain, is_patient=True)
     if is_best:
         return windows
     if has_several and not has_start:

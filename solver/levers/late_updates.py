@@ -77,7 +77,7 @@ def solve_with_updates(
     late = _late(graph, result, budget_bytes)
     for i in range(ROUNDS):
         if late is None:
-            return result
+            break
         over_bytes = simulate(graph, late).peak_bytes - budget_bytes
         if over_bytes <= 0 or result.schedule is None:
             break
@@ -85,7 +85,7 @@ def solve_with_updates(
         result = ask(free, target_bytes, max(clock.left_s, 0.0) / (ROUNDS - i))
         late = _late(graph, result, budget_bytes)
     if late is None:
-        return result
+        return msgspec.structs.replace(result, budget_bytes=budget_bytes)
     if result.schedule is None:
         late = _lower(graph, free, late, result, ask, clock)
         if simulate(graph, late).peak_bytes > budget_bytes:

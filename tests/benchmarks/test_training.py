@@ -56,8 +56,8 @@ def test_every_row_is_measured_or_does_not_apply(results: Path) -> None:
     missing = {name: kept for name, kept in rows.items() if "peak_bytes" not in kept}
     assert all(kept["does_not_apply"] for kept in missing.values())
     assert missing["sac_ilp"]["error"] == "its estimators of time need CUDA"
-    ours = ("remat ", "remat_host ")
-    assert all(name.startswith(ours) for name in missing.keys() - {"sac_ilp"})
+    # Of ours, those that no plan reaches; the next test asks for one of each that is measured.
+    assert all(name.startswith("remat") for name in missing.keys() - {"sac_ilp"})
     methods = {name.split()[0] for name in rows}
     assert methods == {*TITLES, TORCHS_KEPT}
 
@@ -68,7 +68,7 @@ def test_ours_keep_to_the_peaks_they_were_given_and_are_right(results: Path) -> 
     ours = {name: kept for name, kept in rows.items() if name.startswith("remat")}
     ours = {name: kept for name, kept in ours.items() if "error" not in kept}
     methods = {name.split()[0] for name in ours}
-    assert methods >= {"remat", "remat_pieces", "remat_step", "remat_compiled"}
+    assert methods == {"remat", "remat_pieces", "remat_host", "remat_step", "remat_compiled"}
     for kept in ours.values():
         assert kept["peak_bytes"] <= kept["budget_bytes"]
         assert abs(kept["predicted_bytes"] / kept["peak_bytes"] - 1) < 0.02

@@ -66,7 +66,7 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     [
         ((), [False]),
         (("take_segments",), [False]),
-        (("take_segments", "take_from_above"), [False, True]),
+        (("take_segments", "take_first"), [False, True]),
     ],
 )
 def test_a_long_repair_waits_for_others_and_goes_on_where_they_find_nothing(
