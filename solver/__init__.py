@@ -93,9 +93,11 @@ def solve(
             def of_this_budget(one: TrainingGraph, limit_s: float) -> Result:
                 return ask(one, budget_bytes, limit_s)
 
-            return solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s)
+            found = solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s)
+            return naming_the_limit(found, time_limit_s)
         if has_updates(graph):
-            return solve_with_updates(graph, budget_bytes, ask, time_limit_s)
+            found = solve_with_updates(graph, budget_bytes, ask, time_limit_s)
+            return naming_the_limit(found, time_limit_s)
         if keep or recompute:
             from remat.solver.pins.pinned import solve_pinned
 

@@ -5,9 +5,9 @@ in captured order, or in any (`order`). The parts come in order of cost:
 
 1. keep everything; if that fits, it is optimal;
 2. on tiny graphs, exhaustive search;
-3. one cut, which gives a bound and schedules, and segments between lower sets; where none of
-   these fits, a way down from the peak (`from_above`); windows of cuts, where memory is full
-   in several places (`windows`);
+3. one cut, which gives a bound and schedules, and segments between lower sets; windows of
+   cuts, where memory is full in several places (`windows`); where none of these fits, ways
+   to any schedule, the quickest first (`starts`);
 4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
 5. lazy cuts and large neighbourhoods side by side (`improve`);
 6. on small graphs, the exact program of `checkmate`.

@@ -18,6 +18,7 @@ INTERRUPTED = "interrupted"
 """How the message of a solve begins that Ctrl-C ended."""
 OUT_OF_TIME = "the time limit of"
 """How the message of a solve begins that the clock ended before it had a schedule that fits."""
+LONGER = "allow a longer one (time_limit_s, --time-limit)"
 TOO_LARGE = "more than most_ops"
 """In the message of a solver that left a graph alone for its size, whatever the time limit."""
 
@@ -143,17 +144,17 @@ def judged(
 def naming_the_limit(result: Result, time_limit_s: float) -> Result:
     """`result`; where the clock ended the search without a schedule, its message says so first.
 
-    Such an end says nothing about the budget, so more time is what to ask for.
+    Such an end says nothing about the budget, so more time is what to ask for. A part of the
+    search, which had less, may have named its own limit.
     """
     is_late = result.schedule is None and result.status == "time limit"
     if not is_late or result.message.startswith(INTERRUPTED) or TOO_LARGE in result.message:
         return result
-    text = (
-        f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: allow a longer one "
-        "(time_limit_s, --time-limit)"
-    )
-    message = f"{text}. {result.message}" if result.message else text
-    return msgspec.structs.replace(result, message=message)
+    text = f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: {LONGER}"
+    named, longer, rest = result.message.partition(LONGER)
+    is_named = longer and named.startswith(OUT_OF_TIME)
+    rest = rest.removeprefix(". ") if is_named else result.message
+    return msgspec.structs.replace(result, message=f"{text}. {rest}" if rest else text)
 
 
 def renamed(result: Result, solver: str, options: dict[str, Option]) -> Result:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from remat.infeasible import infeasible_text
-from remat.solver import make_solver, solve
+from remat.solver import Result, make_solver, solve
+from remat.solver.result import naming_the_limit
 from tests.rows import rows
 from tests.solver.checks import ON_THE_DEVICE
 from tests.solver.random_graphs import gpt_like
@@ -47,6 +48,15 @@ def test_a_free_order_names_the_whole_limit() -> None:
     result = solve(graph, 1 << 26, order="free", time_limit_s=0)
     assert result.status == "time limit"
     assert result.message.startswith(LIMIT)
+
+
+@pytest.mark.parametrize("said", ["", "No schedule has a peak below 3 bytes"])
+def test_the_limit_of_a_part_is_not_named(said: str) -> None:
+    lost = Result("time limit", "auto", 1 << 20, message=said)
+    part = naming_the_limit(lost, 0.8)
+    assert "0.8 s" in part.message
+    assert naming_the_limit(part, 60.0) == naming_the_limit(lost, 60.0)
+    assert naming_the_limit(lost, 60.0).message.endswith(said or "--time-limit)")
 
 
 def test_what_is_too_small_is_still_said_to_be() -> None:
