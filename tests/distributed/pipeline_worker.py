@@ -65,10 +65,9 @@ def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16,
     def left(*args: Any, **kwargs: Any) -> Any:
         return rank_parts(*args, **kwargs, eager=eager)
 
+    made = model(dtype).to("meta") if "materialize" in how else model(dtype)
     with mock.patch.object(face, "rank_parts", left):
-        return remat.parallelize(
-            model(dtype), file, mesh, (one,), loss_fn=token_loss, target=one, **how
-        )
+        return remat.parallelize(made, file, mesh, (one,), loss_fn=token_loss, target=one, **how)
 
 
 def trained(one: Any, seed: int = 0) -> dict[str, Tensor]:
@@ -130,6 +129,41 @@ def tensor_plan() -> dict[str, Any]:
 def sharded(plan: str) -> Found:
     """Masters in float32, computation in bfloat16."""
     return compared(plan, dtype=torch.float32, mp_policy=MIXED)
+
+
+def materialized(
+    plan: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **how: Any
+) -> Found:
+    """A model on the meta device, of which each rank is given its modules, beside a whole one."""
+    whole = dict(model(dtype).named_modules())
+    asked_for: list[str] = []
+
+    def load(path: str, module: nn.Module) -> None:
+        asked_for.append(path)
+        module.to_empty(device="cpu").load_state_dict(whole[path].state_dict())
+
+    expected = trained(part(plan, dtype=dtype, **how), seed)
+    found = trained(part(plan, dtype=dtype, materialize=load, **how), seed)
+    same = expected.keys() == found.keys() and all(
+        torch.equal(expected[name], found[name]) for name in expected
+    )
+    return {"same": same, "n": len(found), "asked_for": asked_for}
+
+
+def materialized_everywhere(plan: str) -> Found:
+    """The same with tensor and data parallel ranks in each stage."""
+    rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
+    how = {"mp_policy": MIXED, "tp_plan": tensor_plan()}
+    return materialized(plan, rank, torch.float32, **how)
+
+
+def draws(path: str, module: nn.Module) -> None:
+    """Gives each rank other values."""
+    torch.manual_seed(dist.get_rank())
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_()
 
 
 def plain(plan: str) -> Found:
@@ -227,12 +261,23 @@ def refusals() -> Found:
         "replicated": applied(tensor, model(), ids=one, tp_plan={"out": ColwiseParallel()}),
         "world": refused(lambda: remat.cluster_mesh(changed(plan, gpus=4))),
         "on_meta": applied(plan, model().to("meta"), ids=one),
+        "left_on_meta": applied(
+            plan, model().to("meta"), ids=one, materialize=lambda path, module: None
+        ),
     }
 
 
 CASES: dict[str, Callable[[], Found]] = {
     "1f1b": lambda: compared("pp2.json"),
     "refused": refusals,
+    "materialized": lambda: materialized("pp2.json"),
+    "materialized_everywhere": lambda: materialized_everywhere("pp2dp2tp2.json"),
+    "drawn": lambda: applied(
+        opened_plan(FOLDER / "pp1dp2.json"),
+        model().to("meta"),
+        ids=batch(0, MICRO),
+        materialize=draws,
+    ),
     "gpipe": lambda: compared("wide.json", schedule="GPipe"),
     "interleaved": lambda: compared("chunks.json", schedule="Interleaved1F1B"),
     "looped": lambda: compared("wide_chunks.json", schedule="LoopedBFS"),

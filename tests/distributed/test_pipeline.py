@@ -52,7 +52,9 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
 @pytest.fixture(scope="module")
 def two(planned: Planned) -> Found:
     folder = planned("pp2.json")
-    return ranks("pipeline_worker.py", folder, 2, "1f1b", "refused", limit_s=LIMIT_S)
+    return ranks(
+        "pipeline_worker.py", folder, 2, "1f1b", "refused", "materialized", limit_s=LIMIT_S
+    )
 
 
 def test_1f1b_has_eagers_bits_and_the_predicted_peak(two: Found) -> None:
@@ -86,8 +88,17 @@ REFUSED = {
     "no_tp_plan": ("PlanError", r"2 tensor parallel ranks, and no tp_plan"),
     "replicated": ("PlanError", r"splits no parameter of block layers\.0"),
     "world": ("PlanError", r"for 4 GPUs, not 2: plan again with --gpus 2"),
-    "on_meta": ("PlanError", r"on the meta device and cannot train"),
+    "on_meta": ("PlanError", r"on the meta device and cannot train: pass materialize="),
+    "left_on_meta": ("PlanError", r"materialize has left tok\.weight without storage"),
 }
+
+
+def test_a_model_on_the_meta_device_is_given_values_where_it_runs(two: Found) -> None:
+    for stage, one in enumerate(found["materialized"] for found in two):
+        assert one["same"]
+        assert one["n"] == 2 * (4 * 6 + (1, 3 + 8)[stage])
+        blocks = [f"layers.{i}" for i in range(4 * stage, 4 * stage + 4)]
+        assert sorted(one["asked_for"]) == sorted(["tok", *(("norm", "out") * stage), *blocks])
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -149,17 +160,21 @@ def test_stages_are_sharded_by_fsdp2_with_masters_in_float32(planned: Planned) -
 
 @pytest.mark.slow
 def test_a_plan_without_a_pipeline_is_a_plain_loop(planned: Planned) -> None:
-    for found in ranks("pipeline_worker.py", planned("pp1dp2.json"), 2, "plain", limit_s=LIMIT_S):
+    folder = planned("pp1dp2.json")
+    for found in ranks("pipeline_worker.py", folder, 2, "plain", "drawn", limit_s=LIMIT_S):
         assert found["plain"]["same"]
         assert found["plain"]["n"] > 100
+        assert re.search(r"ranks of stage 0 different values", found["drawn"]["text"])
 
 
 @pytest.mark.slow
 def test_stages_tensor_and_data_parallel_ranks_on_eight(planned: Planned) -> None:
     folder = planned("pp2dp2tp2.json")
-    here = ranks("pipeline_worker.py", folder, 8, "split", limit_s=2 * LIMIT_S)
+    cases = ("split", "materialized_everywhere")
+    here = ranks("pipeline_worker.py", folder, 8, *cases, limit_s=2 * LIMIT_S)
     found = [one["split"] for one in here]
     assert all(one["same"] for one in found)
+    assert all(one["materialized_everywhere"]["same"] for one in here)
     # Another plan a stage, and one for all ranks of a stage.
     overheads = [sum(one["overhead"].values()) for one in found]
     assert len(set(overheads[:4])) == len(set(overheads[4:])) == 1

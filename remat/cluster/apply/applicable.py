@@ -22,16 +22,21 @@ if TYPE_CHECKING:
 
 def check_plan(
     plan: ClusterFile, mesh: DeviceMesh, model: nn.Module, tp_plan: TensorPlan | None,
-    schedule: str,
+    schedule: str, *, is_materialized: bool,
 ) -> None:  # fmt: skip
-    """Raise `PlanError` for what cannot be applied here."""
+    """Raise `PlanError` for what cannot be applied here.
+
+    Parameters
+    ----------
+    is_materialized : whether modules on the meta device are given storage.
+    """
     if plan.versions.torch != str(torch.__version__):
         raise PlanError(
             f"the plan is for torch {plan.versions.torch}, and this is {torch.__version__}. "
             f"{MAKE_AGAIN}"
         )
     _check_mesh(plan, mesh)
-    _check_model(model)
+    _check_model(model, is_materialized=is_materialized)
     tp = plan.parallelism.tensor_parallel_degree
     if tp > 1 and not tp_plan:
         raise PlanError(
@@ -67,15 +72,16 @@ def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, *, is_materialized: bool) -> None:
     if any(isinstance(module, SharedState) for module in model.modules()):
         raise PlanError(
             "a part of this model follows a plan already: parallelize the original model"
         )
-    if not has_storage(model):
+    if not has_storage(model) and not is_materialized:
         raise PlanError(
-            f"this {type(model).__name__} is on the meta device and cannot train: build it with "
-            "storage on each rank, with the same seed"
+            f"this {type(model).__name__} is on the meta device and cannot train: pass "
+            "materialize=, a function that gives a module of it storage and values, or build it "
+            "with storage on each rank, with the same seed"
         )
 
 

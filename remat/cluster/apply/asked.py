@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remat.cluster.apply.cluster_mesh import PP, REPLICATE, SHARD
+from remat.cluster.apply.materializing import Materialize
 from remat.cluster.apply.plan_layers import layers_of_stages
 from remat.cluster.apply.rank_orders import chunks_open, stages_of_rank
 from remat.cluster.apply.split_modules import TensorPlan
@@ -35,6 +36,7 @@ class Applied:
     tp_plan: TensorPlan
     mp_policy: MixedPrecisionPolicy | None
     schedule: str
+    materialize: Materialize | None = None
 
     @property
     def rank(self) -> int:

@@ -6,19 +6,18 @@ All that runs is torch's: `parallelize_module`, `fully_shard` and the schedules 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from remat.cluster.apply.applicable import check_plan, plan_digest, schedule_name
 from remat.cluster.apply.asked import Applied
 from remat.cluster.apply.cluster_mesh import opened_plan
+from remat.cluster.apply.materializing import Materialize, values_digest
 from remat.cluster.apply.parts_of_rank import RankParts, rank_parts
 from remat.cluster.apply.running import runner_of
 from remat.cluster.apply.split_modules import TensorPlan
@@ -84,6 +83,7 @@ def parallelize(
     tp_plan: TensorPlan | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     schedule: str = "",
+    materialize: Materialize | None = None,
 ) -> ClusterPart:
     """This rank's part of `model`, which trains as a plan for a cluster says.
 
@@ -94,7 +94,7 @@ def parallelize(
 
     Parameters
     ----------
-    model : with storage, and the same weights on all ranks.
+    model : with the same weights on all ranks; or on the meta device, with `materialize`.
     plan : of `remat plan-cluster`, or the path of its file.
     mesh : of `remat.cluster_mesh`.
     args, target : one microbatch, of [microbatch, ...], for its shapes and dtypes. The whole batch
@@ -107,6 +107,10 @@ def parallelize(
     mp_policy : of `fully_shard`; the plan counts bfloat16 with masters in float32. Left out,
         the model computes in the dtype that it has.
     schedule : another schedule of torch's than the plan's, with as many stages on each rank.
+    materialize : of a path and a module there, which is on the meta device: gives each parameter
+        and buffer of it storage and values, as by ``module.to_empty(device="cuda")`` and
+        ``module.load_state_dict``. It is called for the modules that this rank has, before they are
+        split, and for those before the blocks; ranks of one stage have to give the same values.
 
     Raises
     ------
@@ -118,12 +122,14 @@ def parallelize(
     refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
     with Together(dist.group.WORLD if dist.is_initialized() else None, WHAT) as ranks:
         plan = opened_plan(plan)
-        check_plan(plan, mesh, model, tp_plan, schedule)
+        check_plan(plan, mesh, model, tp_plan, schedule, is_materialized=materialize is not None)
         _require_same(ranks, "plan", plan_digest(plan, schedule), "plan")
         chain = whole_chain(model, plan, args, loss_fn, target)
-        _require_same(ranks, "model", _model_digest(model), "model")
+        _require_same(ranks, "model", values_digest({"": model}), "model")
         name = schedule_name(plan, schedule)
-        asked = Applied(plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name)
+        asked = Applied(
+            plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
+        )
         parts = rank_parts(chain, asked)
         _require_same_stage(ranks, parts)
         parts.shard()
@@ -144,25 +150,25 @@ def _require_same(ranks: Together, name: str, mine: str, what: str) -> None:
 
 def _require_same_stage(ranks: Together, parts: RankParts) -> None:
     """Ranks of a stage run the same collectives only if they follow the same schedules."""
-    said = ranks.said_by_all("stage", f"{parts.asked.rank} {parts.digest}")
-    by_stage = dict[str, set[str]]()
-    for one in said:
-        stage, _, digest = one.partition(" ")
-        by_stage.setdefault(stage, set()).add(digest)
-    unlike = [stage for stage, digests in by_stage.items() if len(digests) > 1]
+    unlike = _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest)
     if unlike:
         raise PlanError(
-            f"ranks of stage {', '.join(unlike)} would follow different schedules, as their blocks "
-            "are captured differently: build the same model, and pass a microbatch of the same "
-            "shapes, on all ranks"
+            f"ranks of stage {unlike} would follow different schedules, as their blocks are "
+            "captured differently: build the same model, and pass a microbatch of the same shapes, "
+            "on all ranks"
+        )
+    unlike = _unlike_stages(ranks, "values", parts.asked.rank, parts.values)
+    if unlike:
+        raise PlanError(
+            f"materialize has given ranks of stage {unlike} different values: let all read the "
+            "same file, or draw with a seed that depends on the path alone"
         )
 
 
-def _model_digest(model: nn.Module) -> str:
-    """Of names, shapes, and what the first elements of each parameter hold."""
-    found = hashlib.sha256()
-    for name, p in model.named_parameters():
-        with torch.no_grad():
-            some = p.detach().flatten()[:4].double().cpu().tolist()
-        found.update(f"{name} {tuple(p.shape)} {p.dtype} {some}".encode())
-    return found.hexdigest()
+def _unlike_stages(ranks: Together, name: str, stage: int, mine: str) -> str:
+    """The stages whose ranks say different things."""
+    by_stage = dict[str, set[str]]()
+    for one in ranks.said_by_all(name, f"{stage} {mine}"):
+        number, _, said = one.partition(" ")
+        by_stage.setdefault(number, set()).add(said)
+    return ", ".join(number for number, said in by_stage.items() if len(said) > 1)

@@ -14,6 +14,7 @@ from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
 from remat.cluster.apply.cluster_mesh import TP
 from remat.cluster.apply.cutting import Cutter
 from remat.cluster.apply.head_bytes import head_bytes
+from remat.cluster.apply.materializing import materialize_modules, values_digest
 from remat.cluster.apply.split_modules import (
     require_split,
     shard_over_data_ranks,
@@ -49,6 +50,7 @@ class RankParts:
     Attributes
     ----------
     chosen : the blocks of all of them. given : to the first block. args : a microbatch.
+    values : a digest of the weights, before they were split.
     """
 
     asked: Applied
@@ -57,6 +59,7 @@ class RankParts:
     given: Arrival
     args: tuple[Any, ...]
     bytes: RankBytes
+    values: str
 
     @property
     def digest(self) -> str:
@@ -102,6 +105,9 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
     """
     own = {path: chain.blocks[path] for i in asked.stages for path in asked.layers[i]}
     args, _ = inputs_cast(asked.args, {}, asked.cast)
+    ends = chain.before | (chain.behind if asked.has_last else {})
+    materialize_modules(ends | own, asked.materialize)
+    values = values_digest(ends | own)
     cutter = Cutter(chain, asked, args)
     ranks = asked.mesh[TP]
     if ranks.size() > 1:
@@ -117,7 +123,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         cutter.try_behind(given)
         sizes = _bytes_of(chain, asked, cutter, given, own)
     modules = tuple(cutter.part(i, replaced, given) for i in asked.stages)
-    return RankParts(asked, modules, chosen, given, args, sizes)
+    return RankParts(asked, modules, chosen, given, args, sizes, values)
 
 
 def _bytes_of(
