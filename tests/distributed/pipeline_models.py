@@ -39,6 +39,38 @@ class Decoder(nn.Module):
         return self.out(self.norm(x))
 
 
+class Skips(Decoder):
+    """What the first block makes is read behind the last one too."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, *others = self.layers.values()
+        x = kept = first(self.tok(ids))
+        for layer in others:
+            x = layer(x)
+        return self.out(self.norm(x + kept))
+
+
+class Masks(Decoder):
+    """Blocks are given a number for each token, which is computed from the batch."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.tok(ids), (ids > 3).unsqueeze(-1).to(torch.bfloat16)
+        for layer in self.layers.values():
+            x = layer(x, mask)
+        return self.out(self.norm(x))
+
+
+class MaskedBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * mask
+
+
+def masked() -> nn.Module:
+    made = Masks()
+    made.layers = nn.ModuleDict({str(i): MaskedBlock() for i in range(LAYERS)})
+    return made.to(torch.bfloat16)
+
+
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 

@@ -35,7 +35,7 @@ from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.distributed.launch import leave, refused
-from tests.distributed.pipeline_models import LAYERS, VOCAB, Block, Decoder, token_loss
+from tests.distributed.pipeline_models import VOCAB, Decoder, Skips, masked, token_loss
 
 FOLDER = Path(sys.argv[1])
 SEQ, MICRO, MICROBATCHES = 64, 4, 8
@@ -99,9 +99,16 @@ def peak_bytes(one: Any) -> int:
     return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
 
 
-def compared(plan: str, seed: int = 0, **how: Any) -> Found:
+def compared(plan: str, seed: int = 0, *, is_loaded: bool = False, **how: Any) -> Found:
+    """A part beside the same wrappers around eager.
+
+    Parameters
+    ----------
+    is_loaded : the part is of a model on the meta device, of which each rank is given its modules.
+    """
     eager = trained(part(plan, eager=True, **how), seed)
-    fast = part(plan, **how)
+    asked_for: list[str] = []
+    fast = part(plan, **how, **(loading(asked_for, **how) if is_loaded else {}))
     found = trained(fast, seed)
     same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
     return {
@@ -111,7 +118,19 @@ def compared(plan: str, seed: int = 0, **how: Any) -> Found:
         "for_weights_bytes": [
             sum(one.held for one in stage.split.values()) for stage in fast.schedule.stages
         ],
+        "asked_for": asked_for,
     }  # fmt: skip
+
+
+def loading(asked_for: list[str], dtype: torch.dtype = torch.bfloat16, **_: Any) -> Found:
+    """Gives modules the values that they have in the whole model; notes their paths."""
+    whole = dict(model(dtype).named_modules())
+
+    def load(path: str, module: nn.Module) -> None:
+        asked_for.append(path)
+        module.to_empty(device="cpu").load_state_dict(whole[path].state_dict())
+
+    return {"materialize": load}
 
 
 def tensor_plan() -> dict[str, Any]:
@@ -129,32 +148,6 @@ def tensor_plan() -> dict[str, Any]:
 def sharded(plan: str) -> Found:
     """Masters in float32, computation in bfloat16."""
     return compared(plan, dtype=torch.float32, mp_policy=MIXED)
-
-
-def materialized(
-    plan: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **how: Any
-) -> Found:
-    """A model on the meta device, of which each rank is given its modules, beside a whole one."""
-    whole = dict(model(dtype).named_modules())
-    asked_for: list[str] = []
-
-    def load(path: str, module: nn.Module) -> None:
-        asked_for.append(path)
-        module.to_empty(device="cpu").load_state_dict(whole[path].state_dict())
-
-    expected = trained(part(plan, dtype=dtype, **how), seed)
-    found = trained(part(plan, dtype=dtype, materialize=load, **how), seed)
-    same = expected.keys() == found.keys() and all(
-        torch.equal(expected[name], found[name]) for name in expected
-    )
-    return {"same": same, "n": len(found), "asked_for": asked_for}
-
-
-def materialized_everywhere(plan: str) -> Found:
-    """The same with tensor and data parallel ranks in each stage."""
-    rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
-    how = {"mp_policy": MIXED, "tp_plan": tensor_plan()}
-    return materialized(plan, rank, torch.float32, **how)
 
 
 def draws(path: str, module: nn.Module) -> None:
@@ -175,10 +168,10 @@ def plain(plan: str) -> Found:
 
 
 def split(plan: str) -> Found:
-    """Tensor and data parallel ranks in each stage."""
+    """Tensor and data parallel ranks in each stage, of a model on the meta device."""
     rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
     how = {"mp_policy": MIXED, "tp_plan": tensor_plan()}
-    return compared(plan, rank, dtype=torch.float32, **how)
+    return compared(plan, rank, is_loaded=True, dtype=torch.float32, **how)
 
 
 def applied(plan: ClusterFile, model: nn.Module, *, ids: Tensor, **how: Any) -> Found:
@@ -198,38 +191,6 @@ def tied() -> nn.Module:
     made = model()
     made.out.weight = made.tok.weight
     return made
-
-
-class Skips(Decoder):
-    """What the first block makes is read behind the last one too."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first, *others = self.layers.values()
-        x = kept = first(self.tok(ids))
-        for layer in others:
-            x = layer(x)
-        return self.out(self.norm(x + kept))
-
-
-class Masks(Decoder):
-    """Blocks are given a number for each token, which is computed from the batch."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, mask = self.tok(ids), (ids > 3).unsqueeze(-1).to(torch.bfloat16)
-        for layer in self.layers.values():
-            x = layer(x, mask)
-        return self.out(self.norm(x))
-
-
-class MaskedBlock(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x) * mask
-
-
-def masked() -> nn.Module:
-    made = Masks()
-    made.layers = nn.ModuleDict({str(i): MaskedBlock() for i in range(LAYERS)})
-    return made.to(torch.bfloat16)
 
 
 def refusals() -> Found:
@@ -270,8 +231,7 @@ def refusals() -> Found:
 CASES: dict[str, Callable[[], Found]] = {
     "1f1b": lambda: compared("pp2.json"),
     "refused": refusals,
-    "materialized": lambda: materialized("pp2.json"),
-    "materialized_everywhere": lambda: materialized_everywhere("pp2dp2tp2.json"),
+    "loaded": lambda: compared("pp2.json", is_loaded=True),
     "drawn": lambda: applied(
         opened_plan(FOLDER / "pp1dp2.json"),
         model().to("meta"),

@@ -52,9 +52,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
 @pytest.fixture(scope="module")
 def two(planned: Planned) -> Found:
     folder = planned("pp2.json")
-    return ranks(
-        "pipeline_worker.py", folder, 2, "1f1b", "refused", "materialized", limit_s=LIMIT_S
-    )
+    return ranks("pipeline_worker.py", folder, 2, "1f1b", "refused", "loaded", limit_s=LIMIT_S)
 
 
 def test_1f1b_has_eagers_bits_and_the_predicted_peak(two: Found) -> None:
@@ -94,7 +92,7 @@ REFUSED = {
 
 
 def test_a_model_on_the_meta_device_is_given_values_where_it_runs(two: Found) -> None:
-    for stage, one in enumerate(found["materialized"] for found in two):
+    for stage, one in enumerate(found["loaded"] for found in two):
         assert one["same"]
         assert one["n"] == 2 * (4 * 6 + (1, 3 + 8)[stage])
         blocks = [f"layers.{i}" for i in range(4 * stage, 4 * stage + 4)]
@@ -170,11 +168,9 @@ def test_a_plan_without_a_pipeline_is_a_plain_loop(planned: Planned) -> None:
 @pytest.mark.slow
 def test_stages_tensor_and_data_parallel_ranks_on_eight(planned: Planned) -> None:
     folder = planned("pp2dp2tp2.json")
-    cases = ("split", "materialized_everywhere")
-    here = ranks("pipeline_worker.py", folder, 8, *cases, limit_s=2 * LIMIT_S)
+    here = ranks("pipeline_worker.py", folder, 8, "split", limit_s=2 * LIMIT_S)
     found = [one["split"] for one in here]
     assert all(one["same"] for one in found)
-    assert all(one["materialized_everywhere"]["same"] for one in here)
     # Another plan a stage, and one for all ranks of a stage.
     overheads = [sum(one["overhead"].values()) for one in found]
     assert len(set(overheads[:4])) == len(set(overheads[4:])) == 1
