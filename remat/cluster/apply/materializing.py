@@ -43,14 +43,22 @@ def materialize_modules(modules: Mapping[str, nn.Module], materialize: Materiali
 
 
 def values_digest(modules: Mapping[str, nn.Module]) -> str:
-    """Of names, shapes, and what the first elements of each parameter hold, where it holds any."""
+    """Of names, shapes, and the first numbers of each parameter and buffer that holds any."""
     found = hashlib.sha256()
     for path, module in modules.items():
-        for name, p in module.named_parameters(prefix=path):
-            with torch.no_grad():
-                some = [] if p.is_meta else p.detach().flatten()[:4].double().cpu().tolist()
-            found.update(f"{name} {tuple(p.shape)} {p.dtype} {some}".encode())
+        for name, tensor in _state(module):
+            some = [] if tensor.is_meta else _first_numbers(tensor.detach())
+            found.update(f"{path} {name} {tuple(tensor.shape)} {tensor.dtype} {some}".encode())
     return found.hexdigest()
+
+
+def _first_numbers(tensor: Tensor) -> list[float]:
+    some = tensor.flatten()[:4]
+    return (torch.view_as_real(some) if some.is_complex() else some).double().flatten().tolist()
+
+
+def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 class _Tied:
@@ -79,14 +87,12 @@ def _state_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any]
 
 
 def _facts(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    state = [*module.named_parameters(), *module.named_buffers()]
-    return {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in state}
+    return {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _state(module)}
 
 
 def _refuse_other(path: str, before: dict[str, tuple[Any, ...]], module: nn.Module) -> None:
     if not has_storage(module):
-        state = [*module.named_parameters(), *module.named_buffers()]
-        name = next(name for name, tensor in state if tensor.is_meta)
+        name = next(name for name, tensor in _state(module) if tensor.is_meta)
         raise PlanError(
             f"materialize has left {path}.{name} without storage: call module.to_empty(device=...) "
             "in it, and then give each parameter and buffer its values"

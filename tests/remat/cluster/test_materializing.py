@@ -69,7 +69,10 @@ def test_digests_tell_values_and_names_apart() -> None:
     other = ends()
     with torch.no_grad():
         other.tok.weight[0] += 1
-    found = [ends(), other, ends("meta"), nn.Sequential(nn.Linear(4, 8))]
+    scaled, turned = ends(), ends()
+    scaled.out.get_buffer("scale").fill_(2)
+    turned.out.register_buffer("scale", torch.full((1,), 1j))
+    found = [ends(), other, scaled, turned, ends("meta"), nn.Sequential(nn.Linear(4, 8))]
     assert len({values_digest({"": one}) for one in found}) == len(found)
 
 
