@@ -125,7 +125,7 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     # A first repair that takes long waits: segments may have a better start, and on an unrolled
     # LSTM of 819 ops they had it in less than a second.
     is_repaired = take_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
-    if search.is_open(gap) and search.gap > WIDE and not has_start:
+    if search.is_open(gap) and search.gap > WIDE and (search.best is None or not has_start):
         take_segments(search)
     if search.best is None:
         take_first(search, plain, is_patient=not has_start)

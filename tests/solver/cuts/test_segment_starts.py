@@ -61,6 +61,19 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     assert bool(tried) is is_tried
 
 
+@pytest.mark.parametrize("has_start", [False, True])
+def test_they_are_tried_wherever_there_is_no_schedule_yet(
+    has_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
+    monkeypatch.setattr(cut, "TARGETS", ())
+    monkeypatch.setattr(cut, "take_first", lambda *_, **__: None)
+    graph = chain(30)
+    search = Search(graph, budget_of(graph, 60), "cut", time_limit_s=AMPLE_S)
+    cut.begin(search, store_all_state(search.problem), 1e-3, has_start=has_start)
+    assert search.best is not None
+
+
 @pytest.mark.parametrize(
     ("left_out", "expected"),
     [
