@@ -25,7 +25,7 @@ from benchmarks.comparison.compared import (
     title,
 )
 from benchmarks.comparison.front_plot import draw
-from benchmarks.comparison.fronts import OURS, best_beside, fronts
+from benchmarks.comparison.fronts import OURS, beside, best_beside, fronts
 from benchmarks.comparison.scaling_part import scaling
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def losses(models: list[Model]) -> list[str]:
     ]
     for model in models:
         for row, ours, by in model.losses():
-            least = min((one.peak_bytes for one in model.ours), default=None)
+            least = min((one.peak_bytes for one in beside(model.ours, row)), default=None)
             lines.append(
                 f"| {model.name} | {title(row)}, {mb(row.peak_bytes)} MB | "
                 f"{title(ours) if ours else 'none'} | {percent(by) if ours else '-'} | "

@@ -93,8 +93,13 @@ def targets(rows: Sequence[Row], more: Sequence[int]) -> list[int]:
 
 
 def best_beside(rows: Iterable[Row], other: Row) -> Row | None:
-    """The fastest of the rows within the other's peak; it is on the host only if the other is."""
-    return best_within((r for r in rows if other.is_on_host or not r.is_on_host), other.peak_bytes)
+    """The fastest of the rows beside the other within its peak."""
+    return best_within(beside(rows, other), other.peak_bytes)
+
+
+def beside(rows: Iterable[Row], other: Row) -> list[Row]:
+    """The rows that another may be compared with: on the host only if the other is."""
+    return [row for row in rows if other.is_on_host or not row.is_on_host]
 
 
 def best_within(rows: Iterable[Row], peak_bytes: int) -> Row | None:

@@ -19,6 +19,7 @@ from benchmarks.comparison.compared import TITLES, UPDATED, Model, models_of, ov
 from benchmarks.comparison.fronts import (
     TORCHS_KEPT,
     Row,
+    beside,
     best_beside,
     best_within,
     front,
@@ -191,6 +192,8 @@ def test_memory_of_the_host_is_compared_with_its_like() -> None:
     ours = [row("remat", 50, 0.2), row("remat_host", 40, 0.1)]
     assert fronts([host, plain]) == [plain, host]
     assert best_beside(ours, plain) == ours[0]
+    assert beside(ours, plain) == ours[:1]
+    assert beside(ours, host) == ours
     assert best_beside(ours, host) == ours[1]
     assert best_beside(ours[:1], row("offload", 60, 0.3)) == ours[0]
 
