@@ -72,7 +72,9 @@ class Model:
         return [each for each in self.slower() if each[2] > NOISE]
 
     def description(self) -> str:
-        """What the model is, and the sizes that it has in this suite."""
+        """What the model is, and its sizes in this suite; nothing where that stands before."""
+        if self.name.endswith(UPDATED):
+            return ""
         build: Any = self.entry.build
         sizes = ", ".join(f"{key} {value}" for key, value in build.keywords.items())
         return f"{build.func.__doc__.strip()} Sizes: {sizes}; batch {self.entry.batch}."

@@ -35,7 +35,7 @@ INTRODUCTION = Path(__file__).with_name("introduction.md")
 
 def section(model: Model) -> Iterator[str]:
     """The rows of a model, and a table at equal peaks."""
-    yield f"### {model.name}\n\n{model.description()}\n"
+    yield "\n\n".join(filter(None, (f"### {model.name}", model.description()))) + "\n"
     yield "| step | peak MB | time | gradients | on the front |"
     yield "|---|--:|--:|---|---|"
     on_front = {id(row) for row in fronts(model.rows)}
@@ -47,7 +47,7 @@ def section(model: Model) -> Iterator[str]:
         )
     for row in model.failed:
         yield f"| {title(row)} | - | - | {row.kept['error'].partition('. ')[0][:100]} | |"
-    yield "\nAt equal measured peak, each row that no other of theirs beats:\n"
+    yield "\nAt equal peaks:\n"
     yield "| theirs | peak MB | time | ours within it | peak MB | time |"
     yield "|---|--:|--:|---|--:|--:|"
     for row in fronts(model.others):
