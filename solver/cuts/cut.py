@@ -106,12 +106,19 @@ class Cut:
             take_exchanges(search)
 
 
-def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) -> LazyCuts | None:
+def begin(
+    search: Search,
+    plain: State,
+    gap: float,
+    *,
+    has_start: bool = False,
+    with_policies: bool = False,
+) -> LazyCuts | None:
     """The best single cut: its bound, and schedules from it; None where nothing fits.
 
     With `has_start` there is a schedule to improve on, or other starts come behind, and one more
-    will do. None as well where the time ends on a large graph, after a first bound: all else takes
-    long there.
+    will do. `with_policies` asks policies too, where they are quick. None as well where the time
+    ends on a large graph, after a first bound: all else takes long there.
     """
     search.say("choosing where to cut")
     place = best_cut(search, plain)
@@ -128,7 +135,7 @@ def begin(search: Search, plain: State, gap: float, *, has_start: bool = False) 
     if search.is_open(gap) and search.gap > WIDE and (search.best is None or not has_start):
         take_segments(search)
     if search.best is None:
-        take_first(search, plain, is_patient=not has_start)
+        take_first(search, plain, is_patient=not has_start, with_policies=with_policies)
     if not is_repaired and search.best is None and not has_start:
         take_climbed(search, first)
     if not has_start:

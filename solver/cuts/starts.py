@@ -26,7 +26,9 @@ FEW_OPS = 3000
 """Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
 
 
-def take_first(search: Search, plain: State, *, is_patient: bool) -> None:
+def take_first(
+    search: Search, plain: State, *, is_patient: bool, with_policies: bool = False
+) -> None:
     """Where nothing fits yet, offer what may: the quickest first, until something does.
 
     Ways down to the least peak take 5 s at most on a narrow graph of 1,000 ops, and end within the
@@ -35,7 +37,7 @@ def take_first(search: Search, plain: State, *, is_patient: bool) -> None:
     is_quick = search.problem.n_ops <= QUICK_OPS
     if search.best is None and search.lowest is None and not search.is_large:
         take_least_peak(search, plain)
-    if search.best is None and is_quick:
+    if search.best is None and with_policies and is_quick:
         take_policies(search)
     if search.best is None:
         take_from_above(search, plain, is_patient=is_patient)

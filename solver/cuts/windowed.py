@@ -39,7 +39,8 @@ def begin_windows(
     """
     windows = windows_of(search.problem, search.budget_bytes, plain.peak_bytes)
     has_several = len(windows.parts) > 1 and not search.is_large
-    lazy = begin(search, plain, gap, has_start=has_start or has_several)
+    has_others = has_start or has_several
+    lazy = begin(search, plain, gap, has_start=has_others, with_policies=True)
     if lazy is None:
         return None
     is_best = has_several and _say_more(search, windows, lazy, gap)

@@ -176,10 +176,7 @@ def test_one_call_for_several_solvers() -> None:
 def test_the_least_peak_by_the_short_name() -> None:
     least = api.least_peak(gpt_like(1), 10.0, solver="cut")
     assert least.schedule is not None
-    # Half of it is below what any schedule needs; a little less is met now and then.
-    step_bytes = least.peak_bytes // 2
-    price = api.price_of_gib(gpt_like(1), least, solver="cut", step_bytes=step_bytes)
-    assert price.cost is None
+    assert api.price_of_gib(gpt_like(1), least, solver="cut").cost is None
 
 
 def test_rematerialize_with_pins_is_exact() -> None:
