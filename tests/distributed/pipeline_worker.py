@@ -222,6 +222,7 @@ def refusals() -> Found:
         "replicated": applied(tensor, model(), ids=one, tp_plan={"out": ColwiseParallel()}),
         "world": refused(lambda: remat.cluster_mesh(changed(plan, gpus=4))),
         "on_meta": applied(plan, model().to("meta"), ids=one),
+        "no_function": applied(plan, model().to("meta"), ids=one, materialize="weights.pt"),
         "left_on_meta": applied(
             plan, model().to("meta"), ids=one, materialize=lambda path, module: None
         ),

@@ -87,6 +87,7 @@ REFUSED = {
     "replicated": ("PlanError", r"splits no parameter of block layers\.0"),
     "world": ("PlanError", r"for 4 GPUs, not 2: plan again with --gpus 2"),
     "on_meta": ("PlanError", r"on the meta device and cannot train: pass materialize="),
+    "no_function": ("PlanError", r"materialize is str: pass a function of a path and a module"),
     "left_on_meta": ("PlanError", r"materialize has left tok\.weight without storage"),
 }
 

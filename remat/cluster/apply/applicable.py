@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from remat.cluster.apply.cluster_mesh import DIMENSIONS, degrees_of
+from remat.cluster.apply.materializing import Materialize
 from remat.cluster.apply.split_modules import TensorPlan
 from remat.cluster.torch_orders import ONE_STAGE, torch_order
 from remat.graph_capture.errors import PlanError, ScheduleError
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
 
 def check_plan(
     plan: ClusterFile, mesh: DeviceMesh, model: nn.Module, tp_plan: TensorPlan | None,
-    schedule: str, *, is_materialized: bool,
+    schedule: str, materialize: Materialize | None,
 ) -> None:  # fmt: skip
-    """Raise `PlanError` for what cannot be applied here.
-
-    Parameters
-    ----------
-    is_materialized : whether modules on the meta device are given storage.
-    """
+    """Raise `PlanError` for what cannot be applied here."""
     if plan.versions.torch != str(torch.__version__):
         raise PlanError(
             f"the plan is for torch {plan.versions.torch}, and this is {torch.__version__}. "
             f"{MAKE_AGAIN}"
         )
     _check_mesh(plan, mesh)
-    _check_model(model, is_materialized=is_materialized)
+    if materialize is not None and not callable(materialize):
+        raise PlanError(
+            f"materialize is {type(materialize).__name__}: pass a function of a path and a module, "
+            "such as lambda path, module: load(path, module.to_empty(device='cuda'))"
+        )
+    _check_model(model, is_materialized=materialize is not None)
     tp = plan.parallelism.tensor_parallel_degree
     if tp > 1 and not tp_plan:
         raise PlanError(

@@ -122,7 +122,7 @@ def parallelize(
     refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
     with Together(dist.group.WORLD if dist.is_initialized() else None, WHAT) as ranks:
         plan = opened_plan(plan)
-        check_plan(plan, mesh, model, tp_plan, schedule, is_materialized=materialize is not None)
+        check_plan(plan, mesh, model, tp_plan, schedule, materialize)
         _require_same(ranks, "plan", plan_digest(plan, schedule), "plan")
         chain = whole_chain(model, plan, args, loss_fn, target)
         _require_same(ranks, "model", values_digest({"": model}), "model")
