@@ -19,6 +19,10 @@ INTERRUPTED = "interrupted"
 OUT_OF_TIME = "the time limit of"
 """How the message of a solve begins that the clock ended before it had a schedule that fits."""
 LONGER = "allow a longer one (time_limit_s, --time-limit)"
+NONE_FITS = "no schedule fits"
+"""How the message of a solve begins that has proved it."""
+KNOWN = "bytes are known to do"
+"""In the message of a solve without a schedule, behind a peak that it has one of."""
 TOO_LARGE = "more than most_ops"
 """In the message of a solver that left a graph alone for its size, whatever the time limit."""
 
@@ -139,6 +143,18 @@ def judged(
         attention=attention_of(graph, schedule),
         message=message,
     )
+
+
+def known_to_do(budget_bytes: int, least_bytes: int, rest: str, *, is_proved: bool) -> str:
+    """The message of a solve without a schedule that knows one of `least_bytes`."""
+    proof = NONE_FITS if is_proved else "no schedule found that fits"
+    text = f"{proof} {budget_bytes} bytes; {least_bytes} {KNOWN}"
+    return f"{text}. {rest}" if rest else text
+
+
+def rest_of(message: str) -> str:
+    """What a message of `known_to_do` says beyond those bytes; another message, whole."""
+    return message.rpartition(KNOWN)[2].removeprefix(". ")
 
 
 def naming_the_limit(result: Result, time_limit_s: float) -> Result:

@@ -17,7 +17,7 @@ from remat.solver.clock import Clock
 from remat.solver.interrupts import note_interrupt
 from remat.solver.options import options_of
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged
+from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged, known_to_do
 from remat.solver.sequence import schedule_of
 from remat.solver.state import State
 
@@ -280,9 +280,9 @@ class Search:
             )
         found = simulate(self.graph, self.lowest)
         assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
-        proof = "no schedule fits" if self.proved_infeasible else "no schedule found that fits"
-        text = f"{proof} {self.budget_bytes} bytes; {found.peak_bytes} bytes are known to do"
-        text = f"{text}. {self.message}" if self.message else text
+        text = known_to_do(
+            self.budget_bytes, found.peak_bytes, self.message, is_proved=self.proved_infeasible
+        )
         lost = infeasible(
             self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
         )

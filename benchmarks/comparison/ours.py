@@ -8,6 +8,7 @@ With prices taken in passes and in turn, four plans of it at 19,410,628 bytes we
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,13 +30,19 @@ from remat.graph_capture.errors import BudgetError
 from remat.rewriter.inductor import partition as inductor_partition
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
-LIMIT_S = 10.0
+SOLVE_S = "REMAT_COMPARISON_SOLVE_S"
+"""The variable of the environment with the seconds that each solve may take."""
 LEVERS: dict[str, dict[str, Any]] = {
     "remat": {"split": "none"},
     "remat_pieces": {"split": "exact"},
     "remat_host": {"split": "none", "host": "8GiB"},
 }
 """What the captured step of a method may do besides recomputing."""
+
+
+def limit_s() -> float:
+    """Seconds that each solve may take."""
+    return float(os.environ[SOLVE_S])
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,9 @@ def rewritten(
     with quiet.pricing(), timed(seconds, "capture_and_price_s"):
         graph = remat.capture(trainee.model, trainee.args, device=device, **LEVERS[method])
     with quiet.solving(), timed(seconds, "solve_s"):
-        result = remat.solve(graph, budget_bytes, time_limit_s=LIMIT_S)
+        result = remat.solve(graph, budget_bytes, time_limit_s=limit_s())
     if result.schedule is None:
-        raise DoesNotApplyError(result.message or f"no schedule found in {LIMIT_S:.0f} s")
+        raise DoesNotApplyError(result.message or f"no schedule found in {limit_s():.0f} s")
     with timed(seconds, "rewrite_s"):
         module = remat.rewrite(trainee.model, result.schedule)
     everything = remat.solve(graph, UNBOUNDED_BYTES, "store_all").schedule
@@ -90,7 +97,7 @@ def updating(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
     def within(budget: str | int) -> Any:
         return remat.training_step(
             trainee.model, trainee.args, optimizer=optimizer, budget=budget, split="none",
-            time_limit_s=LIMIT_S, check=False,
+            time_limit_s=limit_s(), check=False,
         )  # fmt: skip
 
     with quiet.solving():

@@ -111,6 +111,9 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 class PriceCache:
     """What is known of a device and a torch version; `save` merges what is new into the file.
 
+    Two processes may measure one op at once. The price that is saved first stays, and `save` gives
+    it to the other process too: a plan that is kept rests on prices that the next process finds.
+
     Parameters
     ----------
     title : of the device, as its meter has it; left at None, this machine's CPU.
@@ -130,10 +133,12 @@ class PriceCache:
         file = self._read()
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
         self.begun, self.links = file.begun, file.links
+        self._saved, self._is_anew = set(self.prices), False
 
     def forget(self) -> None:
         """Start from nothing: what is found anew takes the place of what the file has."""
         self.prices, self.steps, self.begun = {}, {}, {}
+        self._is_anew = True
 
     def _read(self) -> _File:
         nothing = _File(SCHEMA_VERSION, self.title)
@@ -181,6 +186,10 @@ class PriceCache:
         """What is known here, and what other processes have saved since."""
         known = self._read()
         prices, steps = {**known.prices, **self.prices}, {**known.steps, **self.steps}
+        if not self._is_anew:
+            prices |= known.prices
+            self.prices |= {k: v for k, v in known.prices.items() if k not in self._saved}
+        self._saved = set(self.prices)
         begun = {**known.begun, **self.begun}
         self.begun = {key: times for key, times in begun.items() if key not in prices}
         bits = {**known.bits, **self.bits}

@@ -178,7 +178,8 @@ def known_or_measured(
         # Another time there may be room to run the rest.
         cache.prices.update({key: one for key, one in found.items() if key not in no_room})
         cache.save()
-    every = {**cache.prices, **found, **known}
+    # What another process has saved meanwhile stays, and takes the place of what was found.
+    every = {**found, **cache.prices, **known}
     return {key: every[key] for key in wanted}
 
 

@@ -13,7 +13,7 @@ from remat.schedules.schedule import Schedule
 from remat.solver.bounds.floor import LEAST_BOUND, floor_above, floor_text
 from remat.solver.ordering import Order, for_graph
 from remat.solver.problem import Problem
-from remat.solver.result import INTERRUPTED, Result, judged
+from remat.solver.result import INTERRUPTED, KNOWN, Result, judged
 from remat.solver.search import Listener
 
 
@@ -146,7 +146,7 @@ class Attempts:
                 f"first computations; {others.get(count, f'{count} others were tried')}"
             )
         if least_bytes:
-            text = f"{text}; {least_bytes} bytes are known to do"
+            text = f"{text}; {least_bytes} {KNOWN}"
         bound = f"{LEAST_BOUND} {self.least_bound_bytes} bytes in any order"
         said = self.latest[self.made[0].order].message
         return [

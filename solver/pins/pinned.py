@@ -41,7 +41,7 @@ from remat.solver.pins.twins import (
     without_twins,
 )
 from remat.solver.problem import Problem
-from remat.solver.result import Result, infeasible, judged
+from remat.solver.result import KNOWN, Result, infeasible, judged
 from remat.solver.search import Listener, Progress
 from remat.solver.sequence import schedule_of
 from remat.solver.stopping import FIRST_PINNED, PINNED, PINNED_BOUND, TIGHTER
@@ -189,7 +189,7 @@ class _PinnedSearch:
             return self._finished(result, sequence)
         text = (
             f"no schedule found that fits {self.budget_bytes} bytes with these pins; "
-            f"{found.peak_bytes} bytes are known to do"
+            f"{found.peak_bytes} {KNOWN}"
         )
         found_none = infeasible(
             self.graph,

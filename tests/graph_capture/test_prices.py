@@ -59,6 +59,26 @@ def test_measured_again_prices_take_the_place_of_those_kept(
     assert set(PriceCache().prices.values()) == {Price(cost_us=77.0)}
 
 
+def test_of_two_processes_that_measure_one_op_the_first_is_believed_by_both(folder: Path) -> None:
+    first, second = PriceCache(), PriceCache()
+    first.prices["an op"] = Price(1.0, 0)
+    second.prices["an op"] = Price(2.0, 0)
+    first.save()
+    second.save()
+    assert second.prices["an op"] == PriceCache().prices["an op"] == Price(1.0, 0)
+    second.prices["another"] = Price(3.0, 0)
+    second.save()
+    first.save()
+    assert first.prices == second.prices == PriceCache().prices
+    anew = PriceCache()
+    anew.forget()
+    anew.prices["an op"] = Price(4.0, 0)
+    anew.save()
+    first.save()
+    assert PriceCache().prices == {"an op": Price(4.0, 0), "another": Price(3.0, 0)}
+    assert first.prices["an op"] == Price(1.0, 0)
+
+
 def test_a_corrupt_cache_is_ignored_with_a_warning_and_replaced(folder: Path) -> None:
     model, args, *_ = make("plain")
     pricing.price(trace(model, args))

@@ -19,7 +19,7 @@ from remat.rewriter import RematModule, rewrite
 from remat.rewriter.gradients.updating import Updates
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.levers.late_updates import late_sequence
+from remat.solver.levers.late_order import late_sequence
 from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 from tests.behaviours.behaviours import Fails

@@ -10,7 +10,7 @@ from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.update_workspaces import update_workspaces
 from remat.solver import solve
-from remat.solver.levers.late_updates import without_rule
+from remat.solver.levers.late_order import without_rule
 
 
 def step(gradients_bytes: int = 90) -> TrainingGraph:

@@ -11,7 +11,7 @@ from remat.graph_capture.links import Link, Links
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.levers.late_updates import late_steps
+from remat.solver.levers.late_order import late_steps
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
