@@ -18,7 +18,7 @@ that of schedules that keep the captured order of updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
