@@ -1,15 +1,17 @@
 """What copies are worth: `python -m benchmarks.offload [--graphs NAME ...] [--out FILE]`.
 
-Three questions, for steps of `benchmarks/offload/steps.py` on modelled GPUs and links:
+Four questions, for steps of `benchmarks/offload/steps.py` on modelled GPUs and links:
 
 - `table`: which overhead has each planner at the budgets floor + f · (peak - floor), what is the
   bound on any plan with copies, and how many bytes go to the host?
+- `first`: after how many seconds has `joint` a first plan of 500, 2,000 and 5,000 ops?
 - `sweep`: which overhead do links of other rates give, at one budget?
 - `slower`: what does a plan cost on links slower than planned? What if it is made for less?
 
-Planners are `recompute`, which is `auto` without links, the published policies, and `joint`. Every
-overhead is the judge's. Each cell is kept as soon as it is done, and cells that `--out` has are
-not made again. Seconds are those of this machine, however busy it is.
+`--graphs` takes names, or graphs in files MODEL-DEVICE.json. Planners are `recompute`, which is
+`auto` without links, the published policies, and `joint`. Every overhead is the judge's. Each cell
+is kept as soon as it is done, and cells that `--out` has are not made again. Seconds are those of
+this machine, however busy it is.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from benchmarks.offload.cells import (
     slower_cell,
     sweep_cell,
 )
-from benchmarks.offload.steps import NAMES, step
-from benchmarks.offload.tables import plan_lines, slower_lines, sweep_lines
+from benchmarks.offload.steps import DEEP_NAMES, FILE, NAMES, links_of, step
+from benchmarks.offload.tables import first_lines, plan_lines, slower_lines, sweep_lines
 from benchmarks.solvers import Results
+from remat.graph_capture.errors import DeviceError, RematError
 from remat.graph_capture.graph import TrainingGraph
 
 OUT = Path(__file__).parents[1] / "results" / "offload.json"
@@ -46,13 +49,16 @@ MIDDLE = 0.3
 """The fraction of sweeps, and of links slower than planned."""
 BEST = (JOINT, "delta")
 """Which planner sweeps: the first of these that is asked for, else the last that is."""
-PARTS = ("table", "sweep", "slower")
+FIRST = "first"
+PARTS = ("table", FIRST, "sweep", "slower")
 
 
 def run(results: Results, asked: argparse.Namespace) -> None:
     """Make all cells that `results` lacks."""
-    for name in asked.graphs:
-        graph = step(name)
+    given = asked.graphs if set(asked.parts) != {FIRST} else []
+    for one in (*given, *(DEEP_NAMES if FIRST in asked.parts else ())):
+        graph = step(one)
+        name = graph.name
         if results.graphs.get(name, {}).get("hash") != graph.hash:
             results.graphs[name] = {**size_facts(graph), "device": graph.device}
         for key, make in cells_of(graph, results.graphs[name], asked):
@@ -67,8 +73,11 @@ def cells_of(
     graph: TrainingGraph, facts: dict[str, Any], asked: argparse.Namespace
 ) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """The cells of a step, by name, and how each is made."""
-    found: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     limit_s, middle = asked.time_limit, budget_of(facts, MIDDLE)
+    if graph.name in DEEP_NAMES:
+        make = partial(plan_cell, graph, middle, JOINT, limit_s)
+        return [(f"{FIRST}|{graph.name}|{MIDDLE:g}|{JOINT}", make)]
+    found: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     if "table" in asked.parts:
         for f in asked.fractions:
             for one in asked.planners:
@@ -103,6 +112,22 @@ def _said(cell: dict[str, Any]) -> str:
     return f"{figure:16}{cell['status']:12}{cell['seconds']:8.1f} s"
 
 
+def _graph(name: str) -> str:
+    """A name, or a file that is there and names a device."""
+    if name in NAMES:
+        return name
+    if not name.endswith(FILE) or not Path(name).is_file():
+        known = ", ".join(NAMES)
+        raise argparse.ArgumentTypeError(
+            f"{name} is none of {known}, and no file MODEL-DEVICE{FILE}"
+        )
+    try:
+        links_of(Path(name).stem)
+    except DeviceError as error:
+        raise argparse.ArgumentTypeError(f"{name} is no MODEL-DEVICE{FILE}: {error}") from error
+    return name
+
+
 def _asked(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.offload",
@@ -110,7 +135,7 @@ def _asked(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--graphs", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
+    parser.add_argument("--graphs", nargs="+", type=_graph, default=list(NAMES), metavar="NAME")
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS),
                         metavar="NAME")  # fmt: skip
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
@@ -133,8 +158,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not asked.planners:
         return 1
     results = Results(asked.out)
-    run(results, asked)
-    titles = {"table": plan_lines, "sweep": sweep_lines, "slower": slower_lines}
+    try:
+        run(results, asked)
+    except RematError as error:
+        raise SystemExit(f"{error}") from error
+    titles = {"table": plan_lines, FIRST: first_lines, "sweep": sweep_lines, "slower": slower_lines}
     for part in asked.parts:
         print(f"\n## {part}\n", *titles[part](results), sep="\n")
     return 0

@@ -19,6 +19,7 @@ from remat.schedules.simulate import overhead_of, simulate
 from remat.solver import TABLE, Result, solve
 from remat.solver.bounds.least_peak import floor_of
 from remat.solver.problem import Problem
+from remat.solver.search import Listener, Progress
 from remat.solver.store_all import store_all_state
 from remat.solver.table import NEEDS_LINKS
 
@@ -55,24 +56,37 @@ def budget_of(facts: dict[str, Any], fraction: float) -> int:
     return int(facts["floor_bytes"] + fraction * beyond)
 
 
-def planned(graph: TrainingGraph, budget_bytes: int, planner: str, limit_s: float) -> Result:
+def planned(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    planner: str,
+    limit_s: float,
+    listener: Listener | None = None,
+) -> Result:
     """What that planner makes of the step."""
     alone = msgspec.structs.replace(graph, links=None)
     one, solver = (alone, "auto") if planner == RECOMPUTE else (graph, planner)
-    return solve(one, budget_bytes, solver, time_limit_s=limit_s)
+    return solve(one, budget_bytes, solver, time_limit_s=limit_s, progress=listener)
 
 
 def plan_cell(
     graph: TrainingGraph, budget_bytes: int, planner: str, limit_s: float
 ) -> dict[str, Any]:
     """The figures of one plan."""
-    began_s = time.monotonic()
-    result = planned(graph, budget_bytes, planner, limit_s)
+    began_s, found_s = time.monotonic(), list[float]()
+
+    def listener(progress: Progress) -> None:
+        if progress.best_overhead is not None and not found_s:
+            found_s.append(time.monotonic() - began_s)
+
+    result = planned(graph, budget_bytes, planner, limit_s, listener)
+    seconds = time.monotonic() - began_s
     cell: dict[str, Any] = {
         "solver": planner,
         "budget_bytes": budget_bytes,
         "status": result.status,
-        "seconds": time.monotonic() - began_s,
+        "seconds": seconds,
+        "first_s": found_s[0] if found_s else seconds,
         "bound_overhead": overhead_of(result.lower_bound_us, graph.base_us),
         "time_limit_s": limit_s,
         "overhead": None,

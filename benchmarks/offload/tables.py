@@ -29,6 +29,17 @@ def plan_lines(results: Results) -> list[str]:
     return lines
 
 
+def first_lines(results: Results) -> list[str]:
+    """One row a step: seconds until the first plan, and until the last."""
+    lines = head(["step", "ops", "first plan s", "all s", "overhead", "bound", "gap"])
+    for key, cell in results.cells.items():
+        if key.startswith("first|"):
+            name, ops = cell["graph"], str(results.graphs[cell["graph"]]["ops"])
+            seconds = [f"{cell['first_s']:.1f}", f"{cell['seconds']:.1f}"]
+            lines.append(row([name, ops, *seconds, _overhead(cell), *_bound(cell)[:2]]))
+    return lines
+
+
 def sweep_lines(results: Results) -> list[str]:
     """One row a step: overheads by the rate of its links."""
     cells = [cell for key, cell in results.cells.items() if key.startswith("sweep|")]

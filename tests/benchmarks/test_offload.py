@@ -19,7 +19,7 @@ from benchmarks.offload.cells import (
     slower_cell,
     sweep_cell,
 )
-from benchmarks.offload.steps import NAMES, link_gb_s, links
+from benchmarks.offload.steps import DEEP_NAMES, NAMES, link_gb_s, links, step
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from tests.graphs import peak_bytes_of
@@ -98,6 +98,38 @@ def test_a_run_keeps_its_cells_and_says_which_planner_is_missing(
     assert command.main(asked) == 0
     assert out.read_text() == before
     assert command.main(["--planners", "joint", "--out", str(out)]) == 1
+
+
+def test_first_plans_of_deep_steps_are_timed(
+    graph: TrainingGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command, "step", lambda name: msgspec.structs.replace(graph, name=name))
+    out = tmp_path / "found.json"
+    assert command.main(["--parts", "first", "--out", str(out)]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert list(cells) == [f"first|{name}|0.3|joint" for name in DEEP_NAMES]
+    assert all(0 < cell["first_s"] <= cell["seconds"] for cell in cells.values())
+    assert "| gpt167-h100 | " in capsys.readouterr().out
+
+
+def test_a_graph_in_a_file_is_planned_with_the_links_of_its_device(
+    graph: TrainingGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine-rtx4090.json"
+    path.write_bytes(msgspec.structs.replace(graph, links=None).to_json())
+    found = step(str(path))
+    assert (found.name, found.links) == ("mine-rtx4090", links(link_gb_s("rtx4090")))
+    asked = ["--graphs", str(path), "--planners", "swap_all", "--parts", "table"]
+    assert command.main([*asked, "--fractions", ".3", "--out", str(tmp_path / "found.json")]) == 0
+    assert "| mine-rtx4090 | " in capsys.readouterr().out
+    path.write_text("{")
+    with pytest.raises(SystemExit, match="not a JSON graph file"):
+        command.main([*asked, "--out", str(tmp_path / "found.json")])
+    path.rename(path.with_name("mine.json"))
+    with pytest.raises(SystemExit):
+        command.main(["--graphs", str(path.with_name("mine.json"))])
+    assert "mine.json is no MODEL-DEVICE.json: there is no device ''" in capsys.readouterr().err
 
 
 def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
