@@ -88,10 +88,13 @@ def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: N
 
 
 @pytest.fixture
-def clocked(tmp_path: Path) -> Iterator[Path]:
+def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Ops and steps are timed, as they are for users; the prices go to this folder."""
-    from tests.fixed_prices import CLOCKED, patched
+    from tests.fixed_prices import CLOCKED
 
-    with patched(CLOCKED) as patch:
-        patch.setenv("REMAT_CACHE", str(tmp_path))
-        yield tmp_path
+    # By the monkeypatch of the test, which undoes what it does in turn. With two, the other could
+    # put back what this one had put there, for all tests that follow.
+    for (owner, name), value in CLOCKED.items():
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    return tmp_path
