@@ -25,6 +25,8 @@ _LINE_BYTES = 64
 """Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
 _TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
 """Ops whose integer results a kernel trusts."""
+_ASSERTIONS = ("aten._assert_async", "aten._functional_assert_async")
+"""Ops that fail where a tensor says False, such as those that check the classes of a one-hot."""
 _NORMS: dict[Any, int] = {
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
@@ -77,7 +79,8 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
             return _from_its_op(leaf, constants)
         if not isinstance(value, Tensor):
             return value
-        return _sample_tensor(value, bound).to(_dtype_of_kernel(leaf, value))
+        tensor = _sample_tensor(value, bound).to(_dtype_of_kernel(leaf, value))
+        return tensor.fill_(1) if target_name(node).startswith(_ASSERTIONS) else tensor
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 

@@ -44,6 +44,7 @@ from remat.rewriter.checking.outside_autocast import outside_autocast
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.checking.tolerance import tolerance_of
+from remat.rewriter.checking.unordered_sums import in_one_order
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
@@ -132,7 +133,8 @@ def check(
     Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
     times once that has taken 20 s, if no other ranks wait for this one. On a CUDA device eager runs
     twice for equality, to see which results it repeats, and up to `MOST_EAGER` times if the plan's
-    differ. Gradients, buffers, the batch and the random streams are put back as they were.
+    differ. On a CPU float32 sums by indices have one order meanwhile. Gradients, buffers, the batch
+    and the random streams are put back as they were.
 
     Parameters
     ----------
@@ -166,6 +168,9 @@ def check(
             step, batch.leaves, meter.device, python_state, keep_parameters=_overwrites(module)
         )
         stack.enter_context(state.put_back())
+        alike = stack.enter_context(contextlib.ExitStack())
+        if meter.device == CPU:
+            alike.enter_context(in_one_order(module))
         expected = state.outcome(eager)
         repeats, is_steady = Repeats(expected), meter.device == CPU
         if not is_steady:
@@ -188,6 +193,7 @@ def check(
             unsteady = not_repeated(expected, state.outcome(eager))
             other_line = _other_line(state, eager, module)
         del outcome
+        alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
         memory = [
             state.prepared(lambda run=run: meter.step_memory(run), accumulate)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from remat.graph_capture import trace
 from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.graph_capture.prices import op_prices, pricing
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture.prices.sample_inputs import sample_arguments
 from tests.models import make
 
 pytestmark = pytest.mark.usefixtures("clocked")
@@ -174,6 +175,21 @@ def test_garbage_is_not_collected_while_memory_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_an_assertion_is_measured_with_what_it_asserts() -> None:
+    class OneHot(nn.Linear):
+        def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            one_hot = nn.functional.one_hot(classes, self.out_features)
+            return (super().forward(x).softmax(1) * one_hot).sum()
+
+    joint = trace(OneHot(8, 4), (torch.randn(64, 8), torch.randint(4, (64,)))).joint
+    asserted = [node for name, node in joint.node_of_op.items() if "assert" in name]
+    assert asserted
+    for node in asserted:
+        # Made flags are True nine times in ten.
+        drawn = [sample_arguments(node, joint.module)[0][0] for _ in range(100)]
+        assert all(bool(condition.all()) for condition in drawn)
+
+
 def test_measuring_writes_nothing_and_leaves_the_environment_alone() -> None:
     script = (
         "import os, torch\n"
