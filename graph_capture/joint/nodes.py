@@ -154,6 +154,12 @@ def _callable_name(target: Any) -> str:
     return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
 
 
+def plain_name(target: Any) -> str:
+    """The name of an op without its overload, and without the ``_`` of one that works in place."""
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).rstrip("_")
+
+
 def made_by_autograd(node: fx.Node) -> bool:
     """Whether autograd has run the op while a gradient was traced. torch 2.11 marks only phases."""
     is_marked = bool(node.meta.get("autograd_backward"))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.joint.nodes import is_getitem, plain_name
 from remat.graph_capture.joint.provenance import (
     MODULE_KEY,
     SOURCE_KEY,
@@ -83,6 +83,6 @@ def _first_outside(ran: list[_Op], planned: list[_Op]) -> str:
 
 
 def _op(target: Any, args: tuple[Any, ...], line: str) -> _Op:
-    packet = getattr(target, "overloadpacket", target)
-    name = str(getattr(packet, "__name__", packet)).rstrip("_")
-    return _Op(name, tuple(repr(x) for x in args if isinstance(x, (bool, int, float))), line)
+    return _Op(
+        plain_name(target), tuple(repr(x) for x in args if isinstance(x, (bool, int, float))), line
+    )

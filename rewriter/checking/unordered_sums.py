@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.graph_capture.joint.nodes import plain_name
 from remat.rewriter.user_module.module import RematModule
 
 ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
@@ -45,7 +46,7 @@ class _InOrder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the op."""
-        if _name_of(func) not in ACCUMULATE_AT:
+        if plain_name(func) not in ACCUMULATE_AT:
             return func(*args, **(kwargs or {}))
         torch.use_deterministic_algorithms(True)
         try:
@@ -64,7 +65,7 @@ def sums_in_no_order(module: nn.Module) -> bool:
 
 
 def _adds_at_once(node: fx.Node) -> bool:
-    at = ACCUMULATE_AT.get(_name_of(node.target))
+    at = ACCUMULATE_AT.get(plain_name(node.target))
     if at is None:
         return False
     value = node.meta.get("val")
@@ -74,8 +75,3 @@ def _adds_at_once(node: fx.Node) -> bool:
 
 def _argument(node: fx.Node, at: int, name: str) -> Any:
     return node.args[at] if len(node.args) > at else node.kwargs.get(name, False)
-
-
-def _name_of(target: Any) -> str:
-    packet = getattr(target, "overloadpacket", None)
-    return str(getattr(packet, "__name__", "")).rstrip("_")
