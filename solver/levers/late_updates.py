@@ -134,18 +134,20 @@ class _Rounds:
                 break
             result = self.take(placed, target_bytes)
         if not self.fits:
-            self._ask_for_more()
+            # A search without the rule that has come to its end has none below the least it knows.
+            is_open = first.schedule is not None or first.status == "time limit"
+            self._ask_for_more(may_be_lower=is_open)
         elif placed is not self.graph and self.clock.left_s > 0:
             # A plan whose updates come early may be the faster one.
             self.take(self.graph, less_bytes)
 
-    def _ask_for_more(self) -> None:
+    def _ask_for_more(self, *, may_be_lower: bool) -> None:
         """Ask for more than the budget, so that the outcome names a low one that does."""
         low_bytes = self.budget_bytes
         least_bytes = self.lost.least_feasible_bytes if self.lost else 0
         for more in MORE:
             asked_bytes = int((1 + more) * least_bytes)
-            if not 0 < least_bytes <= asked_bytes < self.best_bytes:
+            if may_be_lower and not 0 < least_bytes <= asked_bytes < self.best_bytes:
                 asked_bytes = (low_bytes + self.best_bytes) // 2
             if self.clock.left_s <= 0 or asked_bytes >= self.best_bytes:
                 return
