@@ -9,7 +9,8 @@ backward computes again it needs for gradients that come before those of the par
 
 Schedules of the least peak compute most again, and read most parameters late. A little more than
 that peak often allows one whose updates come early. So where nothing fits, the solver is asked at a
-few budgets above the least of the graph without the rule, and the lowest outcome is taken.
+few budgets above the least of the graph without the rule, or halfway to the lowest that is known,
+and the lowest outcome is taken.
 
 Bound: that of the graph without the rule, which every schedule that keeps the rule follows too.
 Where gradients are accumulated, what an update takes depends on those before it: the bound is then
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import UPDATE, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
@@ -52,12 +54,18 @@ def solve_with_updates(
     Parameters
     ----------
     ask : solves a graph for a budget in bytes within so many seconds.
+
+    Raises
+    ------
+    SolverError : all that it finds has a gradient away while its update waits.
     """
     rounds = _Rounds(graph, budget_bytes, ask, Clock(time_limit_s))
     first = rounds.take(graph, budget_bytes)
-    if rounds.best is None:
-        return first
     rounds.run(first)
+    if rounds.best is None:
+        if rounds.error is not None:
+            raise rounds.error
+        return first
     if rounds.fits:
         found = judged(
             graph, rounds.best, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
@@ -74,10 +82,10 @@ class _Rounds:
 
     Attributes
     ----------
-    free : `graph` without the rule.
     best : the fastest schedule that fits, or the one of the lowest peak, of those found; updates
         late enough.
-    lost : the last outcome for `free` that has no schedule.
+    lost : the last outcome without a schedule, of `graph` with all updates where they were.
+    error : why the updates of a schedule could not be made late enough.
     """
 
     graph: TrainingGraph
@@ -87,6 +95,7 @@ class _Rounds:
     best: Schedule | None = None
     best_key: tuple[int, float] = (0, 0.0)
     lost: Result | None = None
+    error: SolverError | None = None
     is_cut_short: bool = False
     message: str = ""
 
@@ -108,7 +117,11 @@ class _Rounds:
             self.lost = result
         schedule = result.schedule or result.least_schedule
         if schedule is not None:
-            late = made_late(self.graph, schedule, self.budget_bytes)
+            try:
+                late = made_late(self.graph, schedule, self.budget_bytes)
+            except SolverError as error:  # raised in the end, if nothing else is found
+                self.error = error
+                return result
             simulation = simulate(self.graph, late)
             key = max(simulation.peak_bytes, self.budget_bytes), simulation.time_us
             if self.best is None or key < self.best_key:
@@ -117,8 +130,8 @@ class _Rounds:
 
     def run(self, first: Result) -> None:
         """Ask again until something fits, or nothing more is to be expected of the budget."""
-        result, placed = first, self.graph
-        less_bytes = 2 * self.budget_bytes - self.best_bytes
+        result, placed, first_bytes = first, self.graph, self.best_bytes
+        less_bytes = self.budget_bytes
         for _ in range(ROUNDS - 1):
             if self.fits:
                 break
@@ -127,19 +140,19 @@ class _Rounds:
             if result.schedule is not None:
                 placed = with_updates_behind(placed, result.schedule)
                 target_bytes = self.budget_bytes
-            elif placed is not self.graph:
-                placed, target_bytes = self.graph, less_bytes
+            elif placed is not self.graph and self.best is not None:
                 less_bytes -= self.best_bytes - self.budget_bytes
+                placed, target_bytes = self.graph, less_bytes
             else:
                 break
             result = self.take(placed, target_bytes)
-        if not self.fits:
+        if self.best is not None and not self.fits:
             # A search without the rule that has come to its end has none below the least it knows.
             is_open = first.schedule is not None or first.status == "time limit"
             self._ask_for_more(may_be_lower=is_open)
-        elif placed is not self.graph and self.clock.left_s > 0:
+        elif placed is not self.graph and first_bytes and self.clock.left_s > 0:
             # A plan whose updates come early may be the faster one.
-            self.take(self.graph, less_bytes)
+            self.take(self.graph, 2 * self.budget_bytes - first_bytes)
 
     def _ask_for_more(self, *, may_be_lower: bool) -> None:
         """Ask for more than the budget, so that the outcome names a low one that does."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
+from remat.solver.levers import late_updates
 from remat.solver.levers.late_order import late_sequence, with_updates_behind, without_rule
 from remat.solver.levers.late_updates import has_updates, solve_with_updates
 from remat.solver.problem import Problem
@@ -172,3 +173,32 @@ def test_updates_that_come_too_early_are_placed_and_where_that_has_none_less_is_
     assert found.peak_bytes == peak_bytes
     if not peak_bytes:
         assert found.message == "no schedule found that fits 340 bytes; 358 bytes are known to do"
+
+
+def test_an_update_that_cannot_wait_is_placed_and_the_error_raised_if_that_does_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = step()
+
+    def ask(one: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
+        is_placed = one.ops[-1].name == "update"
+        order = ["a", "b", "loss", "tangents", "gw", "wide", "big", "a", "b", "ga", "gw", "update"]
+        placed = schedule_of(Problem.of(one), [one.op_index[name] for name in order])
+        schedule = placed if is_placed else late_read(one)
+        return judged(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
+
+    def refusing(one: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
+        if schedule.computations()["gw"] == 1:
+            raise SolverError("a gradient returns")
+        return real(one, schedule, budget_bytes)
+
+    real = late_updates.made_late
+    monkeypatch.setattr(late_updates, "made_late", refusing)
+    assert solve_with_updates(graph, 340, ask, 60.0).peak_bytes == 318
+
+    def never(*_: object) -> Schedule:
+        raise SolverError("a gradient returns")
+
+    monkeypatch.setattr(late_updates, "made_late", never)
+    with pytest.raises(SolverError, match="a gradient returns"):
+        solve_with_updates(graph, 340, ask, 60.0)
