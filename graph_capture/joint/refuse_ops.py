@@ -52,7 +52,7 @@ def refuse_sparse(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]])
     if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
         raise CaptureError(
             f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
-            "to plan for. Use a dense one: nn.Embedding(..., sparse=False)"
+            "to plan for. Use a dense one, by sparse=False of the embedding"
         )
 
 
