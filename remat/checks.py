@@ -163,6 +163,11 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
             f"the allocator reserves {bytes_text(reserved_bytes)} for a peak of "
             f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE_CONF}"
         )
+    if check.in_one_order:
+        said.append(
+            "threads add float32 sums by indices in no fixed order, in eager too: both were "
+            "compared in one order, which torch.use_deterministic_algorithms(True) gives every step"
+        )
     if check.unsteady:
         said.append(
             f"eager itself does not repeat {len(check.unsteady)} results to the last bit, such as "

@@ -44,7 +44,7 @@ from remat.rewriter.checking.outside_autocast import outside_autocast
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.checking.tolerance import tolerance_of
-from remat.rewriter.checking.unordered_sums import in_one_order
+from remat.rewriter.checking.unordered_sums import InOneOrder, sums_in_no_order
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
@@ -70,6 +70,7 @@ class Check(msgspec.Struct, frozen=True):
     unsteady : names of what eager itself does not repeat to the last bit, such as sums by atomic
         additions on a CUDA device. Of these, `differences` names those that are further from eager
         than runs of eager are from each other; on a CPU, where eager repeats itself, all of them.
+    in_one_order : whether sums that threads add in no fixed order had one while bits were compared.
     plan_rounding_bytes : the part of the plan's peak that the allocator gave without being asked.
     baseline_reserved_bytes, plan_reserved_bytes : the peak, and what the allocator held beside it;
         None on a CPU, whose allocator holds nothing.
@@ -92,6 +93,7 @@ class Check(msgspec.Struct, frozen=True):
     plan_step_us: float
     differences: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    in_one_order: bool = False
     plan_rounding_bytes: int = 0
     baseline_reserved_bytes: int | None = None
     plan_reserved_bytes: int | None = None
@@ -169,8 +171,9 @@ def check(
         )
         stack.enter_context(state.put_back())
         alike = stack.enter_context(contextlib.ExitStack())
-        if meter.device == CPU:
-            alike.enter_context(in_one_order(module))
+        in_one_order = meter.device == CPU and sums_in_no_order(module)
+        if in_one_order:
+            alike.enter_context(InOneOrder())
         expected = state.outcome(eager)
         repeats, is_steady = Repeats(expected), meter.device == CPU
         if not is_steady:
@@ -218,6 +221,7 @@ def check(
         plan_step_us=times[1],
         differences=differences,
         unsteady=unsteady,
+        in_one_order=in_one_order,
         plan_rounding_bytes=memory[1].rounding_bytes,
         baseline_reserved_bytes=reserved[0],
         plan_reserved_bytes=reserved[1],

@@ -7,9 +7,6 @@ all threads at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,23 +20,12 @@ ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "
 """Ops that add so, each with the place of its argument `accumulate`."""
 
 
-@contextmanager
-def in_one_order(module: nn.Module) -> Generator[None]:
+class InOneOrder(TorchDispatchMode):
     """Within the block such sums have one order, in which a rewritten step and eager are compared.
 
     Their bits then are the same or not. Without it, a plan that is wrong by a little could not be
-    told from one that is right.
-    """
-    with contextlib.ExitStack() as stack:
-        if sums_in_no_order(module):
-            stack.enter_context(_InOrder())
-        yield
-
-
-class _InOrder(TorchDispatchMode):
-    """Runs these ops as torch's deterministic setting has them, and no others.
-
-    The setting itself is one that plans are made for: a rewritten module refuses to run in another.
+    told from one that is right. These ops run as torch's deterministic setting has them. The
+    setting itself is one that plans are made for: a rewritten module refuses to run in another.
     """
 
     def __torch_dispatch__(
