@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(results, asked)
     except RematError as error:
-        raise SystemExit(f"{error}") from error
+        raise SystemExit(str(error)) from error
     titles = {"table": plan_lines, FIRST: first_lines, "sweep": sweep_lines, "slower": slower_lines}
     for part in asked.parts:
         print(f"\n## {part}\n", *titles[part](results), sep="\n")

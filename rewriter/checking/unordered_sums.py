@@ -55,8 +55,8 @@ def _adds_at_once(node: fx.Node) -> bool:
     if at is None:
         return False
     value = node.meta.get("val")
-    is_slow = isinstance(value, Tensor) and value.dtype != torch.float32
-    return not is_slow and bool(_argument(node, at, "accumulate"))
+    has_order = isinstance(value, Tensor) and value.dtype != torch.float32
+    return not has_order and bool(_argument(node, at, "accumulate"))
 
 
 def _argument(node: fx.Node, at: int, name: str) -> Any:

@@ -16,6 +16,7 @@ from tests.behaviours.behaviours import BEHAVIOURS
 from tests.behaviours.trainee import Observed, Trainee, differences, planned
 from tests.rewriter.arena.steps_in_arena import needs_compiler
 from tests.rows import rows
+from tests.threads import torch_threads
 
 MODELS = (
     "plain",
@@ -51,10 +52,8 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def tried(behaviour: str, it: Trainee) -> Observed:

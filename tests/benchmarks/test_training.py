@@ -41,7 +41,7 @@ def row(method: str, peak: int, over: float, amount: float = 0, **more: Any) -> 
 
 def suite(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.training", "--suite", "smoke", "--out", str(out)]
-    # Twice what the rows take here, as the machine may be busy.
+    # Three times what a solve has by default, as the machine may be busy.
     command += ["--solve-seconds", "30", *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 

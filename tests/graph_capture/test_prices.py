@@ -174,7 +174,6 @@ def test_garbage_is_not_collected_while_memory_is_measured() -> None:
         gc.set_threshold(*thresholds)
 
 
-@pytest.mark.slow
 def test_an_assertion_is_measured_with_what_it_asserts() -> None:
     class OneHot(nn.Linear):
         def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
@@ -190,6 +189,7 @@ def test_an_assertion_is_measured_with_what_it_asserts() -> None:
         assert all(bool(condition.all()) for condition in drawn)
 
 
+@pytest.mark.slow
 def test_measuring_writes_nothing_and_leaves_the_environment_alone() -> None:
     script = (
         "import os, torch\n"

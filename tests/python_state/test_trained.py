@@ -22,6 +22,7 @@ from tests.python_state.moments import (
     planned,
 )
 from tests.python_state.places import PLACES, Place, in_an_attribute, in_the_closure_of_a_loss
+from tests.threads import torch_threads
 
 QUICK = (0, 13)
 slow = pytest.mark.slow
@@ -46,10 +47,8 @@ def made(where: str, kind: str) -> tuple[Place, object, object]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @shifts

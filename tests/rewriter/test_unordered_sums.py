@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import remat
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter.checking.unordered_sums import sums_in_no_order
+from tests.threads import torch_threads
 
 NODES, EDGES, WIDTH = 256, 2048, 32
 
@@ -47,10 +48,8 @@ class Putting(nn.Module):
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(2):
+        yield
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,9 +77,8 @@ def test_a_plan_has_eagers_bits_where_both_sum_in_one_order(make: type[nn.Module
 def test_one_thread_and_a_setting_of_the_user_give_an_order() -> None:
     model, args = Gathering(), batch()
     module = planned(model, args, check=False)
-    torch.set_num_threads(1)
-    assert not sums_in_no_order(module)
-    torch.set_num_threads(2)
+    with torch_threads(1):
+        assert not sums_in_no_order(module)
     torch.use_deterministic_algorithms(True)
     try:
         assert not sums_in_no_order(module)
