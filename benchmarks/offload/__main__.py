@@ -57,7 +57,10 @@ def run(results: Results, asked: argparse.Namespace) -> None:
     """Make all cells that `results` lacks."""
     given = asked.graphs if set(asked.parts) != {FIRST} else []
     for one in (*given, *(DEEP_NAMES if FIRST in asked.parts else ())):
-        graph = step(one)
+        try:
+            graph = step(one)
+        except RematError as error:
+            raise SystemExit(f"{one}: {error}: `remat capture -o FILE` writes one") from error
         name = graph.name
         if results.graphs.get(name, {}).get("hash") != graph.hash:
             results.graphs[name] = {**size_facts(graph), "device": graph.device}
@@ -158,10 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not asked.planners:
         return 1
     results = Results(asked.out)
-    try:
-        run(results, asked)
-    except RematError as error:
-        raise SystemExit(str(error)) from error
+    run(results, asked)
     titles = {"table": plan_lines, FIRST: first_lines, "sweep": sweep_lines, "slower": slower_lines}
     for part in asked.parts:
         print(f"\n## {part}\n", *titles[part](results), sep="\n")
