@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 RUNS = 40
 """Steps of which one is looked for whose frees before the peak were all seen."""
@@ -58,14 +58,15 @@ def _watched(
     """Allocations in the order of their times, in ns and bytes, and the span of each region."""
     # Garbage that is collected meanwhile was live before: it would count as given back.
     count = 0
-    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    # Not torch.profiler's around it, which warns in torch 2.11 of cycles that are dropped.
+    profiled = profile(use_cpu=True, use_kineto=True, profile_memory=True)
     with without_garbage(), _without_its_log(), profiled as profiler:
         for i, region in enumerate(regions):
             with record_function(f"{_MARK}{i}"):
                 kept = region()
             del kept, region
             count = i + 1
-    events = profiler.profiler.kineto_results.events()  # pyright: ignore
+    events = profiler.kineto_results.events()  # pyright: ignore
     spans: dict[int, tuple[int, int]] = {}
     deltas: list[tuple[int, int]] = []
     for event in events:

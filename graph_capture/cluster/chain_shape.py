@@ -27,7 +27,9 @@ class ChainShape:
         that read something else.
     parameters : names by place. products_flops, attention_flops : of forward, of one block.
     has_fused_attention, has_open_attention : whether attention is torch's fused op, or products of
-        its own. unsplit : why a block cannot be split over tensor parallel ranks; empty if it can.
+        its own. heads : of queries and of keys, of each call of the former. unshared : what keeps
+        context parallel ranks from sharing a call of it; empty for nothing.
+    unsplit : why a block cannot be split over tensor parallel ranks; empty if it can.
     digest : of all ops with shapes and numbers.
     """
 
@@ -43,6 +45,18 @@ class ChainShape:
     attention_flops: int = 0
     has_fused_attention: bool = False
     has_open_attention: bool = False
-    masks: bool = False
+    heads: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    unshared: str = ""
     unsplit: str = ""
     digest: str = ""
+
+
+def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:
+    """Whether context parallel ranks can share a tensor parallel rank's heads.
+
+    Parameters
+    ----------
+    heads : of queries and of keys, over all ranks.
+    """
+    queries, keys = (n // tp for n in heads)
+    return queries % cp == 0 and keys > 0 and (keys % cp == 0 or cp % keys == 0)

@@ -3,9 +3,9 @@
 Weights are the rank's parts. What runs between split layers has the rank's part of the sequence
 (sequence parallel, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): what a norm returns
 is gathered along the sequence, and the sum of a layer that is split by rows is scattered along it.
-Context parallel ranks have a part of each sequence throughout, and gather keys and values (Llama 3,
-2024, https://arxiv.org/abs/2407.21783, section 3.3.2). These modules are for planning: they run
-where collectives do nothing, and their results mean nothing.
+Context parallel ranks have a part of each sequence throughout, and share the heads of attention.
+These modules are for planning: they run where collectives do nothing, and their results mean
+nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
-from remat.graph_capture.cluster.attention_mode import AttentionMode
 from remat.graph_capture.cluster.chain import ChainModel
 from remat.graph_capture.cluster.chain_shape import ChainShape, SplitRole
+from remat.graph_capture.cluster.heads_over_ranks import HeadsOverRanks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.step_module import apply_loss
 
@@ -71,28 +71,8 @@ class OnRank(nn.Module):
         """The block's result for the rank's tokens."""
         if self.cp == 1:
             return self.inner(*args, **kwargs)
-        with _KeysOfAll(self.group):
+        with HeadsOverRanks(self.group):
             return self.inner(*args, **kwargs)
-
-
-class _KeysOfAll(AttentionMode):
-    """Attention over the keys and values of all context parallel ranks.
-
-    Each rank has two pieces of a sequence, one early and one late, so that causal attention is as
-    much work on each: it sees half of all keys.
-    """
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.group = group
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        """This rank's part of the attention."""
-        key, value = (_gather_along(t.contiguous(), 2, self.group) for t in (key, value))
-        if given.get("is_causal"):
-            key, value = (t[:, :, : t.shape[2] // 2] for t in (key, value))
-        attention = nn.functional.scaled_dot_product_attention
-        return attention(query, key, value, scale=given.get("scale"))
 
 
 def block_on_rank(

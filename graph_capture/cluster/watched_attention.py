@@ -8,6 +8,7 @@ from torch import Tensor
 
 from remat.graph_capture.cluster.attention_mode import AttentionMode
 from remat.graph_capture.cluster.chain_shape import ChainShape
+from remat.graph_capture.cluster.heads_over_ranks import HEADS, why_unshared
 
 
 class Watcher(Protocol):
@@ -40,7 +41,8 @@ class WatchedAttention(AttentionMode):
             )
             shape.attention_flops += whole // 2 if is_causal else whole
             shape.has_fused_attention = True
-            shape.masks |= given.get("attn_mask") is not None
+            shape.unshared = shape.unshared or why_unshared(query, key, given.get("attn_mask"))
+            shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
         if id(query) in self.watcher.split:
             self.watcher.split[id(result)] = result

@@ -41,7 +41,7 @@ def watch(chain: ChainModel) -> ChainShape:
     watcher = _Watcher(chain)
     handles = list(_hooks(watcher, chain))
     try:
-        with torch.no_grad(), WatchedAttention(watcher), watcher:
+        with torch.no_grad(), torch.device("meta"), WatchedAttention(watcher), watcher:
             chain.loss()
     finally:
         for handle in handles:

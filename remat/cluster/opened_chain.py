@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture.cluster.chain import ChainModel, chain_of
-from remat.graph_capture.cluster.chain_shape import PLACES, ChainShape, Place
+from remat.graph_capture.cluster.chain_shape import PLACES, ChainShape, Place, shares_heads
 from remat.graph_capture.cluster.rank_graph import runs_split
 from remat.graph_capture.cluster.watching import watch
 from remat.graph_capture.errors import CaptureError, FactoryError
@@ -107,7 +107,7 @@ def job_of(
         {place: BACKWARD_TIMES * flops[place] for place in PLACES},
         BACKWARD_TIMES * (blocks_flops + flops["last"]),
         _tensor_degrees(chain, shape, asked, groups, most_tp), _context_degrees(shape, asked),
-        tied,
+        tied, tuple(sorted(shape.heads)),
     )  # fmt: skip
 
 
@@ -147,11 +147,17 @@ def _tensor_degrees(
 
 
 def _context_degrees(shape: ChainShape, asked: Asked) -> tuple[int, ...]:
-    is_plain = shape.has_fused_attention and not (shape.has_open_attention or shape.masks)
-    if asked.cp not in (None, 1) and not is_plain:
+    why = shape.unshared
+    if not shape.has_fused_attention or shape.has_open_attention:
+        why = "is not torch.nn.functional.scaled_dot_product_attention"
+    for queries, keys in shape.heads:
+        if asked.cp is not None and not shares_heads((queries, keys), 1, asked.cp):
+            why = why or f"has {queries} heads of queries and {keys} of keys"
+    if asked.cp not in (None, 1) and why:
         raise CaptureError(
-            f"cp {asked.cp} splits attention along the sequence, which is planned for "
-            "torch.nn.functional.scaled_dot_product_attention without a mask alone: choose --cp 1"
+            f"cp {asked.cp} shares the heads of attention over ranks, and this attention {why}: "
+            "choose --cp 1"
         )
-    tried: tuple[int, ...] = CONTEXT if asked.cp is None else (asked.cp,)
-    return tried if is_plain else (1,)
+    if why:
+        return (1,)
+    return CONTEXT if asked.cp is None else (asked.cp,)

@@ -113,9 +113,9 @@ class ClusterRequest:
                 f"--schedule {name!r} is none that is planned: choose {', '.join(SCHEDULES)}; "
                 "remat.parallelize(..., schedule=) runs torch's others by such a plan"
             )
-        if name == SCHEDULES[2] and self.asked.tp != 1:
+        if name == SCHEDULES[2] and (self.asked.tp != 1 or self.asked.cp not in (None, 1)):
             raise DeviceError(
-                f"--schedule {name} is for blocks that no tensor parallel ranks share: give --tp 1"
+                f"--schedule {name} is for blocks without collectives: give --tp 1 --cp 1"
             )
         if chunks is not None and (chunks == 1) != (name == SCHEDULES[0]):
             raise DeviceError(

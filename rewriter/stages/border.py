@@ -72,6 +72,11 @@ class Before:
     def __init__(self, model: nn.Module, first_block: nn.Module) -> None:
         self._shell = with_replaced(model, {first_block: _Leaves()})
 
+    @property
+    def module(self) -> nn.Module:
+        """What is run: the model with another first block."""
+        return self._shell
+
     def __call__(self, *args: Any, **kwargs: Any) -> Arrival:
         """The call of the first block, for a batch of the model."""
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat.graph_capture.tracing.step_module import apply_loss
-from remat.rewriter.stages.border import Arrival, Before, Behind
+from remat.rewriter.stages.border import Arrival, Behind
 from remat.rewriter.user_module.block_shells import shell_with
 
 TARGET = "remat_target"
@@ -31,7 +31,7 @@ class StageRun:
     given : to the first block of the model; its other arguments are given to all.
     """
 
-    before: Before | None
+    before: Callable[..., Arrival] | None
     blocks: tuple[nn.Module, ...]
     behind: Behind | None
     given: Arrival

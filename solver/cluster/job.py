@@ -35,6 +35,7 @@ class Job(msgspec.Struct, frozen=True):
         sequence, attention included, causal attention by half.
     tensor_degrees, context_degrees : at which a block runs.
     tied : weights that are at both ends of the chain, by name.
+    heads : of queries and of keys, of each attention whose heads context parallel ranks share.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Job(msgspec.Struct, frozen=True):
     tensor_degrees: tuple[int, ...] = (1,)
     context_degrees: tuple[int, ...] = (1,)
     tied: tuple[str, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
 
     @property
     def parameters(self) -> int:

@@ -7,6 +7,7 @@ from itertools import product
 
 import msgspec
 
+from remat.graph_capture.cluster.chain_shape import shares_heads
 from remat.solver.cluster.job import Cluster, Job, divisors
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -121,8 +122,8 @@ def all_degrees(job: Job, cluster: Cluster, asked: Asked) -> Iterator[Degrees]:
 
 
 def _is_context(job: Job, asked: Asked, tp: int, cp: int) -> bool:
-    """Whether a rank has whole tokens of a sequence, and enough of them."""
-    if job.seq % (tp * cp):
+    """Whether a rank has whole tokens of a sequence, and enough of them, and whole heads."""
+    if job.seq % (tp * cp) or not all(shares_heads(heads, tp, cp) for heads in job.heads):
         return False
     return cp == 1 or asked.cp is not None or job.seq // cp >= LEAST_TOKENS
 
@@ -135,8 +136,8 @@ def _with_chunks(
     for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
         if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
             continue
-        # Backward of a block over DTensors is not split (`rewriter/split_backward/splitting.py`).
-        for is_split in (False, True) if chunks > 1 and tp == 1 else (False,):
+        # Backward with collectives is not split (`rewriter/split_backward/splitting.py`).
+        for is_split in (False, True) if chunks > 1 and tp == cp == 1 else (False,):
             found = Degrees(tp, cp, pp, dp, microbatch, m, chunks, is_split)
             if asked.allows(schedule=found.schedule):
                 yield found
@@ -185,7 +186,8 @@ def all_states(degrees: Degrees, cluster: Cluster, asked: Asked) -> Iterator[Mes
     in_node = max(1, min(ranks, cluster.node_size // degrees.tp))
     shards = sorted({1, in_node, ranks} if ranks % in_node == 0 else {1, ranks})
     for shard in shards:
-        if not asked.allows(shard=shard):
+        # Context parallel ranks of a sequence are always in one group of `fully_shard`.
+        if shard % degrees.cp or not asked.allows(shard=shard):
             continue
         if degrees.pp > 1 or shard == 1:
             yield Mesh(degrees, shard, 1, reduce_each=False)

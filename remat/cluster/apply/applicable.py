@@ -44,11 +44,6 @@ def check_plan(
             f"the plan is for {tp} tensor parallel ranks, and no tp_plan says which layers they "
             "share: pass tp_plan, such as {'layers.*.up': ColwiseParallel(), ...}"
         )
-    if plan.parallelism.context_parallel_degree > 1:
-        raise PlanError(
-            f"the plan is for {plan.parallelism.context_parallel_degree} context parallel ranks, "
-            "which are planned and not run: plan again with --cp 1"
-        )
     _check_schedule(plan, schedule)
 
 

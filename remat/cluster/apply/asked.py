@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from remat.cluster.apply.cluster_mesh import PP, REPLICATE, SHARD
+from remat.cluster.apply.cluster_mesh import CP, PP, REPLICATE, SHARD
 from remat.cluster.apply.materializing import Materialize
 from remat.cluster.apply.plan_layers import layers_of_stages
 from remat.cluster.apply.rank_orders import chunks_open, stages_of_rank
@@ -60,9 +60,14 @@ class Applied:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `fully_shard` wraps parts: over data parallel ranks, or for its casts."""
-        ranks = self.mesh[REPLICATE].size() * self.mesh[SHARD].size()
+        """Whether `fully_shard` wraps parts: over ranks with other data, or for its casts."""
+        ranks = self.mesh[REPLICATE].size() * self.mesh[SHARD].size() * self.mesh[CP].size()
         return ranks > 1 or self.mp_policy is not None
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether context parallel ranks share each sequence."""
+        return self.mesh[CP].size() > 1
 
     @property
     def cast(self) -> Sharding:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remat.cluster.apply.asked import Applied
+from remat.cluster.apply.context_ranks import (
+    FirstCall,
+    first_call,
+    part_of,
+    require_own_loss,
+)
 from remat.cluster.apply.whole_chain import WholeChain
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.over_ranks.dtensors import local_part
@@ -22,21 +28,29 @@ class Cutter:
 
     def __init__(self, chain: WholeChain, asked: Applied, args: tuple[Any, ...]) -> None:
         self.chain, self.asked, self.args = chain, asked, args
+        self.tokens = part_of(asked)
         blocks = list(chain.blocks.values())
-        self.before = Before(chain.model, blocks[0])
-        self.behind = Behind(chain.model, blocks, list(chain.behind.values()), args)
+        self.before: Callable[..., Arrival] = Before(chain.model, blocks[0])
+        own = self.tokens.of(args) if asked.shares_tokens else args
+        self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
 
-    def arrival(self) -> Arrival:
-        """What the first block is called with.
+    def arrival(self) -> FirstCall:
+        """What the first block is called with, of this rank's tokens.
 
         Raises
         ------
         PlanError : blocks read another shape or dtype than was planned.
         CaptureError : something beside the border depends on the batch.
         """
-        first = next(iter(self.chain.blocks))
-        found = arrival_of(self.before, self.chain.model, self.args, first)
-        _require_border(found, self.asked.plan)
+        path = next(iter(self.chain.blocks))
+        model, before = self.chain.model, self.before
+        assert isinstance(before, Before)
+        if self.asked.shares_tokens:
+            found = first_call(before, model, self.args, self.tokens, path)
+            self.before = found.before
+        else:
+            found = FirstCall(before, arrival_of(before, model, self.args, path))
+        _require_border(found.given, self.asked.plan)
         return found
 
     def try_behind(self, given: Arrival) -> None:
@@ -60,6 +74,8 @@ class Cutter:
                 f"loss_fn returns {type(loss).__name__} and no loss of one number on the device: "
                 f"or what follows the last block {why}"
             )
+        if self.asked.shares_tokens:
+            require_own_loss(self.behind, given, self.asked, self.tokens)
 
     def part(self, index: int, replaced: Mapping[str, nn.Module], given: Arrival) -> ModelPart:
         """One stage."""

@@ -98,9 +98,12 @@ def parallelize(
     plan : of `remat plan-cluster`, or the path of its file.
     mesh : of `remat.cluster_mesh`.
     args, target : one microbatch, of [microbatch, ...], for its shapes and dtypes. The whole batch
-        that `schedule.step` takes later has as many microbatches as the plan says.
+        that `schedule.step` takes later has as many microbatches as the plan says. Context
+        parallel ranks are given the same whole sequences, [microbatch, seq, ...]; each takes its
+        own tokens of them, and shares the heads of attention (DeepSpeed Ulysses, 2023,
+        https://arxiv.org/abs/2309.14509).
     loss_fn : the mean loss of a microbatch, of the model's result and the target. Gradients are
-        those of the mean over microbatches and data parallel ranks.
+        those of the mean over microbatches, data parallel ranks and context parallel ranks.
     tp_plan : styles of `torch.distributed.tensor.parallel` by path in the model, such as
         ``{"layers.*.up": ColwiseParallel()}``; a plan with tensor parallel ranks needs it. The
         plan counts borders that are split along the sequence (`SequenceParallel`).
@@ -115,7 +118,8 @@ def parallelize(
     Raises
     ------
     PlanError : the plan is for another world, torch, model or microbatch; its blocks do not fit
-        here. CaptureError : the model is no chain, or a block cannot be captured.
+        here. CaptureError : the model is no chain; a block cannot be captured; context parallel
+        ranks cannot run a block, or the loss, on their own tokens.
     AgreementError : ranks have different plans or models, or one of them has failed.
     RewriteError : a rewritten block does not do what eager does.
     """

@@ -12,6 +12,7 @@ from torch import nn
 from remat.cluster.apply.asked import Applied
 from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
 from remat.cluster.apply.cluster_mesh import TP
+from remat.cluster.apply.context_ranks import FirstCall, blocks_over_ranks, with_own_loss
 from remat.cluster.apply.cutting import Cutter
 from remat.cluster.apply.head_bytes import head_bytes
 from remat.cluster.apply.materializing import materialize_modules, values_digest
@@ -36,11 +37,13 @@ class RankBytes:
     ----------
     gradients : whole, by block, and before the blocks. behind : of what follows the blocks.
     gathered : of the parameters that `fully_shard` gathers; 0 where they are whole anyway.
+    arriving : of the border, before it is cut to the rank's tokens.
     """
 
     gradients: dict[str, int]
     behind: BlockBytes
     gathered: int
+    arriving: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
     ------
     PlanError, CaptureError, RewriteError : as of `remat.parallelize`.
     """
+    asked = with_own_loss(asked) if asked.shares_tokens else asked
     own = {path: chain.blocks[path] for i in asked.stages for path in asked.layers[i]}
     args, _ = inputs_cast(asked.args, {}, asked.cast)
     ends = chain.before | (chain.behind if asked.has_last else {})
@@ -114,21 +118,24 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         split_over_tensor_ranks({**chain.before, **chain.behind, **own}, ranks, asked.tp_plan)
         require_split(own, ranks.size())
     with parameters_cast(chain.model, asked.cast):
-        given = cutter.arrival()
+        arrival = cutter.arrival()
+        given = arrival.given
+        own = blocks_over_ranks(own, arrival, asked) if asked.shares_tokens else own
         first = next(iter(chain.blocks))
         has_gradient = any(p.requires_grad for m in chain.before.values() for p in m.parameters())
         chosen = traced_blocks(own, asked.plan, given, first, has_input_gradient=has_gradient)
         choose(chosen, asked.plan, asked.rank, asked.in_flight)
         replaced = own if eager else chosen.rewritten()
         cutter.try_behind(given)
-        sizes = _bytes_of(chain, asked, cutter, given, own)
+        sizes = _bytes_of(chain, asked, cutter, arrival, own)
     modules = tuple(cutter.part(i, replaced, given) for i in asked.stages)
     return RankParts(asked, modules, chosen, given, args, sizes, values)
 
 
 def _bytes_of(
-    chain: WholeChain, asked: Applied, cutter: Cutter, given: Arrival, own: Mapping[str, nn.Module]
+    chain: WholeChain, asked: Applied, cutter: Cutter, call: FirstCall, own: Mapping[str, nn.Module]
 ) -> RankBytes:
+    given, border = call.given, local_part(call.given.border)
     behind = NO_BYTES
     if asked.has_last:
         behind = head_bytes(chain.behind, cutter.behind, given, asked.loss_fn, asked.target)
@@ -137,7 +144,8 @@ def _bytes_of(
     gathered = sum(held.values()) + behind.gradients + before * (0 in asked.stages)
     gradients = {path: size * asked.widening for path, size in (held | {BEFORE: before}).items()}
     behind = replace(behind, gradients=behind.gradients * asked.widening)
-    return RankBytes(gradients, behind, gathered * asked.is_sharded)
+    arriving = call.times_border * border.numel() * border.element_size()
+    return RankBytes(gradients, behind, gathered * asked.is_sharded, arriving)
 
 
 def _parameter_bytes(modules: Mapping[str, nn.Module]) -> int:

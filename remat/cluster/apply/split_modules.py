@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from remat.cluster.apply.cluster_mesh import REPLICATE, SHARD
+from remat.cluster.apply.cluster_mesh import CP, REPLICATE, SHARD
 from remat.graph_capture.errors import PlanError
 from remat.schedules.pipeline.cluster_plan import ClusterFile
 
@@ -61,9 +61,16 @@ def require_split(blocks: Mapping[str, nn.Module], ranks: int) -> None:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of data parallel ranks: both of them where there are replicas."""
+    """The dimensions of ranks with other data: both of them where there are replicas.
+
+    Context parallel ranks have other tokens, so that states are split over them too.
+    """
+    shard = SHARD
+    if mesh[CP].size() > 1:
+        shard = f"{SHARD}_{CP}"
+        mesh[SHARD, CP]._flatten(shard)
     is_both = mesh[REPLICATE].size() > 1
-    return mesh[REPLICATE, SHARD] if is_both else mesh[SHARD]
+    return mesh[REPLICATE, shard] if is_both else mesh[shard]
 
 
 def shard_over_data_ranks(

@@ -205,7 +205,7 @@ def _stage_bytes(
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
     of_first = parts.bytes.gradients[BEFORE]
-    first = BlockBytes(0, border + of_first, of_first)
+    first = BlockBytes(0, parts.bytes.arriving + of_first, of_first)
     keeps_all = parts.asked.schedule not in ONE_STAGE
     sent = border * (not is_first) + border * (keeps_all and not is_last)
     return StageBytes(

@@ -23,7 +23,7 @@ from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
 from tests.graph_capture.cluster import chains
 
 LINKS = stated_links("h100", 8)
-SEQ, WIDTH = 32, 64
+SEQ, WIDTH, HEADS = 32, 64, 4
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,21 @@ def test_two_gathers_and_two_scatters_each_way(groups: FakeGroups) -> None:
     assert graph.value_by_name[graph.ops[0].outputs[0]].shape == (2, SEQ // 2, WIDTH)
 
 
-def test_context_parallel_ranks_gather_keys_and_values(groups: FakeGroups) -> None:
-    graph = block(1, 2, groups)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_ranks_exchange_tokens_for_heads(cp: int, groups: FakeGroups) -> None:
+    """Queries, keys, values and the result, each way."""
+    graph = block(1, cp, groups)
     found = collectives(graph)
-    assert sum("all_gather" in name for name, _ in found) == 2
-    assert sum("reduce_scatter" in name for name, _ in found) == 2
+    assert [name for name, _ in found] == ["all_to_all_single"] * 8
+    attention = next(v for v in graph.values if v.producer.startswith("_scaled_dot_product"))
+    assert attention.shape == (2, HEADS // cp, SEQ, WIDTH // HEADS)
+
+
+def test_heads_that_ranks_cannot_share_are_refused(groups: FakeGroups) -> None:
+    with pytest.raises(
+        CaptureError, match=r"8 context .* has 4 heads of queries and 4 of keys .* with --cp 1"
+    ):
+        block(1, 8, groups)
 
 
 def test_products_take_a_share_of_the_time(groups: FakeGroups) -> None:

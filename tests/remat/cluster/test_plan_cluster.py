@@ -159,7 +159,11 @@ REFUSED = [
     ((SMALL, *SIZES, "--device", "t4"), "no links between t4 GPUs are known"),
     ((SMALL, *SIZES, "--device", "cpu"), "'cpu' is no device of the table"),
     ((SMALL, *SIZES, "--gpus", "10"), "10 GPUs are not whole nodes of 4"),
-    ((f"{CHAINS}:small_gpt", *SIZES, "--cp", "2"), "cp 2 splits attention along the sequence"),
+    (
+        (f"{CHAINS}:small_gpt", *SIZES, "--cp", "2"),
+        "cp 2 shares the heads of attention over ranks, and this attention is not torch.nn",
+    ),
+    ((SMALL, *SIZES, "--cp", "8"), "this attention has 4 heads of queries and 4 of keys"),
     ((SMALL, *SIZES, "--seq", "0"), "give --seq"),
     ((SMALL, *SIZES, "--pp", "8"), "stages are at most 4 and have a microbatch each"),
     ((SMALL, *SIZES, "--pp", "1", "--chunks", "2"), "no mesh splits 8 GPUs and a batch of 16 x 32"),
@@ -167,7 +171,11 @@ REFUSED = [
     ((SMALL, *SIZES, "--schedule", "ZBVZeroBubble"), "'ZBVZeroBubble' is none that is planned"),
     (
         (SMALL, *SIZES, "--schedule", "InterleavedZeroBubble"),
-        "no tensor parallel ranks share: give --tp 1",
+        "is for blocks without collectives: give --tp 1 --cp 1",
+    ),
+    (
+        (SMALL, *SIZES, "--schedule", "InterleavedZeroBubble", "--tp", "1", "--cp", "2"),
+        "is for blocks without collectives",
     ),
     (
         (SMALL, *SIZES, "--schedule", "1F1B", "--chunks", "2"),

@@ -95,7 +95,8 @@ def test_at_128k_tokens_the_block_is_cut_at_attentions_output() -> None:
     assert not any("attention" in t for o in cheap for t in again(graph, o.recomputed))
     least = min(cheap, key=lambda o: o.saved_bytes)
     assert least.saved_bytes < 0.12 * part.options[0].saved_bytes
-    assert again(graph, least.recomputed).count("aten.mm.default") <= 2
+    # Of the six products whose results something reads.
+    assert again(graph, least.recomputed).count("aten.mm.default") <= 3
     with_attention = [
         o for o in part.options if any("attention" in t for t in again(graph, o.recomputed))
     ]

@@ -1,0 +1,1 @@
+"""Context parallel ranks: plans applied, and what cannot be."""

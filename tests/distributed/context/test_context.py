@@ -1,0 +1,91 @@
+"""Plans with context parallel ranks, applied over gloo: eager's bits, one rank's gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from remat.cluster.planning import plan_cluster
+from remat.cluster.request import ClusterRequest
+from remat.solver.cluster.mesh import Asked
+from tests.distributed.launch import Found, ranks
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 600
+"""Far more than a launch takes. It ends one that hangs."""
+PLANS = {
+    "cp2.json": ("rotary", 2, 8, "2500KiB", Asked(1, 2, 1, 2, 1, 2)),
+    "learned.json": ("learned", 2, 8, "2500KiB", Asked(1, 2, 1, 2, 1, 2)),
+    "dp2cp2.json": ("rotary", 4, 16, "2MiB", Asked(1, 2, 1, 2, 1, 4)),
+    "pp2cp2.json": ("rotary", 4, 8, "2MiB", Asked(1, 2, 2, 2, 1, 2)),
+    "cp2tp2.json": ("rotary", 4, 8, "2MiB", Asked(2, 2, 1, 2, 1, 2)),
+}
+"""By file: the model, GPUs, sequences of a step, bytes of each GPU, and the mesh."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
+    folder = tmp_path_factory.mktemp("context")
+    for name, (model, gpus, batch, budget, asked) in PLANS.items():
+        request = ClusterRequest(gpus, batch, 64, "h100", 8, budget, asked=asked)
+        found = plan_cluster(f"tests.distributed.context.models:{model}", request, 0).file
+        assert found is not None, name
+        (folder / name).write_bytes(found.to_json())
+    return lambda n, *cases: ranks("context/worker.py", folder, n, *cases, limit_s=LIMIT_S)
+
+
+TWO = ("cp2", "learned", "alone", "learned_alone", "refused")
+
+
+@pytest.fixture(scope="module")
+def two(run: Callable[..., Found]) -> Found:
+    return run(2, *TWO)
+
+
+@pytest.mark.parametrize("case", ["cp2", "learned"])
+def test_recomputation_has_the_bits_of_eager_blocks(two: Found, case: str) -> None:
+    for one in (found[case] for found in two):
+        assert one["same"]
+        assert one["n"] > 140
+        assert max(one["overhead"].values()) > 0
+
+
+@pytest.mark.parametrize("case", ["alone", "learned_alone"])
+def test_gradients_are_those_of_one_rank_with_all_tokens(two: Found, case: str) -> None:
+    """In bfloat16: positions that begin anew on each rank would be off by the whole of it."""
+    for one in (found[case] for found in two):
+        assert one["n"] > 60
+        assert one["off"] < 0.04
+
+
+@pytest.mark.parametrize("case", ["dp2", "pp2", "tp2"])
+def test_with_each_other_parallelism(run: Callable[..., Found], case: str) -> None:
+    for one in (found[case] for found in run(4, case)):
+        assert one["same"]
+        assert one["n"] > 60
+        if case == "pp2":
+            assert one["measured_bytes"] == pytest.approx(one["predicted_bytes"], rel=0.01)
+
+
+REFUSED = {
+    "own_rotation": ("CaptureError", r"block layers\.0 depends on where a token stands.*--cp 1"),
+    "convolved": ("CaptureError", r"block layers\.0 mixes tokens outside of attention.*--cp 1"),
+    "open": ("CaptureError", r"block layers\.0 mixes tokens outside of attention"),
+    "masked": ("CaptureError", r"cannot share this attention, which has a mask.*--cp 1"),
+    "shifted": ("CaptureError", r"the loss depends on where .* that was shifted before.*--cp 1"),
+    "pooled": ("CaptureError", r"the loss .*let it be a mean over tokens"),
+    "target": ("PlanError", r"target has a tensor of \[2\].*pass \[batch, 64, \.\.\.\]"),
+    "short": ("PlanError", r"the microbatch in args has a tensor of \[2, 32\]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_ranks_cannot_share_is_refused_on_each(two: Found, case: str) -> None:
+    kind, text = REFUSED[case]
+    for said in (found["refused"][case] for found in two):
+        assert said["error"] == kind
+        assert re.search(text, said["text"])
+        assert "\n" not in said["text"]

@@ -1,0 +1,192 @@
+"""Parts of a model on context parallel ranks, beside the same wrappers around eager blocks.
+
+Run as ``torchrun --nproc-per-node N tests/distributed/context/worker.py FOLDER CASE...``, with the
+plans in the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+import remat
+from remat.cluster.apply import parallelize as face
+from remat.cluster.apply.parts_of_rank import rank_parts
+from remat.graph_capture.memory_events import measure_regions
+from remat.graph_capture.over_ranks.dtensors import local_part
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.distributed.context.models import (
+    SEQ,
+    Convolved,
+    Decoder,
+    Learned,
+    Masked,
+    OpenAttention,
+    OwnRotation,
+    class_loss,
+    pooled_loss,
+    shifted_loss,
+)
+from tests.distributed.launch import leave, refused
+from tests.distributed.pipeline_models import VOCAB, token_loss
+
+FOLDER = Path(sys.argv[1])
+MICRO, MICROBATCHES, STEPS, MEASURED = 2, 4, 2, 12
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Found = dict[str, Any]
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch(seed: int, sequences: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randint(VOCAB, (sequences, SEQ))
+
+
+def part(
+    plan: str, kind: Callable[[], nn.Module], *, eager: bool = False, loss_fn: Any = token_loss,
+    ids: Tensor | None = None, target: Tensor | None = None, **how: Any,
+) -> Any:  # fmt: skip
+    """This rank's part; blocks as they are where `eager`."""
+    file = FOLDER / plan
+    one = batch(0, MICRO) if ids is None else ids
+    asked = {"loss_fn": loss_fn, "target": one if target is None else target} | how
+
+    def left(*args: Any, **kwargs: Any) -> Any:
+        return rank_parts(*args, **kwargs, eager=eager)
+
+    with mock.patch.object(face, "rank_parts", left):
+        return remat.parallelize(
+            made(kind).to(torch.bfloat16 if "mp_policy" not in how else torch.float32),
+            file, remat.cluster_mesh(file, "cpu"), (one,), **asked,
+        )  # fmt: skip
+
+
+def replica(plan: str) -> int:
+    mesh = remat.cluster_mesh(FOLDER / plan, "cpu")
+    return mesh.get_local_rank("dp_shard")
+
+
+def trained(one: Any, seed: int) -> dict[str, Tensor]:
+    """Losses and gradients of some optimizer steps, of this rank's own parts."""
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        ids, losses = batch(10 * seed + step + 1, MICRO * MICROBATCHES), list[Tensor]()
+        one.schedule.step(ids, target=ids, losses=losses)
+        found |= {f"{step} loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
+        for name, p in one.named_parameters():
+            found[f"{step} {name}"] = local_part(p.grad).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def beside_eager(plan: str, kind: Callable[[], nn.Module], **how: Any) -> Found:
+    """A part beside the same wrappers around eager, and beside one rank with all tokens."""
+    seed = replica(plan)
+    eager = trained(part(plan, kind, eager=True, **how), seed)
+    fast = part(plan, kind, **how)
+    found = trained(fast, seed)
+    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    said: Found = {"same": same, "n": len(found), "overhead": fast.overhead}
+    if fast.peak_bytes is not None:
+        said |= {"predicted_bytes": fast.peak_bytes, "measured_bytes": peak_bytes(fast)}
+    return said
+
+
+def peak_bytes(one: Any) -> int:
+    """What parameters, receive buffers and a step hold, as measured."""
+    ids, found = batch(1, MICRO * MICROBATCHES), list[int]()
+    for _ in range(MEASURED):
+        one.zero_grad()
+        regions = measure_regions([lambda: one.schedule.step(ids, target=ids)])
+        found += [region.peak_bytes for region in regions]
+    one.zero_grad()
+    held = {id(t): local_part(t) for m in one.modules for t in (*m.parameters(), *m.buffers())}
+    stays = sum(t.numel() * t.element_size() for t in held.values())
+    return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
+
+
+def beside_one_rank(plan: str, kind: Callable[[], nn.Module], **how: Any) -> Found:
+    """How far gradients are from those of the model on one rank, over their largest element."""
+    fast, alone = part(plan, kind, mp_policy=MIXED, **how), made(kind).to(torch.bfloat16)
+    off: dict[str, float] = {}
+    ids = batch(7, MICRO * MICROBATCHES)
+    fast.schedule.step(ids, target=ids)
+    for one in ids.chunk(MICROBATCHES):
+        (token_loss(alone(one), one) / MICROBATCHES).backward()
+    expected = dict(alone.named_parameters())
+    for name, p in fast.named_parameters():
+        assert p.grad is not None
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        of_one = expected[name].grad
+        assert of_one is not None
+        off[name] = float((grad - of_one).abs().max() / of_one.abs().max())
+    # Attention does not depend on a number that all keys have in common.
+    found = {name: far for name, far in off.items() if not name.endswith("k.bias")}
+    return {"off": max(found.values()), "n": len(found)}
+
+
+def tensor_plan() -> Found:
+    """Borders are split along the sequence; the head gathers it."""
+    return {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.[qkv]": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.out": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.mlp_norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def refusals() -> Found:
+    def said(kind: Callable[[], nn.Module] = Decoder, **how: Any) -> dict[str, str]:
+        return refused(lambda: part("cp2.json", kind, mp_policy=MIXED, **how))
+
+    one = batch(0, MICRO)
+    return {
+        "own_rotation": said(lambda: Decoder(OwnRotation)),
+        "convolved": said(lambda: Decoder(Convolved)),
+        "open": said(lambda: Decoder(OpenAttention)),
+        "masked": said(lambda: Decoder(Masked)),
+        "shifted": said(loss_fn=shifted_loss),
+        "pooled": said(loss_fn=pooled_loss),
+        "target": said(loss_fn=class_loss, target=one[:, 0]),
+        "short": said(ids=one[:, : SEQ // 2]),
+    }
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "cp2": lambda: beside_eager("cp2.json", Decoder, mp_policy=MIXED),
+    "learned": lambda: beside_eager("learned.json", Learned, mp_policy=MIXED),
+    "alone": lambda: beside_one_rank("cp2.json", Decoder),
+    "learned_alone": lambda: beside_one_rank("learned.json", Learned),
+    "refused": refusals,
+    "dp2": lambda: beside_eager("dp2cp2.json", Decoder, mp_policy=MIXED),
+    "pp2": lambda: beside_eager("pp2cp2.json", Decoder),
+    "pp2_learned": lambda: beside_eager("pp2_learned.json", Learned),
+    "tp2": lambda: beside_eager("cp2tp2.json", Decoder, tp_plan=tensor_plan()),
+}
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    leave(FOLDER, {name: CASES[name]() for name in sys.argv[2:] or CASES})
