@@ -110,19 +110,25 @@ def _run_captured(
     part: Part, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
     """Run nodes of the captured graph with what they read; their results by name."""
-    results: dict[fx.Node, Any] = dict(known)
-
-    def value(node: fx.Node) -> Any:
-        if node not in results:
-            target: Any = node.target
-            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-            results[node] = target(*args, **kwargs)
-        return results[node]
-
+    results = _Results(known)
     order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
     for node in sorted(nodes, key=order.__getitem__):
-        value(node)
+        results[node]
     return {node.name: results[node] for node in part.ends}
+
+
+class _Results(dict[fx.Node, Any]):
+    """By node, each computed when first asked for.
+
+    No function that calls itself: one refers to itself, so that what it has seen would live on
+    until Python collects garbage.
+    """
+
+    def __missing__(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        args = fx.map_arg(node.args, self.__getitem__)
+        self[node] = target(*args, **fx.map_arg(node.kwargs, self.__getitem__))
+        return self[node]
 
 
 def _run_pieces(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,10 @@ def leaves_with_paths(tree: Any) -> list[tuple[Path, Any]]:
 
 
 def _below(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
-    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)
+    # By number: torch's function refers to itself and to this one, so that a tree in it would live
+    # on until Python collects garbage, with all of a model's result.
+    whole = id(tree)
+    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != whole)
     if spec.is_leaf():
         yield path, tree
         return

@@ -39,7 +39,7 @@ from tests.distributed.pipeline_models import VOCAB, Decoder, Skips, masked, tok
 
 FOLDER = Path(sys.argv[1])
 SEQ, MICRO, MICROBATCHES = 64, 4, 8
-STEPS, MEASURED = 2, 12
+STEPS, MEASURED = 2, 30
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

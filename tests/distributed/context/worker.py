@@ -42,7 +42,7 @@ from tests.distributed.launch import leave, refused
 from tests.distributed.pipeline_models import VOCAB, token_loss
 
 FOLDER = Path(sys.argv[1])
-MICRO, MICROBATCHES, STEPS, MEASURED = 2, 4, 2, 12
+MICRO, MICROBATCHES, STEPS, MEASURED = 2, 4, 2, 30
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Found = dict[str, Any]
 

@@ -104,6 +104,8 @@ def test_few_sizes_are_captured_and_few_are_solved_to_guess(
         return honest(search, graph, limit_s)
 
     monkeypatch.setattr(fitting.FitSearch, "_solve", counted)
+    # A guess that is cut off by a clock is wrong more often on a busy machine.
+    monkeypatch.setattr(fitting, "GUESS_S", AMPLE_S)
     found = remat.fit(stack, budget="1MiB", max_overhead=overhead, each_s=AMPLE_S, check=False)
     assert found.answer is not None
     assert found.next is not None
