@@ -178,6 +178,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "cp2": lambda: beside_eager("cp2.json", Decoder, mp_policy=MIXED),
     "learned": lambda: beside_eager("learned.json", Learned, mp_policy=MIXED),
     "alone": lambda: beside_one_rank("cp2.json", Decoder),
+    "cp4": lambda: beside_one_rank("cp4.json", Decoder),
     "learned_alone": lambda: beside_one_rank("learned.json", Learned),
     "refused": refusals,
     "dp2": lambda: beside_eager("dp2cp2.json", Decoder, mp_policy=MIXED),
