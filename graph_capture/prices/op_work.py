@@ -13,7 +13,6 @@ from torch.utils import flop_counter
 
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
-ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 FUSED_ATTENTION = "aten._scaled_dot_product_"
 """How the names of all fused attention ops begin."""
@@ -74,16 +73,26 @@ def flops_of(node: fx.Node) -> int:
     """Floating-point operations of one run; 0 where torch does not count them."""
     args: list[Any] = [_traced_value(arg) for arg in node.args]
     name = target_name(node)
-    # torch's counter knows the ops of CUDA's fused attention, not those of the CPU's.
-    if name == ATTENTION:
-        return _COUNTS.sdpa_flop_count(*(t.shape for t in args[:3]))
-    if name == ATTENTION_BACKWARD:
-        return _COUNTS.sdpa_backward_flop_count(*(t.shape for t in args[:4]))
+    if name.startswith(FUSED_ATTENTION):
+        return _flops_of_attention(args, is_backward="backward" in name)
     formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
     kwargs = {key: _traced_value(arg) for key, arg in node.kwargs.items()}
     return int(formula(*args, **kwargs, out_val=_traced_value(node)))
+
+
+def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
+    """Torch's formula for CUDA's ops, for all: each head of keys is read by all its queries.
+
+    That formula takes as many heads of keys as of queries alone, before torch 2.13.
+    """
+    shapes = [tuple(t.shape) for t in args[: 4 if is_backward else 3]]
+    *first, query, key, value = shapes
+    key, value = ((*query[:-2], *of_all[-2:]) for of_all in (key, value))
+    if is_backward:
+        return _COUNTS.sdpa_backward_flop_count(*first, query, key, value)
+    return _COUNTS.sdpa_flop_count(query, key, value)
 
 
 def _traced_value(argument: Any) -> Any:

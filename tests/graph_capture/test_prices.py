@@ -15,7 +15,7 @@ from torch import fx, nn
 from remat.graph_capture import trace
 from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.graph_capture.prices import op_prices, pricing
-from remat.graph_capture.prices.op_work import moved_bytes
+from remat.graph_capture.prices.op_work import FUSED_ATTENTION, flops_of, moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.sample_inputs import sample_arguments
 from tests.models import make
@@ -189,6 +189,25 @@ def test_an_assertion_is_measured_with_what_it_asserts() -> None:
         # Made flags are True nine times in ten.
         drawn = [sample_arguments(node, joint.module)[0][0] for _ in range(100)]
         assert all(bool(condition.all()) for condition in drawn)
+
+
+class GroupedQueries(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = super().forward(x).view(2, 16, 4, 8).transpose(1, 2)
+        k, v = q[:, :2], q[:, 2:]
+        attention = nn.functional.scaled_dot_product_attention
+        return attention(q, k, v, is_causal=True, enable_gqa=True).sum()
+
+
+def test_a_head_of_keys_is_read_by_all_its_queries() -> None:
+    """Torch's own formula takes as many of both alone, in older releases."""
+    joint = trace(GroupedQueries(32, 32), (torch.randn(2, 16, 32),)).joint
+    found = {
+        op.phase: flops_of(joint.node_of_op[op.name])
+        for op in joint.graph.ops if op.target.startswith(FUSED_ATTENTION)
+    }  # fmt: skip
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    assert found == {"forward": 2 * product, "backward": 5 * product}
 
 
 @pytest.mark.slow
