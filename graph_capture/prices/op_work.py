@@ -85,7 +85,7 @@ def flops_of(node: fx.Node) -> int:
 def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
     """Torch's formula for CUDA's ops, for all: each head of keys is read by all its queries.
 
-    That formula takes as many heads of keys as of queries alone, before torch 2.13.
+    Torch 2.11's takes as many heads of keys as of queries alone.
     """
     shapes = [tuple(t.shape) for t in args[: 4 if is_backward else 3]]
     *first, query, key, value = shapes
