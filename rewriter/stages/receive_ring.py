@@ -11,6 +11,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from remat.rewriter.split_backward.live_bytes import SplitBytes
@@ -53,15 +54,21 @@ class RingStage(PipelineStage):
     def received_bytes(self) -> int:
         """Of all receive buffers, once a step has run."""
         infos = (self.args_recv_info, self.grad_recv_info)
-        found = [one.buffer for of in infos for each in of.values() for one in each]
+        found = [_buffer(one) for of in infos for each in of.values() for one in each]
         buffers = {buffer.data_ptr(): buffer.nbytes for buffer in found if buffer is not None}
         return sum(buffers.values())
+
+
+def _buffer(info: Any) -> Tensor | None:
+    """Where something is received. What a batch gives has none; in torch 2.11 no name for it."""
+    return getattr(info, "buffer", None)
 
 
 def _share(infos: ReceiveInfos, size: int) -> None:
     for microbatch in range(size, len(infos) if size else 0):
         for info, shared in zip(infos[microbatch], infos[microbatch % size], strict=True):
-            info.buffer = shared.buffer
+            if _buffer(info) is not None:
+                info.buffer = shared.buffer
 
 
 def ring_size(spans: Iterable[tuple[int, int]]) -> int:
