@@ -27,7 +27,7 @@ from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.prices import pricing
 from remat.graph_capture.tracing.resident import storage_bytes
-from tests.distributed.launch import leave
+from tests.distributed.launch import join, leave
 
 Found = dict[str, Any]
 STEPS = 100
@@ -244,8 +244,7 @@ def run_cases(
     """Run cases on this rank, all of them if none is named, and leave what they found."""
     # Ranks measure by themselves: what one has in its cache, the other may lack.
     os.environ["REMAT_CACHE"] = str(folder / f"prices-{os.environ['RANK']}")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    join(datetime.timedelta(seconds=TIMEOUT_S))
     leave(folder, {name: cases[name]() for name in names or cases})
 
 

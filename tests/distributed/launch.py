@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from remat.graph_capture.errors import RematError
@@ -49,6 +52,18 @@ def refused(act: Callable[[], Any]) -> dict[str, str]:
     except RematError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "", "text": ""}
+
+
+def join(timeout: timedelta | None = None) -> None:
+    """Make this process a rank over gloo, of one thread.
+
+    Python's collector walks torch's million objects no more, and the others less often, as in
+    the process that runs the tests: tracing makes very many.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timeout)
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def leave(folder: Path, found: Mapping[str, object]) -> NoReturn:

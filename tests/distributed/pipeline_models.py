@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
 WIDTH, VOCAB, LAYERS = 64, 48, 8
@@ -69,6 +72,26 @@ def masked() -> nn.Module:
     made = Masks()
     made.layers = nn.ModuleDict({str(i): MaskedBlock() for i in range(LAYERS)})
     return made.to(torch.bfloat16)
+
+
+def tensor_plan() -> dict[str, Any]:
+    """Borders are split along the sequence; the head gathers it."""
+    return {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def draws(path: str, module: nn.Module) -> None:
+    """Gives each rank other values."""
+    torch.manual_seed(dist.get_rank())
+    module.to_empty(device="cpu")
+    for p in module.parameters():
+        p.detach().normal_()
 
 
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import remat
 from remat.cluster.apply import parallelize as face
@@ -34,8 +30,16 @@ from remat.schedules.pipeline.cluster_plan import ClusterFile
 from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.distributed.launch import leave, refused
-from tests.distributed.pipeline_models import VOCAB, Decoder, Skips, masked, token_loss
+from tests.distributed.launch import join, leave, refused
+from tests.distributed.pipeline_models import (
+    VOCAB,
+    Decoder,
+    Skips,
+    draws,
+    masked,
+    tensor_plan,
+    token_loss,
+)
 
 FOLDER = Path(sys.argv[1])
 SEQ, MICRO, MICROBATCHES = 64, 4, 8
@@ -99,27 +103,38 @@ def peak_bytes(one: Any) -> int:
     return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
 
 
-def compared(plan: str, seed: int = 0, *, is_loaded: bool = False, **how: Any) -> Found:
+def alike(eager: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
+    return eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+
+
+def compared(
+    plan: str, seed: int = 0, eager: dict[str, Tensor] | None = None, *, is_loaded: bool = False,
+    **how: Any,
+) -> Found:  # fmt: skip
     """A part beside the same wrappers around eager.
 
     Parameters
     ----------
+    eager : what the eager part found, where it is known.
     is_loaded : the part is of a model on the meta device, of which each rank is given its modules.
+        Its peak is not measured.
     """
-    eager = trained(part(plan, eager=True, **how), seed)
+    expected = trained(part(plan, eager=True, **how), seed) if eager is None else eager
     asked_for: list[str] = []
     fast = part(plan, **how, **(loading(asked_for, **how) if is_loaded else {}))
     found = trained(fast, seed)
-    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    measured = {} if is_loaded else {"measured_bytes": peak_bytes(fast)}
     return {
-        "same": same, "n": len(found), "predicted_bytes": fast.peak_bytes,
-        "measured_bytes": peak_bytes(fast), "overhead": fast.overhead, "checks": fast.checks,
+        "same": alike(expected, found), "n": len(found), "overhead": fast.overhead,
+        "predicted_bytes": fast.peak_bytes,
         "received_bytes": [stage.received_bytes for stage in fast.schedule.stages],
-        "for_weights_bytes": [
-            sum(one.held for one in stage.split.values()) for stage in fast.schedule.stages
-        ],
         "asked_for": asked_for,
-    }  # fmt: skip
+    } | measured  # fmt: skip
+
+
+@cache
+def eager_of_pp2() -> dict[str, Tensor]:
+    return trained(part("pp2.json", eager=True))
 
 
 def loading(asked_for: list[str], dtype: torch.dtype = torch.bfloat16, **_: Any) -> Found:
@@ -133,38 +148,21 @@ def loading(asked_for: list[str], dtype: torch.dtype = torch.bfloat16, **_: Any)
     return {"materialize": load}
 
 
-def tensor_plan() -> dict[str, Any]:
-    """Borders are split along the sequence; the head gathers it."""
-    return {
-        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "layers.*.norm": SequenceParallel(),
-        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
-        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-
-
 def sharded(plan: str) -> Found:
     """Masters in float32, computation in bfloat16."""
     return compared(plan, dtype=torch.float32, mp_policy=MIXED)
 
 
-def draws(path: str, module: nn.Module) -> None:
-    """Gives each rank other values."""
-    torch.manual_seed(dist.get_rank())
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in module.parameters():
-            p.normal_()
+def drawn() -> Found:
+    plan = opened_plan(FOLDER / "pp1dp2.json")
+    return applied(plan, model().to("meta"), ids=batch(0, MICRO), materialize=draws)
 
 
 def plain(plan: str) -> Found:
     """Without stages: microbatches one after another, sharded by FSDP2."""
     how: Found = {"dtype": torch.float32, "mp_policy": MIXED}
     eager, found = trained(part(plan, eager=True, **how)), trained(part(plan, **how))
-    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
-    return {"same": same, "n": len(found)}
+    return {"same": alike(eager, found), "n": len(found)}
 
 
 def split(plan: str) -> Found:
@@ -230,15 +228,10 @@ def refusals() -> Found:
 
 
 CASES: dict[str, Callable[[], Found]] = {
-    "1f1b": lambda: compared("pp2.json"),
+    "1f1b": lambda: compared("pp2.json", eager=eager_of_pp2()),
     "refused": refusals,
-    "loaded": lambda: compared("pp2.json", is_loaded=True),
-    "drawn": lambda: applied(
-        opened_plan(FOLDER / "pp1dp2.json"),
-        model().to("meta"),
-        ids=batch(0, MICRO),
-        materialize=draws,
-    ),
+    "loaded": lambda: compared("pp2.json", eager=eager_of_pp2(), is_loaded=True),
+    "drawn": drawn,
     "gpipe": lambda: compared("wide.json", schedule="GPipe"),
     "interleaved": lambda: compared("chunks.json", schedule="Interleaved1F1B"),
     "looped": lambda: compared("wide_chunks.json", schedule="LoopedBFS"),
@@ -251,6 +244,5 @@ CASES: dict[str, Callable[[], Found]] = {
 }
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+    join()
     leave(FOLDER, {name: CASES[name]() for name in sys.argv[2:] or CASES})

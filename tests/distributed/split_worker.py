@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.rewriter.split_backward.splitting import SplitBackward, split_backward
 from remat.rewriter.user_module.module import RematModule
-from tests.distributed.launch import leave
+from tests.distributed.launch import join, leave
 
 WIDTH, ROWS, N_MICROBATCHES, N_STEPS = 16, 8, 4, 2
 SCHEDULES: dict[str, tuple[Any, bool]] = {
@@ -186,8 +186,7 @@ def _planned(plan: nn.Module) -> int:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+    join()
     said: dict[str, dict[str, Any]] = {}
     for case in sys.argv[2:]:
         schedule, _, wrapper = case.partition("+")

@@ -133,15 +133,19 @@ SCHEDULES = ("gpipe", "interleaved", "looped", "zero_bubble", "zbv", "dualpipe")
 
 
 @pytest.fixture(scope="module")
-def schedules(planned: Planned) -> Found:
-    folder = planned("wide.json", "chunks.json", "wide_chunks.json", "zero_bubble.json")
-    return ranks("pipeline_worker.py", folder, 2, *SCHEDULES, limit_s=2 * LIMIT_S)
+def others(planned: Planned) -> Found:
+    """All other cases on two ranks, in one launch, since starting takes long."""
+    folder = planned(
+        "wide.json", "chunks.json", "wide_chunks.json", "zero_bubble.json", "pp1dp2.json"
+    )
+    names = (*SCHEDULES, "plain", "drawn")
+    return ranks("pipeline_worker.py", folder, 2, *names, limit_s=3 * LIMIT_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEDULES)
-def test_all_schedules_have_eagers_bits(schedules: Found, case: str) -> None:
-    for one in (found[case] for found in schedules):
+def test_all_schedules_have_eagers_bits(others: Found, case: str) -> None:
+    for one in (found[case] for found in others):
         assert one["same"]
         assert one["n"] > 40
         # Between two stages of a rank, as a V has them, nothing is received; that is not counted.
@@ -158,9 +162,8 @@ def test_stages_are_sharded_by_fsdp2_with_masters_in_float32(planned: Planned) -
 
 
 @pytest.mark.slow
-def test_a_plan_without_a_pipeline_is_a_plain_loop(planned: Planned) -> None:
-    folder = planned("pp1dp2.json")
-    for found in ranks("pipeline_worker.py", folder, 2, "plain", "drawn", limit_s=LIMIT_S):
+def test_a_plan_without_a_pipeline_is_a_plain_loop(others: Found) -> None:
+    for found in others:
         assert found["plain"]["same"]
         assert found["plain"]["n"] > 100
         assert re.search(r"ranks of stage 0 different values", found["drawn"]["text"])

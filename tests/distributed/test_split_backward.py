@@ -27,18 +27,25 @@ def test_a_v_of_stages_has_eagers_gradients_and_products(tmp_path: Path) -> None
     require_eagers(found, "ZBVZeroBubble")
 
 
-@pytest.mark.slow
-def test_other_schedules_do(tmp_path: Path) -> None:
-    names = ("InterleavedZeroBubble", "DualPipeV")
-    found = ranks("split_worker.py", tmp_path, 2, *names, limit_s=2 * LIMIT_S)
-    for name in names:
-        require_eagers(found, name)
+OTHERS = ("InterleavedZeroBubble", "DualPipeV")
+UNDER_FSDP2 = "ZBVZeroBubble+FSDP2"
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """All other cases in one launch, since starting takes long."""
+    folder = tmp_path_factory.mktemp("split")
+    return ranks("split_worker.py", folder, 2, *OTHERS, UNDER_FSDP2, limit_s=3 * LIMIT_S)
 
 
 @pytest.mark.slow
-def test_under_fsdp2_no_gradient_is_lost(tmp_path: Path) -> None:
-    case = "ZBVZeroBubble+FSDP2"
-    for rank in ranks("split_worker.py", tmp_path, 2, case, limit_s=LIMIT_S):
-        found = rank[case]
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_schedules_do(others: Found, name: str) -> None:
+    require_eagers(others, name)
+
+
+@pytest.mark.slow
+def test_under_fsdp2_no_gradient_is_lost(others: Found) -> None:
+    for found in (rank[UNDER_FSDP2] for rank in others):
         assert found["same"]
         assert found["n"] > 40

@@ -9,7 +9,7 @@ import copy
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from remat.graph_capture.tracing.resident import storage_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
-from tests.distributed.launch import leave, refused
+from tests.distributed.launch import join, leave, refused
 
 Found = dict[str, Any]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -49,7 +49,9 @@ def over_layers(wrap: Callable[..., Any], **how: Any) -> Wrap:
     return wrapped
 
 
+@cache
 def two_by_two() -> DeviceMesh:
+    """One for all cases: its groups take long to make."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -305,8 +307,7 @@ OTHERS: dict[str, Callable[[], Found]] = {
 
 
 def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=SILENT_AFTER)
+    join(SILENT_AFTER)
     leave(folder, {name: OTHERS.get(name, partial(trained, name))() for name in names})
 
 

@@ -27,7 +27,7 @@ from remat.ranks.together import Together
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
-from tests.distributed.launch import leave, refused
+from tests.distributed.launch import join, leave, refused
 
 Found = dict[str, Any]
 N_STEPS = 3
@@ -234,8 +234,7 @@ CASES: dict[str, Callable[[], Found]] = {
 
 
 def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     leave(folder, {name: CASES[name]() for name in names or CASES})
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,17 +27,12 @@ from remat.graph_capture.over_ranks.dtensors import local_part
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.distributed.context.models import (
     SEQ,
-    Convolved,
     Decoder,
     Learned,
-    Masked,
-    OpenAttention,
     OwnRotation,
     class_loss,
-    pooled_loss,
-    shifted_loss,
 )
-from tests.distributed.launch import leave, refused
+from tests.distributed.launch import join, leave, refused
 from tests.distributed.pipeline_models import VOCAB, token_loss
 
 FOLDER = Path(sys.argv[1])
@@ -81,8 +75,15 @@ def replica(plan: str) -> int:
     return mesh.get_local_rank("dp_shard")
 
 
-def trained(one: Any, seed: int) -> dict[str, Tensor]:
-    """Losses and gradients of some optimizer steps, of this rank's own parts."""
+def trained(
+    one: Any, seed: int, look: Callable[[Any, Tensor], None] | None = None
+) -> dict[str, Tensor]:
+    """Losses and gradients of some optimizer steps, of this rank's own parts.
+
+    Parameters
+    ----------
+    look : called once with the part and the batch, when the first step has made its gradients.
+    """
     optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -91,17 +92,36 @@ def trained(one: Any, seed: int) -> dict[str, Tensor]:
         found |= {f"{step} loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
         for name, p in one.named_parameters():
             found[f"{step} {name}"] = local_part(p.grad).clone()
+        if look is not None and step == 0:
+            look(one, ids)
         optimizer.step()
         optimizer.zero_grad()
     return found
 
 
 def beside_eager(plan: str, kind: Callable[[], nn.Module], **how: Any) -> Found:
+    """A part beside the same wrappers around eager."""
+    return beside(plan, kind, None, **how)
+
+
+def beside_both(plan: str, kind: Callable[[], nn.Module]) -> Found:
     """A part beside the same wrappers around eager, and beside one rank with all tokens."""
+    found: Found = {}
+
+    def look(one: Any, ids: Tensor) -> None:
+        found["alone"] = beside_one_rank(one, ids, kind)
+
+    return beside(plan, kind, look, mp_policy=MIXED) | found
+
+
+def beside(
+    plan: str, kind: Callable[[], nn.Module], look: Callable[[Any, Tensor], None] | None,
+    **how: Any,
+) -> Found:  # fmt: skip
     seed = replica(plan)
     eager = trained(part(plan, kind, eager=True, **how), seed)
     fast = part(plan, kind, **how)
-    found = trained(fast, seed)
+    found = trained(fast, seed, look)
     same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
     said: Found = {"same": same, "n": len(found), "overhead": fast.overhead}
     if fast.peak_bytes is not None:
@@ -122,12 +142,10 @@ def peak_bytes(one: Any) -> int:
     return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
 
 
-def beside_one_rank(plan: str, kind: Callable[[], nn.Module], **how: Any) -> Found:
+def beside_one_rank(fast: Any, ids: Tensor, kind: Callable[[], nn.Module]) -> Found:
     """How far gradients are from those of the model on one rank, over their largest element."""
-    fast, alone = part(plan, kind, mp_policy=MIXED, **how), made(kind).to(torch.bfloat16)
+    alone = made(kind).to(torch.bfloat16)
     off: dict[str, float] = {}
-    ids = batch(7, MICRO * MICROBATCHES)
-    fast.schedule.step(ids, target=ids)
     for one in ids.chunk(MICROBATCHES):
         (token_loss(alone(one), one) / MICROBATCHES).backward()
     expected = dict(alone.named_parameters())
@@ -164,30 +182,21 @@ def refusals() -> Found:
     one = batch(0, MICRO)
     return {
         "own_rotation": said(lambda: Decoder(OwnRotation)),
-        "convolved": said(lambda: Decoder(Convolved)),
-        "open": said(lambda: Decoder(OpenAttention)),
-        "masked": said(lambda: Decoder(Masked)),
-        "shifted": said(loss_fn=shifted_loss),
-        "pooled": said(loss_fn=pooled_loss),
         "target": said(loss_fn=class_loss, target=one[:, 0]),
         "short": said(ids=one[:, : SEQ // 2]),
     }
 
 
 CASES: dict[str, Callable[[], Found]] = {
-    "cp2": lambda: beside_eager("cp2.json", Decoder, mp_policy=MIXED),
-    "learned": lambda: beside_eager("learned.json", Learned, mp_policy=MIXED),
-    "alone": lambda: beside_one_rank("cp2.json", Decoder),
-    "cp4": lambda: beside_one_rank("cp4.json", Decoder),
-    "learned_alone": lambda: beside_one_rank("learned.json", Learned),
+    "cp2": lambda: beside_both("cp2.json", Decoder),
+    "learned": lambda: beside_both("learned.json", Learned),
+    "cp4": lambda: beside_both("cp4.json", Decoder),
     "refused": refusals,
     "dp2": lambda: beside_eager("dp2cp2.json", Decoder, mp_policy=MIXED),
     "pp2": lambda: beside_eager("pp2cp2.json", Decoder),
-    "pp2_learned": lambda: beside_eager("pp2_learned.json", Learned),
     "tp2": lambda: beside_eager("cp2tp2.json", Decoder, tp_plan=tensor_plan()),
 }
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+    join()
     leave(FOLDER, {name: CASES[name]() for name in sys.argv[2:] or CASES})
