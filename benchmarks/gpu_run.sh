@@ -14,6 +14,9 @@ if [ "${1:-}" = --rehearse ]; then
     shift
     device=cpu small="gpt2-tiny --suite smoke --device cpu --budgets 80%"
     compiled=$small zoo=gpt links="tests.on_fake_cuda benchmarks.gpu.links --device cpu"
+    # Of the examples.
+    export GPT_LAYERS=2 GPT_WIDTH=64 GPT_HEADS=2 GPT_SEQ=64 GPT_VOCAB=128
+    export RESNET_WIDTH=8 RESNET_BATCH=4
 else
     device=cuda small="" compiled=gpt2-small zoo="example low-rank" links=benchmarks.gpu.links
 fi

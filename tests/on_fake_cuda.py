@@ -1,6 +1,6 @@
 """Runs a module as if there were a CUDA device: `python -m tests.on_fake_cuda MODULE ARGUMENT...`.
 
-What runs, runs on the CPU, and its figures mean nothing.
+What runs, runs on the CPU, and its figures mean nothing. So copies are small.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from remat.graph_capture.devices import cuda_links
 from tests.fake_cuda import FakeCuda, install
+
+SIZES = tuple(1 << shift for shift in (12, 14, 16, 18, 20))
+"""In place of `cuda_links.SIZES`: as many."""
 
 
 def main() -> None:
@@ -27,6 +31,8 @@ def main() -> None:
 
         # Only memory beside a device can be pinned.
         patch.setattr(torch, "empty", unpinned)
+        assert len(SIZES) == len(cuda_links.SIZES)
+        patch.setattr(cuda_links, "SIZES", SIZES)
         runpy.run_module(sys.argv[0], run_name="__main__")
 
 

@@ -41,8 +41,9 @@ def rows_of(bench: Bench, budget: str) -> dict[str, Any]:
     variants = {"unmodified": eager}
     rows: dict[str, Any] = {"unmodified": bench.memory(eager)}
     host = HOST if bench.is_cuda else HOST_OF_CPU
+    graphs = {has_host: captured(bench, host if has_host else None) for has_host in (False, True)}
     for name, (has_host, kept) in WAYS.items():
-        graph = captured(bench, host if has_host else None)
+        graph = graphs[has_host]
         result = remat.solve(graph, budget, time_limit_s=LIMIT_S, keep=kept)
         if result.schedule is None:
             rows[name] = {"status": result.status, "message": result.message}

@@ -6,6 +6,7 @@ once beneath a verb: what it was asked is lost, and nothing else.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache
+def keep_of(name: str, path: Path) -> None:
+    """Have there what a verb keeps for later, prices say."""
+    verb(*WRITERS[name])(path)
+
+
 @pytest.mark.parametrize(("name", "call"), rows(CASES, lambda case: case == ("capture", "write")))
 def test_a_write_that_fails_leaves_all_as_it_was(
     name: str, call: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model / ("out.pt2" if "archive" in name else "out.json")
     if name in ("fit", "plan-cluster"):  # what they keep is there then, and not written first
-        verb(*WRITERS[name])(path)
+        keep_of(name, path)
     try:
         require_unharmed(path, verb(*WRITERS[name]), call, monkeypatch)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -204,6 +205,16 @@ def test_marked_dimensions_are_planned_for_within_one_compilation() -> None:
     assert "at dimension 0 of x = 48: peak" in repr(remat.compiled_plans()[-1])
 
 
+@functools.cache
+def alone() -> remat.CompiledPlan:
+    """The plan of 2048 rows, compiled for no other number."""
+    torch._dynamo.reset()
+    options = {**OPTIONS, "warm": False}
+    compiled = torch.compile(Net(), backend="remat", dynamic=False, options=options)
+    compiled(torch.randn(2048, 32)).backward()
+    return remat.compiled_plans()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dimension 0")
 @pytest.mark.parametrize("how", ["marked", "dynamic", "automatic"])
@@ -222,12 +233,8 @@ def test_every_size_keeps_to_the_budget(how: str) -> None:
         by_rows[rows] = remat.compiled_plans()[-1]
     assert len(remat.compiled_plans()) == 3
     assert counters["stats"]["unique_graphs"] == (2 if how == "automatic" else 1)
-    torch._dynamo.reset()
-    alone = torch.compile(model, backend="remat", dynamic=False, options={**OPTIONS, "warm": False})
-    alone(torch.randn(2048, 32)).backward()
-    static = remat.compiled_plans()[-1]
-    assert static.peak_bytes == by_rows[2048].peak_bytes
-    assert static.schedule == by_rows[2048].schedule
+    assert alone().peak_bytes == by_rows[2048].peak_bytes
+    assert alone().schedule == by_rows[2048].schedule
 
 
 @pytest.mark.slow
