@@ -14,12 +14,15 @@ class BlockBytes:
     Attributes
     ----------
     split : where gradients of weights are made apart, what the parts of backward have live.
+    unsummed : gradients of one microbatch that wait for the end of its backward, beside the sum of
+        those before it.
     """
 
     saved: int
     need: int
     gradients: int
     split: SplitBytes | None = None
+    unsummed: int = 0
 
     @property
     def held(self) -> int:

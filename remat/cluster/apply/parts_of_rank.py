@@ -143,7 +143,9 @@ def _bytes_of(
     before = _parameter_bytes(chain.before)
     gathered = sum(held.values()) + behind.gradients + before * (0 in asked.stages)
     gradients = {path: size * asked.widening for path, size in (held | {BEFORE: before}).items()}
-    behind = replace(behind, gradients=behind.gradients * asked.widening)
+    # `fully_shard` sums them in a wider dtype when all of a stage's backward is done.
+    unsummed = behind.gradients if asked.widening > 1 else 0
+    behind = replace(behind, gradients=behind.gradients * asked.widening, unsummed=unsummed)
     arriving = call.times_border * border.numel() * border.element_size()
     return RankBytes(gradients, behind, gathered * asked.is_sharded, arriving)
 

@@ -78,9 +78,10 @@ class StageBytes:
         makes_gradients : whether none are there yet. Each block behind has made its own.
         """
         peak = saved = 0
-        made = self.gradients(apart=False) if makes_gradients else 0
+        made = self.gradients(apart=False) if makes_gradients else self.last.unsummed
         later = self.for_weights
         for part in self.parts:
+            made -= 0 if makes_gradients else part.unsummed
             later -= part.held
             if part.split is None:
                 made -= part.gradients * makes_gradients
