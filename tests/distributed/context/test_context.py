@@ -81,7 +81,8 @@ def test_with_each_other_parallelism(four: Found, case: str) -> None:
         assert one["same"]
         assert one["n"] > 60
         if case == "pp2":
-            assert one["measured_bytes"] == pytest.approx(one["predicted_bytes"], rel=0.01)
+            least, most = one["measured_bytes"]
+            assert 0.99 * least <= one["predicted_bytes"] <= 1.01 * most
 
 
 REFUSED = {
