@@ -24,7 +24,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.step_module import apply_loss
 
 SEQUENCE = 1
-"""The dimension of a border along which it is split."""
+"""The dimension of a batch and a border that counts tokens, along which they are split."""
 # Torch 2.13 gave these two another name.
 _gather_along: Any = getattr(collectives, "all_gather_single_autograd", None) or (
     collectives.all_gather_tensor_autograd

@@ -14,11 +14,10 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from remat.graph_capture.cluster.heads_over_ranks import WAY_OUT
+from remat.graph_capture.cluster.on_rank import SEQUENCE
 from remat.graph_capture.errors import CaptureError
 from remat.rewriter.stages.border import Arrival, Before
-
-SEQUENCE = 1
-"""The dimension of a batch, a target and a border that counts tokens."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,6 @@ def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str
         raise CaptureError(
             f"blocks are given {name}, which is {list(whole.shape)} for {sequence.seq} tokens and "
             f"{list(part.shape)} for a context parallel rank's: give them one for each token, or "
-            "plan with --cp 1"
+            f"{WAY_OUT}"
         )
     return found[0] if found else None

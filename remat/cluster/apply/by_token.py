@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from remat.graph_capture.cluster.attention_mode import AttentionMode
 from remat.graph_capture.cluster.heads_over_ranks import HEADS, TOKENS, WAY_OUT, require_shared
+from remat.graph_capture.cluster.on_rank import SEQUENCE
 from remat.graph_capture.errors import CaptureError
 from remat.rewriter.stages.border import Arrival
-from remat.rewriter.stages.sequence_part import SEQUENCE
 
 Parts = list[tuple[Tensor, int]]
 """Tensors that were made, each with the dimension that counts tokens."""

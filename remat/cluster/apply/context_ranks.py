@@ -18,11 +18,11 @@ from remat.cluster.apply.by_token import (
 )
 from remat.cluster.apply.cluster_mesh import CP
 from remat.graph_capture.cluster.heads_over_ranks import WAY_OUT, HeadsOverRanks
+from remat.graph_capture.cluster.on_rank import SEQUENCE
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.stages.border import Arrival, Before, Behind, arrival_of
 from remat.rewriter.stages.sequence_part import (
-    SEQUENCE,
     PartOfBefore,
     SequencePart,
     cut_dimension,

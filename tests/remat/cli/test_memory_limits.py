@@ -44,7 +44,6 @@ def limited(folder: Path, room_mib: int, *words: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-c", LIMITED, str(room_mib), *words],
         check=False, capture_output=True, text=True, timeout=SOON_S, cwd=folder,
-        # Threads that happen to allocate at once would each map an arena of their own.
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
 
