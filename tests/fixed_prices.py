@@ -16,7 +16,7 @@ from remat.graph_capture.devices import cpu_meter
 from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.devices.link_speeds import LinkPair, LinkSpeed
 from remat.graph_capture.devices.meter import Run
-from remat.graph_capture.prices import link_prices, pricing
+from remat.graph_capture.prices import link_prices, price_cache, pricing
 from remat.rewriter.inductor.prices import CallPrices
 
 BYTES_PER_US = 1000.0
@@ -38,6 +38,11 @@ def same_us(meter: CpuMeter, run: Run) -> float:
     return STEP_US
 
 
+def own_file_name(which: str) -> str:
+    """In place of `file_name`: processes that tests start may keep clocked prices beside it."""
+    return CLOCKED[price_cache, "file_name"](f"fixed {which}")
+
+
 def same_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
     """In place of `measured_pair`."""
     return LinkPair(LINK, LINK, nvme_path or "a folder")
@@ -48,6 +53,7 @@ REPLACED: dict[tuple[Any, str], Any] = {
     (CpuMeter, "median_us"): moved_us,
     (CpuMeter, "step_us"): same_us,
     (link_prices, "measured_pair"): same_pair,
+    (price_cache, "file_name"): own_file_name,
     (pricing, "step_rounds"): lambda *_: None,
     (CallPrices, "bytes_per_us"): lambda _: BYTES_PER_US,
     (CallPrices, "us_per_element"): lambda _, parts: dict.fromkeys(parts, ELEMENT_US),

@@ -108,6 +108,12 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="remat-")
 
 
+def file_name(which: str) -> str:
+    """The file of the prices of a device with its settings, by this torch."""
+    slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
+    return f"prices-{slug}.json"
+
+
 class PriceCache:
     """What is known of a device and a torch version; `save` merges what is new into the file.
 
@@ -127,9 +133,7 @@ class PriceCache:
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
         self.title = title or cpu_title()
-        which = " ".join(filter(None, (self.title, settings)))
-        slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
-        self.path = cache_folder() / f"prices-{slug}.json"
+        self.path = cache_folder() / file_name(" ".join(filter(None, (self.title, settings))))
         file = self._read()
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
         self.begun, self.links = file.begun, file.links

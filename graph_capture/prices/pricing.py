@@ -175,8 +175,10 @@ def known_or_measured(
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
             found, no_room = measured_prices(joint, new, meter, progress, between, cache)
-        # Another time there may be room to run the rest.
-        cache.prices.update({key: one for key, one in found.items() if key not in no_room})
+        # A price that is kept stays, or the next process would find another than this plan has.
+        # What had no room is not kept, as another time there may be room to run it.
+        kept = missing - no_room
+        cache.prices.update({key: one for key, one in found.items() if key in kept})
         cache.save()
     # What another process has saved meanwhile stays, and takes the place of what was found.
     every = {**found, **cache.prices, **known}

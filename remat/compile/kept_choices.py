@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from remat.compile.place import Taken
+from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import PlanError, RematError
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
@@ -154,10 +155,11 @@ def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
 
 
 def _has_prices(choice: KeptChoice) -> bool:
-    """Whether the prices of the plan are those that are kept for this machine."""
-    if not choice.prices:
+    """Whether the prices of the plan are those that are kept for its device here."""
+    if not choice.prices or choice.graph is None:
         return True
-    known = PriceCache().prices
+    meter = meter_of(choice.graph.device)
+    known = PriceCache(meter.title, meter.settings).prices
     return all(known.get(key) == price for key, price in choice.prices.items())
 
 

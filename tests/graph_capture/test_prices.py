@@ -13,8 +13,10 @@ import torch
 from torch import fx, nn
 
 from remat.graph_capture import trace
+from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.graph_capture.prices import op_prices, pricing
+from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY
 from remat.graph_capture.prices.op_work import FUSED_ATTENTION, flops_of, moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.sample_inputs import sample_arguments
@@ -46,6 +48,17 @@ def test_a_second_pricing_measures_nothing(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pricing, "measured_prices", lambda *_: pytest.fail("measured again"))
     assert pricing.price(trace(model, args)) == first
     assert len(list(folder.glob("prices-*.json"))) == 1
+
+
+def test_a_price_that_is_kept_stays_while_others_are_measured(folder: Path) -> None:
+    kept = Price(77.0)
+    cache = PriceCache()
+    cache.prices[SAVE_RNG_KEY] = kept
+    cache.save()
+    model, args, *_ = make("dropout")
+    for _ in range(2):
+        _, found = pricing.price_with(trace(model, args), CpuMeter(), PriceCache())
+        assert found.of_key[SAVE_RNG_KEY] == PriceCache().prices[SAVE_RNG_KEY] == kept
 
 
 def test_measured_again_prices_take_the_place_of_those_kept(

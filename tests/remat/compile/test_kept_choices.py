@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -134,6 +135,25 @@ def test_other_prices_than_those_of_the_plan_are_noticed() -> None:
     measured_again.prices["mm"] = Price(4.5, 64)
     measured_again.save()
     assert kept_choice(KEY) is None
+
+
+def test_prices_of_a_plan_for_another_device_are_looked_for_among_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = PriceCache("a card", "as it is set")
+    card.prices["mm"] = Price(3.5, 64)
+    card.save()
+    graph = msgspec.structs.replace(chain(12), device="cuda:0")
+    asked: list[str] = []
+
+    def meter_of(device: str) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(title="a card", settings="as it is set")
+
+    monkeypatch.setattr(kept_choices, "meter_of", meter_of)
+    keep_choice(choice(graph, prices={"mm": Price(3.5, 64)}))
+    assert kept_choice(KEY) is not None
+    assert asked == ["cuda:0"]
 
 
 @pytest.mark.parametrize("call", CALLS)
