@@ -43,6 +43,15 @@ class RingStage(PipelineStage):
         _share(self.grad_recv_info, self.gradients)
         return made
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Messages by which ranks connect; none to this rank itself.
+
+        Two stages of a V are on one rank. torch 2.11 would connect it with itself, which gloo fails
+        at; later releases of torch ask for these messages over NCCL alone.
+        """
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients at the end of a step, where torch's schedules shard parameters again."""
         super().perform_reduce_grad(*args, **kwargs)
