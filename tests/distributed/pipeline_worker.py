@@ -25,12 +25,12 @@ from remat.cluster.apply import parallelize as face
 from remat.cluster.apply.cluster_mesh import opened_plan
 from remat.cluster.apply.parts_of_rank import rank_parts
 from remat.graph_capture.memory_events import measure_regions
-from remat.graph_capture.over_ranks.dtensors import local_part
 from remat.schedules.pipeline.cluster_plan import ClusterFile
 from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.distributed.launch import join, leave, refused
+from tests.distributed.optimizer_steps import alike, held_bytes, trained
 from tests.distributed.pipeline_models import (
     VOCAB,
     Decoder,
@@ -74,19 +74,8 @@ def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16,
         return remat.parallelize(made, file, mesh, (one,), loss_fn=token_loss, target=one, **how)
 
 
-def trained(one: Any, seed: int = 0) -> dict[str, Tensor]:
-    """Losses and gradients of some optimizer steps, of this rank's own parts."""
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
-    found: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        ids, losses = batch(10 * seed + step + 1, MICRO * MICROBATCHES), list[Tensor]()
-        one.schedule.step(ids, target=ids, losses=losses)
-        found |= {f"{step} loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
-        for name, p in one.named_parameters():
-            found[f"{step} {name}"] = local_part(p.grad).clone()
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+def batches(seed: int = 0) -> list[Tensor]:
+    return [batch(10 * seed + 1 + step, MICRO * MICROBATCHES) for step in range(STEPS)]
 
 
 def peak_bytes(one: Any) -> int:
@@ -98,13 +87,7 @@ def peak_bytes(one: Any) -> int:
         regions = measure_regions([lambda: one.schedule.step(ids, target=ids)])
         found += [region.peak_bytes for region in regions]
     one.zero_grad()
-    held = {id(t): local_part(t) for m in one.modules for t in (*m.parameters(), *m.buffers())}
-    stays = sum(t.numel() * t.element_size() for t in held.values())
-    return stays + sum(stage.received_bytes for stage in one.schedule.stages) + min(found)
-
-
-def alike(eager: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
-    return eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
+    return held_bytes(one) + min(found)
 
 
 def compared(
@@ -119,10 +102,10 @@ def compared(
     is_loaded : the part is of a model on the meta device, of which each rank is given its modules.
         Its peak is not measured.
     """
-    expected = trained(part(plan, eager=True, **how), seed) if eager is None else eager
+    expected = trained(part(plan, eager=True, **how), batches(seed)) if eager is None else eager
     asked_for: list[str] = []
     fast = part(plan, **how, **(loading(asked_for, **how) if is_loaded else {}))
-    found = trained(fast, seed)
+    found = trained(fast, batches(seed))
     measured = {} if is_loaded else {"measured_bytes": peak_bytes(fast)}
     return {
         "same": alike(expected, found), "n": len(found), "overhead": fast.overhead,
@@ -134,7 +117,7 @@ def compared(
 
 @cache
 def eager_of_pp2() -> dict[str, Tensor]:
-    return trained(part("pp2.json", eager=True))
+    return trained(part("pp2.json", eager=True), batches())
 
 
 def loading(asked_for: list[str], dtype: torch.dtype = torch.bfloat16, **_: Any) -> Found:
@@ -161,7 +144,7 @@ def drawn() -> Found:
 def plain(plan: str) -> Found:
     """Without stages: microbatches one after another, sharded by FSDP2."""
     how: Found = {"dtype": torch.float32, "mp_policy": MIXED}
-    eager, found = trained(part(plan, eager=True, **how)), trained(part(plan, **how))
+    eager, found = (trained(part(plan, eager=kind, **how), batches()) for kind in (True, False))
     return {"same": alike(eager, found), "n": len(found)}
 
 

@@ -33,6 +33,7 @@ from tests.distributed.context.models import (
     class_loss,
 )
 from tests.distributed.launch import join, leave, refused
+from tests.distributed.optimizer_steps import alike, held_bytes, trained
 from tests.distributed.pipeline_models import VOCAB, token_loss
 
 FOLDER = Path(sys.argv[1])
@@ -75,28 +76,8 @@ def replica(plan: str) -> int:
     return mesh.get_local_rank("dp_shard")
 
 
-def trained(
-    one: Any, seed: int, look: Callable[[Any, Tensor], None] | None = None
-) -> dict[str, Tensor]:
-    """Losses and gradients of some optimizer steps, of this rank's own parts.
-
-    Parameters
-    ----------
-    look : called once with the part and the batch, when the first step has made its gradients.
-    """
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
-    found: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        ids, losses = batch(10 * seed + step + 1, MICRO * MICROBATCHES), list[Tensor]()
-        one.schedule.step(ids, target=ids, losses=losses)
-        found |= {f"{step} loss {i}": loss.detach().clone() for i, loss in enumerate(losses)}
-        for name, p in one.named_parameters():
-            found[f"{step} {name}"] = local_part(p.grad).clone()
-        if look is not None and step == 0:
-            look(one, ids)
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+def batches(seed: int) -> list[Tensor]:
+    return [batch(10 * seed + 1 + step, MICRO * MICROBATCHES) for step in range(STEPS)]
 
 
 def beside_eager(plan: str, kind: Callable[[], nn.Module], **how: Any) -> Found:
@@ -119,11 +100,10 @@ def beside(
     **how: Any,
 ) -> Found:  # fmt: skip
     seed = replica(plan)
-    eager = trained(part(plan, kind, eager=True, **how), seed)
+    eager = trained(part(plan, kind, eager=True, **how), batches(seed))
     fast = part(plan, kind, **how)
-    found = trained(fast, seed, look)
-    same = eager.keys() == found.keys() and all(torch.equal(eager[n], found[n]) for n in eager)
-    said: Found = {"same": same, "n": len(found), "overhead": fast.overhead}
+    found = trained(fast, batches(seed), look)
+    said: Found = {"same": alike(eager, found), "n": len(found), "overhead": fast.overhead}
     if fast.peak_bytes is not None:
         said |= {"predicted_bytes": fast.peak_bytes, "measured_bytes": peak_between(fast)}
     return said
@@ -143,9 +123,7 @@ def peak_between(one: Any) -> tuple[int, int]:
         left = regions[0].final_bytes - sum(t.numel() * t.element_size() for t in grads)
         found.append((left, regions[0].peak_bytes))
     one.zero_grad()
-    held = {id(t): local_part(t) for m in one.modules for t in (*m.parameters(), *m.buffers())}
-    stays = sum(t.numel() * t.element_size() for t in held.values())
-    stays += sum(stage.received_bytes for stage in one.schedule.stages)
+    stays = held_bytes(one)
     unseen, peak = min(found)
     return stays + peak - unseen, stays + peak
 
