@@ -27,7 +27,7 @@ from remat.schedules.views.palette import ROLES
 from remat.schedules.views.timeline import timeline
 
 ROOT = Path(__file__).parents[1]
-README, PICTURES = ROOT / "README.md", ROOT / "docs"
+README, PICTURES = ROOT / "README.md", ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLE, DEVICE, BUDGET = ROOT / "examples" / "gpt.py", "l4", "60%"
 MODELS = ("gpt2-small", "llama", "resnet-50", "unet", "moe")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.instance_format import graph_of, read_instance
+from benchmarks.cells.instance_format import graph_of, read_instance
 from benchmarks.layered import layered_graph
 from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.graph import Op, TrainingGraph, Value

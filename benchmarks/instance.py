@@ -1,7 +1,7 @@
 """Solves an instance file: `python -m benchmarks.instance FILE.json --budget BYTES`.
 
 Prints one JSON object and nothing else to standard output; costs are in the file's unit.
-`benchmarks/instance_format.py` says what a file holds. `--out` writes the sequence of node
+`benchmarks/cells/instance_format.py` says what a file holds. `--out` writes the sequence of node
 ids in the order computed, recomputations included; each result is freed after its last use.
 
 Ends with status 0 if a schedule was found within the budget, with 3 if none was. If the request
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from benchmarks.instance_format import (
+from benchmarks.cells.instance_format import (
     Id,
     Instance,
     Number,

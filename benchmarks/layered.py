@@ -36,10 +36,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from benchmarks import narrow_table
-from benchmarks.drawn_nodes import drawn_nodes
-from benchmarks.instance_format import Instance, checked, graph_of
-from benchmarks.narrow import narrow_instance
+from benchmarks.cells.instance_format import Instance, checked, graph_of
+from benchmarks.narrow import table
+from benchmarks.narrow.drawn import narrow_instance
+from benchmarks.narrow.nodes import drawn_nodes
 from remat.graph_capture.graph import TrainingGraph
 
 LEAST_NODES = 3
@@ -204,7 +204,7 @@ def main() -> int:
     if asked.pop("table"):
         if not is_narrow:
             parser.error("--table is of narrow graphs: ask for --narrow --table")
-        print("\n".join(narrow_table.lines(narrow_table.kept())))
+        print("\n".join(table.lines(table.kept())))
         return 0
     if asked["width"] is None:
         asked["width"] = published_width(asked["nodes"])

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import remat
-from benchmarks.cell import cpu_name
+from benchmarks.cells.cell import cpu_name
 from benchmarks.graphs import NETWORK_NAMES, peak_bytes
 from benchmarks.networks.catalogue import NETWORKS
 from remat.graph_capture.graph import TrainingGraph

@@ -7,7 +7,7 @@ and the allocator keeps freed memory, so that no step pays for what another gave
   small that its kernels take next to no time;
 - the step that keeps everything against eager's, on a GPT of width 256 with 6 layers;
 - the guards before each step, on a GPT of twelve layers and on a thousand modules
-  (`benchmarks.guards`);
+  (`benchmarks.running.guards`);
 - overheads of plans at falling budgets, against the step that keeps everything, beside the
   planned ones.
 
@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.guards import guards_rows, guards_text
-from benchmarks.kept_memory import restart_keeping_memory
+from benchmarks.running.guards import guards_rows, guards_text
+from benchmarks.running.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.devices.cpu_meter import cpu_title
 

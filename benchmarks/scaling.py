@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import remat
-from benchmarks.cell import cpu_name
+from benchmarks.cells.cell import cpu_name
 from benchmarks.networks.catalogue import gpt
 from remat.graph_capture import price, trace
 

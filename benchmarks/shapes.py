@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from benchmarks.cell import cpu_name
+from benchmarks.cells.cell import cpu_name
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.memory_events import measure_live

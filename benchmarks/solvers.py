@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cell import in_own_process
+from benchmarks.cells.cell import in_own_process
 from benchmarks.graphs import grid, names
 from remat.solver import TABLE
 from remat.solver.table import NEEDS_LINKS

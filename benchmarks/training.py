@@ -31,7 +31,7 @@ from benchmarks.comparison.models import SUITES
 from benchmarks.comparison.ours import SOLVE_S
 from benchmarks.comparison.own_process import OwnProcesses
 from benchmarks.comparison.row import GRADIENTS, JUDGED, row
-from benchmarks.kept_memory import SETTINGS
+from benchmarks.running.kept_memory import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "training"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cell import cpu_name
+from benchmarks.cells.cell import cpu_name
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "tutorial.md", ROOT / "benchmarks" / "results" / "tutorial.json"

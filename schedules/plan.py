@@ -1,8 +1,8 @@
 """Plans: a schedule with all that another process needs to rewrite the model to it, as JSON.
 
 A plan holds facts: no tensor, no weight and no code. So reading one runs no code of others.
-`docs/files.md` states the format, and
-`docs/plan.schema.json` is its JSON schema, which `tests/rewriter/test_plans.py` writes and checks.
+`docs/files.md` states the format. `docs/plan.schema.json` is its JSON schema, which
+`tests/rewriter/plans/test_plans.py` writes and checks.
 """
 
 from __future__ import annotations

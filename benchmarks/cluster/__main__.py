@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cell import commit_here, versions
+from benchmarks.cells.cell import commit_here, versions
 from benchmarks.cluster.facts import found_facts, seconds
 from benchmarks.cluster.jobs import ALL_AGAIN, HALF_AGAIN, JOBS, MODELS, PublishedJob
 from benchmarks.cluster.rule import step_with_all_again_us, step_with_half_again_us

@@ -9,7 +9,7 @@ from remat.cluster.request import ClusterRequest
 from remat.solver.cluster.mesh import Asked
 
 MODELS = "benchmarks.cluster_models"
-H800 = Path(__file__).parents[1] / "cluster_links_h800.json"
+H800 = Path(__file__).parent / "links_h800.json"
 KORTHIKANTI = "Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, table 5 *"
 TITAN = "torchtitan, 2024-12, benchmarks/llama3_h100_202412_torchtitan.md"
 YUAN = "Yuan et al. 2024, the artifact's README *"

@@ -16,7 +16,7 @@ from remat.schedules.pipeline.step_pictures import bytes_picture, timeline_pictu
 from remat.schedules.pipeline.svg import stacked
 from remat.solver.cluster.mesh import Asked
 
-PICTURES = Path(__file__).parents[2] / "docs"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 INK = {"light": "#222222", "dark": "#dddddd"}
 
 

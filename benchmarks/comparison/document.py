@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison.causes import cause
 from benchmarks.comparison.compared import (
     NOISE,
     TITLES,
@@ -24,13 +23,14 @@ from benchmarks.comparison.compared import (
     percent,
     title,
 )
-from benchmarks.comparison.front_plot import draw
 from benchmarks.comparison.fronts import OURS, beside, best_beside, fronts
-from benchmarks.comparison.scaling_part import scaling
+from benchmarks.comparison.page.causes import cause
+from benchmarks.comparison.page.front_plot import draw
+from benchmarks.comparison.page.scaling_part import scaling
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
-INTRODUCTION = Path(__file__).with_name("introduction.md")
+INTRODUCTION = Path(__file__).parent / "page" / "introduction.md"
 
 
 def section(model: Model) -> Iterator[str]:
@@ -144,7 +144,8 @@ def within_noise(models: list[Model]) -> list[str]:
 def part(suite: str, kept: dict[str, Any]) -> list[str]:
     """The part of the page for one file of results."""
     models = models_of(suite, kept["rows"])
-    picture = PAGE.with_name(f"benchmarks-{suite}.png")
+    picture = PAGE.parent / "pictures" / f"benchmarks-{suite}.png"
+    picture.parent.mkdir(exist_ok=True)
     draw({model.name: model.rows for model in models}, picture)
     last = kept.get("resumed")
     resumed = f" (resumed {last['date']}, commit {last['commit']})" if last else ""
@@ -154,7 +155,7 @@ def part(suite: str, kept: dict[str, Any]) -> list[str]:
         f"{kept['device']}; torch {kept['torch']}, Python {kept['python']}; {kept['date']}, commit "
         f"{kept['commit']}{resumed}. All rows took {kept['seconds'] / 60:.0f} minutes"
         f"{batches_took}.\n",
-        f"![Time against measured peak of each model]({picture.name})\n",
+        f"![Time against measured peak of each model](pictures/{picture.name})\n",
         "#### Losses\n", *losses(models), "",
         "#### Predicted against measured\n", *fidelity(models), "",
         *(["#### Largest batches\n", *batches(models, kept), ""] if "batches" in kept else []),

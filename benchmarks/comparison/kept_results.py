@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cell import commit_here, cpu_name
+from benchmarks.cells.cell import commit_here, cpu_name
 from benchmarks.comparison.fronts import Row
 
 Key = tuple[str, float]

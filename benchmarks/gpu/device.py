@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.cell import commit_here
+from benchmarks.cells.cell import commit_here
 from benchmarks.comparison import bench
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import SUITES

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cell import commit_here, cpu_name, versions
+from benchmarks.cells.cell import commit_here, cpu_name, versions
 from benchmarks.offload.cells import (
     CAUTION,
     JOINT,

@@ -4,7 +4,8 @@
     python -m benchmarks.papers --page      # docs/against_papers.md, from the kept results
 
 Nothing is run: ops are priced by modelled devices, or as a published graph says. A line is kept as
-soon as it is solved. `--references` is the folder of published graphs (`benchmarks.references`).
+soon as it is solved. `--references` is the folder of published graphs, as
+`benchmarks.cells.references` reads it.
 """
 
 from __future__ import annotations

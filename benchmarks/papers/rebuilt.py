@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 import remat
-from benchmarks.cell import commit_here
+from benchmarks.cells.cell import commit_here
+from benchmarks.cells.instance_format import graph_of, read_instance
 from benchmarks.instance import closing_gap
-from benchmarks.instance_format import graph_of, read_instance
 from benchmarks.papers.published import Figure, Job
 from remat.budgets import unmodified
 from remat.graph_capture.graph import TrainingGraph

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import remat
-from benchmarks.cell import cpu_name, versions
+from benchmarks.cells.cell import cpu_name, versions
 from benchmarks.graphs import peak_bytes
 from benchmarks.reserved.allocators import reserved_by, retries_by
 from benchmarks.reserved.steps import STEPS, captured

@@ -22,7 +22,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 import remat
-from benchmarks.cell import cpu_name, versions
+from benchmarks.cells.cell import cpu_name, versions
 from benchmarks.reserved.table import DOCS, write_recorded
 from examples import gpt, resnet, unet
 from remat.budgets import unmodified

@@ -6,7 +6,7 @@ import ast
 import re
 import tokenize
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,17 @@ def test_a_folder_has_a_line_on_what_it_owns_and_few_files(folder: Path) -> None
     assert header
     assert header.partition("\n")[0].endswith((".", "?"))
     assert len(list(folder.glob("*.py"))) <= MOST_FILES
+
+
+@pytest.mark.parametrize("root", ["benchmarks", "docs", "examples", "notebooks", "tests"])
+def test_folders_beside_the_packages_have_few_files_too(root: str) -> None:
+    counts: Counter[Path] = Counter(
+        path.parent
+        for path in (ROOT / root).rglob("*")
+        if path.is_file() and not any(part[0] in "._" for part in path.relative_to(ROOT).parts[:-1])
+    )
+    assert counts
+    assert {folder: n for folder, n in counts.items() if n > MOST_FILES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

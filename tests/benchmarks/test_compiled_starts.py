@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compiled_starts
-from benchmarks.compiled_starts import main, table
+from benchmarks.compiled import starts as compiled
+from benchmarks.compiled.starts import main, table
 
 
 def starts(*seconds: float, replays: int = 0) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def test_a_warm_start_that_planned_fails(
     replays: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {**FOUND, "warm remat": starts(5.0, replays=replays)}
-    monkeypatch.setattr(compiled_starts, "rounds", lambda _: found)
+    monkeypatch.setattr(compiled, "rounds", lambda _: found)
     out = tmp_path / "starts.json"
     assert main(["--out", str(out)]) == (1 if replays else 0)
     assert '"device"' in out.read_text()

@@ -25,6 +25,6 @@ def test_the_picture_shows_a_plan_below_its_budget(tmp_path: Path) -> None:
     peak_bytes = simulate(graph, schedule).peak_bytes
     assert peak_bytes <= schedule.budget_bytes < unmodified(graph).peak_bytes
     draw(graph, schedule, tmp_path / "step.svg", INK["dark"])
-    kept = [README.with_name("docs") / f"step-{theme}.svg" for theme in INK]
+    kept = [README.with_name("docs") / "pictures" / f"step-{theme}.svg" for theme in INK]
     assert all(path.stat().st_size < MIB for path in kept)
     assert (tmp_path / "step.svg").read_bytes() == kept[1].read_bytes()

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.cell import in_own_process
+from benchmarks.cells.cell import in_own_process
+from benchmarks.cells.instance_format import Instance, checked, graph_of
 from benchmarks.graphs import (
     LAYERED,
     MIB,
@@ -25,9 +26,8 @@ from benchmarks.graphs import (
     peak_bytes,
     working_set_bytes,
 )
-from benchmarks.instance_format import Instance, checked, graph_of
 from benchmarks.layered import Shape, layered_graph, layered_instance, published_width
-from benchmarks.narrow import REACH, narrow_instance
+from benchmarks.narrow.drawn import REACH, narrow_instance
 from benchmarks.networks.catalogue import NETWORKS, gpt, lstm, moe, resnet, unet
 from benchmarks.networks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
 from benchmarks.solver_table import detail_lines, header_lines, replaced, table_lines
@@ -87,7 +87,7 @@ def test_layered_graphs_of_100_nodes_are_like_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 10, 100, 250, 1000])
-def test_narrow_graphs_are_well_formed(nodes: int) -> None:
+def test_narrow_are_well_formed(nodes: int) -> None:
     instance = narrow_instance(nodes, seed=2)
     assert instance == narrow_instance(nodes, seed=2) != narrow_instance(nodes, seed=3)
     assert checked(instance) == instance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.guards import guards_rows, guards_text
+from benchmarks.running.guards import guards_rows, guards_text
 from examples.gpt import Sizes
 
 TINY = Sizes(layers=2, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)

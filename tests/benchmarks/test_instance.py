@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cells.instance_format import Instance, Node, checked, graph_of
 from benchmarks.instance import History, rounded_bound
-from benchmarks.instance_format import Instance, Node, checked, graph_of
 from remat.solver import Progress, solve
 from tests.benchmarks.instances import DIAMOND, run, written
 from tests.paths import BENCH

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.layouts import is_close, placed, twice
 from remat.schedules.buffers import buffers_of
 from remat.solver import make_solver
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 
 def test_two_steps_have_the_load_of_one() -> None:

@@ -23,7 +23,7 @@ from benchmarks.offload.steps import DEEP_NAMES, NAMES, link_gb_s, links, step
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from tests.graphs import peak_bytes_of
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 LIMIT_S = 600.0
 

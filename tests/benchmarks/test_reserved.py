@@ -17,7 +17,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from tests.graphs import UNLIMITED_BYTES
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 GRAPH = gpt_like(3)
 

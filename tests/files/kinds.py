@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import remat
-from benchmarks.instance_format import graph_of, read_instance
+from benchmarks.cells.instance_format import graph_of, read_instance
 from remat.graph_capture.errors import LayoutError, RematError
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.graph import Resident
@@ -43,7 +43,7 @@ from remat.schedules.plan import (
 )
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 ERRORS = RematError
 

@@ -20,7 +20,7 @@ from tests.graph_capture.cluster import chains
 from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
 from tests.rows import rows
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 MODEL = """
 import torch

@@ -9,7 +9,7 @@ from remat.solver import Result, make_solver, solve
 from remat.solver.result import naming_the_limit
 from tests.rows import rows
 from tests.solver.checks import ON_THE_DEVICE
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 NO_CLOCK = (
     "chen_sqrt", "store_all", "full", "every_n_layers", "selective", "keep_attention_output",

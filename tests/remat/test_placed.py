@@ -12,7 +12,7 @@ from remat.graph_capture.errors import LayoutError, ScheduleError
 from remat.placed import arena_text
 from remat.schedules.layout import Layout
 from tests.graphs import peak_bytes_of
-from tests.solver.random_graphs import chain, gpt_like
+from tests.solver.graphs.random_graphs import chain, gpt_like
 
 GRAPH = gpt_like(2)
 

@@ -17,7 +17,7 @@ from tests.distributed.launch import torchrun
 from tests.paths import ROOT
 from tests.rows import rows
 
-PAGE = (ROOT / "docs" / "trainers.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "trainers.md").read_text()
 FOLDER = ROOT / "examples" / "trainers"
 ONE_LINE = "  # the one line"
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))

@@ -18,9 +18,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Offload, Step
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
+from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like, unet_like
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "texts"
 SHARES = {"chain": 0.6, "gpt": 0.6, "resnet": 0.8, "unet": 0.6, "captured_gpt": 0.85}
 """Budgets, of the peak of the step that keeps everything."""
 

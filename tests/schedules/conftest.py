@@ -18,7 +18,7 @@ from remat.solver import solve
 from remat.solver.result import Result
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.traced_gpt import traced_gpt
+from tests.solver.graphs.traced_gpt import traced_gpt
 
 REQUIRED = "REMAT_REQUIRE_BROWSER"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -20,7 +20,7 @@ from remat.schedules.report.arena import HEIGHT, WIDTH, arena_picture
 from remat.schedules.views.addresses import MOST_BOXES, MOST_MERGED, ROWS, Addresses, addresses
 from remat.solver import solve
 from tests.schedules.conftest import Planned
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 
 @pytest.fixture(scope="module")

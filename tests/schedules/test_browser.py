@@ -17,7 +17,7 @@ from remat.schedules.views.timeline import timeline
 from remat.solver import solve
 from tests.files.hostile import SCRIPT, plan_with_names
 from tests.schedules.conftest import Planned
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 ZOOM = "echarts.getInstanceByDom(document.getElementById('{}')).getOption().dataZoom[0]"
 

@@ -21,7 +21,7 @@ from tests.limits import AMPLE_S
 from tests.links import with_links
 from tests.schedules.conftest import Planned
 from tests.schedules.random_walks import random_steps, with_transfers
-from tests.solver.random_graphs import (
+from tests.solver.graphs.random_graphs import (
     branches,
     chain,
     gpt_like,

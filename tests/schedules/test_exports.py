@@ -21,7 +21,7 @@ from remat.schedules.simulate import simulate
 from remat.schedules.views.palette import ROLES
 from remat.solver import solve
 from tests.schedules.conftest import Planned
-from tests.solver.random_graphs import gpt_like, training_graphs
+from tests.solver.graphs.random_graphs import gpt_like, training_graphs
 
 VIEWER_READS = {
     "APPENDS", "BINGET", "BININT", "BININT1", "BININT2", "EMPTY_DICT", "EMPTY_LIST", "FRAME",

@@ -11,7 +11,7 @@ from remat.graph_capture.graph import CUSTOM, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.schedules.simulate import simulate
 from tests.schedules.random_walks import random_steps
-from tests.solver.random_graphs import training_graphs
+from tests.solver.graphs.random_graphs import training_graphs
 
 
 def lifetimes(graph: TrainingGraph, steps: list[Step]) -> list[tuple[str, int, int]]:

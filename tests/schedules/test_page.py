@@ -24,7 +24,7 @@ from remat.schedules.views.timeline import timeline
 from remat.solver import Result, solve
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 
 class Elements(HTMLParser):

@@ -29,7 +29,7 @@ from remat.schedules.views.timeline import timeline
 from remat.solver import Progress, solve
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 matplotlib = pytest.importorskip("matplotlib")
 MIB = 2**20

@@ -19,7 +19,7 @@ from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from tests.schedules.conftest import Planned
 from tests.schedules.random_walks import random_steps
-from tests.solver.random_graphs import training_graphs
+from tests.solver.graphs.random_graphs import training_graphs
 
 
 @settings(max_examples=60, deadline=None)

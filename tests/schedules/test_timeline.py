@@ -17,7 +17,7 @@ from remat.schedules.views.timeline import timeline
 from remat.solver import solve
 from tests.links import with_links
 from tests.schedules.conftest import Planned
-from tests.solver.random_graphs import chain, training_graphs
+from tests.solver.graphs.random_graphs import chain, training_graphs
 
 
 @given(training_graphs(max_ops=12), st.sampled_from(["store_all", "chen_sqrt", "dtr"]))

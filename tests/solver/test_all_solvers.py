@@ -17,11 +17,11 @@ from remat.solver.budgets.sweep import sweep
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.captured_order import keeps_order
 from tests.solver.checks import IGNORES_BUDGET, ON_THE_DEVICE, check, check_front
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import chain, training_graphs
-from tests.solver.tight_cases import TightCase, tight_cases
+from tests.solver.graphs.captured_order import keeps_order
+from tests.solver.graphs.random_graphs import chain, training_graphs
+from tests.solver.graphs.tight_cases import TightCase, tight_cases
 
 SLACK = 1 + 1e-9
 PROOF = "no schedule fits"

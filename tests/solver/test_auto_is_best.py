@@ -12,7 +12,7 @@ from remat.solver import Result, solve
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, solved_in_rounds
 from tests.solver.checks import ON_THE_DEVICE, check
-from tests.solver.random_graphs import gpt_like, resnet_like, unet_like
+from tests.solver.graphs.random_graphs import gpt_like, resnet_like, unet_like
 
 GAP = 0.01
 ROUNDS = 3

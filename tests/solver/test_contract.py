@@ -18,7 +18,13 @@ from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.checks import IGNORES_BUDGET, ON_THE_DEVICE, check
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
+from tests.solver.graphs.random_graphs import (
+    chain,
+    gpt_like,
+    resnet_like,
+    training_graphs,
+    unet_like,
+)
 
 GRAPHS = {
     "gpt1": functools.partial(gpt_like, 1),

@@ -20,7 +20,7 @@ from remat.solver.result import INTERRUPTED
 from remat.solver.search import Progress
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 Listener = Callable[[Progress], None]
 

@@ -12,7 +12,7 @@ from remat.solver import Result, solve
 from remat.solver.kept import Attention, attention_outputs, kinds_of, kinds_text
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.traced_gpt import ATTENTION, LAYERS, graph_of_modules, traced_gpt
+from tests.solver.graphs.traced_gpt import ATTENTION, LAYERS, graph_of_modules, traced_gpt
 
 FUSED = "aten._scaled_dot_product_flash_attention.default"
 GELU = "aten.gelu.default"

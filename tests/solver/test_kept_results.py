@@ -9,7 +9,7 @@ import msgspec
 from remat.graph_capture.derived.kept_with import PREFIX, kept_with
 from remat.solver import solve
 from remat.solver.problem import Problem
-from tests.solver.traced_gpt import traced_gpt
+from tests.solver.graphs.traced_gpt import traced_gpt
 
 
 def test_what_is_kept_is_made_once_and_stays_with_its_graph() -> None:

@@ -19,7 +19,7 @@ from remat.solver.backends.apart import OverdueError
 from remat.solver.search import MANY_OPS, Search
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
-from tests.solver.random_graphs import chain, gpt_like
+from tests.solver.graphs.random_graphs import chain, gpt_like
 
 NEAR_LINEAR = 2.3
 """Most times the work for twice the ops."""

@@ -11,7 +11,7 @@ from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S
 from tests.rows import each_nth
-from tests.solver.random_graphs import chain, resnet_like
+from tests.solver.graphs.random_graphs import chain, resnet_like
 
 
 def test_every_better_schedule_and_bound_is_heard_at_once() -> None:

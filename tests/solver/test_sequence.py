@@ -16,8 +16,8 @@ from remat.solver.ordering import is_allowed, predecessors, reordered
 from remat.solver.problem import Problem
 from remat.solver.sequence import recomputed_by_stage, schedule_of
 from remat.solver.state import State
-from tests.solver.captured_order import keeps_order
-from tests.solver.random_graphs import training_graphs
+from tests.solver.graphs.captured_order import keeps_order
+from tests.solver.graphs.random_graphs import training_graphs
 
 
 def op_sequence(graph: TrainingGraph, schedule: Schedule) -> list[int]:

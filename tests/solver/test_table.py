@@ -16,7 +16,7 @@ from remat.graph_capture.errors import SolverError
 from remat.solver import TABLE, make_solver, solve, solver_class
 from remat.solver.table import NEEDS_LINKS
 from tests.links import with_links
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 
 @pytest.mark.parametrize("name", TABLE)

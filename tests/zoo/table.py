@@ -17,7 +17,7 @@ import time
 import warnings
 from pathlib import Path
 
-from benchmarks.cell import cpu_name
+from benchmarks.cells.cell import cpu_name
 from benchmarks.solver_table import head, replaced, row
 from remat.formats import bytes_text
 from remat.graph_capture.errors import RematError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.pipeline_models import VOCAB, token_loss
+from tests.distributed.pipeline.models import VOCAB, token_loss
 
 WIDTH, HEADS, KEYS, HEAD, LAYERS, SEQ = 64, 4, 2, 16, 4, 64
 Rotation = tuple[Tensor, Tensor]

@@ -34,7 +34,7 @@ from tests.distributed.context.models import (
 )
 from tests.distributed.launch import join, leave, refused
 from tests.distributed.optimizer_steps import alike, held_bytes, trained
-from tests.distributed.pipeline_models import VOCAB, token_loss
+from tests.distributed.pipeline.models import VOCAB, token_loss
 
 FOLDER = Path(sys.argv[1])
 MICRO, MICROBATCHES, STEPS, MEASURED = 2, 4, 2, 30

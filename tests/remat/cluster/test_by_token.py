@@ -33,7 +33,7 @@ from tests.distributed.context.models import (
     rotation_of,
     shifted_loss,
 )
-from tests.distributed.pipeline_models import token_loss
+from tests.distributed.pipeline.models import token_loss
 
 TOKENS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

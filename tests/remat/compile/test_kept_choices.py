@@ -22,7 +22,7 @@ from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.rewriter.inductor.replay import Replay
 from remat.schedules.simulate import simulate
 from tests.files.faults import CALLS, FULL, fail_once
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 KEY = "ab" * 32
 DAMAGES = 200

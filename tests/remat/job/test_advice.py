@@ -10,7 +10,7 @@ from remat.job.pipeline import Report, RunsAgain
 from remat.job.rows import Row, rows_as_run
 from remat.rewriter.checking.check import Check
 from remat.solver import solve
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 GRAPH = chain(4)
 PEAK_BYTES = unmodified(GRAPH).peak_bytes

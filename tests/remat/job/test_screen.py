@@ -17,7 +17,7 @@ from remat.job.rows import Row
 from remat.job.screen import show_run
 from remat.schedules.reserved import Reserved, Taken
 from remat.schedules.simulate import simulate
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import SolverError
 from remat.questions.budget_slider import BudgetSlider
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 
 @pytest.fixture(scope="module")

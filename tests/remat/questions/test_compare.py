@@ -12,7 +12,7 @@ from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Comparison
 from remat.solver import solve
 from remat.solver.result import Result
 from tests.limits import AMPLE_S
-from tests.solver.traced_gpt import priced_gpt
+from tests.solver.graphs.traced_gpt import priced_gpt
 
 SOLVERS = ("cut", "msps", "full", "exhaustive")
 BUDGETS = ("120%", "85%", "75%")

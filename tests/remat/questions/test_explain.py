@@ -25,7 +25,7 @@ from tests.copying import copying_chain, copying_result
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.models import make
-from tests.solver.traced_gpt import priced_gpt, traced_gpt
+from tests.solver.graphs.traced_gpt import priced_gpt, traced_gpt
 
 GAP = 0.01
 """At which the solves of a GPT end, and soon."""

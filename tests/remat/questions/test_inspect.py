@@ -17,7 +17,7 @@ from remat.schedules.verdicts.index_ranges import boxes, ranges_text, split_indi
 from remat.schedules.verdicts.peak_holders import peak_holders
 from remat.schedules.verdicts.rows import matching, value_rows
 from tests.links import with_links
-from tests.solver.traced_gpt import traced_gpt
+from tests.solver.graphs.traced_gpt import traced_gpt
 
 
 def small_graph() -> TrainingGraph:

@@ -15,7 +15,7 @@ from remat.solver.sequence import schedule_of
 from remat.solver.templates.every_n_layers import nth_blocks
 from remat.solver.templates.module_blocks import module_blocks
 from remat.solver.templates.template import template_sequence
-from tests.solver.traced_gpt import LAYERS, traced_gpt
+from tests.solver.graphs.traced_gpt import LAYERS, traced_gpt
 
 
 @pytest.fixture(scope="module")

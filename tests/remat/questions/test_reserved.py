@@ -16,7 +16,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 GIB = 1 << 30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat.questions.solved_options import asked_again
 from remat.solver import solve
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 
 def test_a_plan_of_three_segments_is_solved_again_with_three() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import remat
 from remat.budgets import parse_budget
 from remat.solver import solve
-from tests.solver.traced_gpt import traced_gpt
+from tests.solver.graphs.traced_gpt import traced_gpt
 
 
 def test_the_unmodified_peak_is_the_one_that_per_cents_are_of() -> None:

@@ -13,7 +13,7 @@ from remat.schedules.schedule import Schedule
 from remat.solver import solve
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
+from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like, unet_like
 
 SETTINGS = {
     "default": AllocatorSettings(),

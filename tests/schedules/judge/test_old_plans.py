@@ -13,7 +13,7 @@ from remat.schedules.simulate import simulate
 from remat.solver.chains.revolve import Revolve
 from tests.graphs import peak_bytes_of
 from tests.links import with_links
-from tests.solver.random_graphs import chain
+from tests.solver.graphs.random_graphs import chain
 
 
 def moved(steps: tuple[Step, ...]) -> list[list[str]]:

@@ -18,7 +18,7 @@ from tests.limits import AMPLE_S
 from tests.links import with_links
 from tests.rows import rows
 from tests.solver.checks import ON_THE_DEVICE
-from tests.solver.random_graphs import chain, gpt_like, random_graph
+from tests.solver.graphs.random_graphs import chain, gpt_like, random_graph
 
 GAP = 0.02
 LARGE = ("lp_rounding", "checkmate", "exhaustive")

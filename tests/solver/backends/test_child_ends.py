@@ -20,7 +20,7 @@ from tests.graphs import peak_bytes_of
 from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
 from tests.rows import each_nth
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 SOON_S = 600.0
 

@@ -32,7 +32,7 @@ print(result.status, result.schedule is not None, result.message)
 IN_THREADS = """
 import threading
 from remat.solver import solve
-from tests.solver.random_graphs import resnet_like
+from tests.solver.graphs.random_graphs import resnet_like
 from tests.graphs import peak_bytes_of
 
 graph = resnet_like(3)

@@ -18,7 +18,7 @@ from remat.solver.blocks.repeated import Reads, find_blocks
 from remat.solver.problem import Problem
 from tests.limits import AMPLE_S
 from tests.links import links, with_links
-from tests.solver.random_graphs import MIB, gpt_like
+from tests.solver.graphs.random_graphs import MIB, gpt_like
 
 LIMITS = 4
 

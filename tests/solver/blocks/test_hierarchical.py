@@ -23,7 +23,7 @@ from remat.solver.problem import Problem
 from remat.solver.search import Progress
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import (
+from tests.solver.graphs.random_graphs import (
     MIB,
     Tape,
     chain,

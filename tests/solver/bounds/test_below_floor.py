@@ -16,7 +16,7 @@ from remat.solver.problem import Problem
 from remat.solver.stopping import REGRESSION
 from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import chain, random_graph, resnet_like
+from tests.solver.graphs.random_graphs import chain, random_graph, resnet_like
 
 SOLVERS = ("auto", "cut")
 

@@ -14,7 +14,7 @@ from remat.solver.state import State
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import rows
-from tests.solver.random_graphs import random_graph
+from tests.solver.graphs.random_graphs import random_graph
 
 N_OPS = 60
 

@@ -19,8 +19,8 @@ from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import training_graphs
-from tests.solver.tight_cases import TightCase, tight_cases
+from tests.solver.graphs.random_graphs import training_graphs
+from tests.solver.graphs.tight_cases import TightCase, tight_cases
 
 SLACK = 1 + 1e-9
 

@@ -14,7 +14,7 @@ from remat.solver.bounds.least_peak import floor_of, least_peak_bound_bytes
 from remat.solver.problem import Problem, working_set_bytes
 from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import (
+from tests.solver.graphs.random_graphs import (
     chain,
     gpt_like,
     random_graph,

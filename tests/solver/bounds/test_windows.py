@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.narrow import narrow_graph
+from benchmarks.narrow.drawn import narrow_graph
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.lazy_cuts import LazyCuts
@@ -16,9 +16,9 @@ from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
-from tests.solver.humps import humps
-from tests.solver.random_graphs import training_graphs
-from tests.solver.tight_cases import tight_cases
+from tests.solver.graphs.humps import humps
+from tests.solver.graphs.random_graphs import training_graphs
+from tests.solver.graphs.tight_cases import tight_cases
 
 SLACK = 1 + 1e-6
 
@@ -77,7 +77,7 @@ def test_merged_windows_close_what_cuts_close(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_small_narrow_graphs_are_bounded_by_their_own_windows(seed: int) -> None:
+def test_small_narrow_are_bounded_by_their_own_windows(seed: int) -> None:
     graph = narrow_graph(11, seed)
     budget_bytes = peak_bytes_of(graph) * 85 // 100
     plain = store_all_state(Problem.of(graph))

@@ -29,7 +29,7 @@ from remat.solver.problem import Problem, least_needed_bytes
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, LateClock
 from tests.solver.checks import check_front
-from tests.solver.random_graphs import chain, resnet_like
+from tests.solver.graphs.random_graphs import chain, resnet_like
 
 
 @functools.cache

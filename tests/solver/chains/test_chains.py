@@ -32,8 +32,8 @@ from remat.solver.chains.rotor_table import ChainModel, ChainRuns, solve_rotor
 from remat.solver.problem import Problem
 from tests.links import with_links
 from tests.paths import ROOT
-from tests.solver.captured_order import keeps_order
-from tests.solver.random_graphs import (
+from tests.solver.graphs.captured_order import keeps_order
+from tests.solver.graphs.random_graphs import (
     MIB,
     Tape,
     chain,

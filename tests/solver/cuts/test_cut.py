@@ -22,7 +22,13 @@ from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, LateClock
 from tests.rows import rows
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
+from tests.solver.graphs.random_graphs import (
+    chain,
+    gpt_like,
+    resnet_like,
+    training_graphs,
+    unet_like,
+)
 
 CONVOLUTIONAL = [
     *((functools.partial(unet_like, 4), percent, 0.12) for percent in (80, 60, 45)),
@@ -80,7 +86,7 @@ def test_more_memory_never_costs_more_than_the_gap(build) -> None:
 @pytest.mark.slow
 def test_same_schedule_in_every_process() -> None:
     code = (
-        "from tests.solver.random_graphs import unet_like\n"
+        "from tests.solver.graphs.random_graphs import unet_like\n"
         "from remat.solver import solve\n"
         "graph = unet_like(2)\n"
         "peak = solve(graph, 1 << 60, 'store_all').peak_bytes\n"
@@ -188,7 +194,7 @@ def test_stage_evaluator_agrees_with_the_judge(graph: TrainingGraph, percent: in
 @pytest.mark.slow
 def test_nothing_but_the_result_reaches_standard_output() -> None:
     code = (
-        "from tests.solver.random_graphs import resnet_like\n"
+        "from tests.solver.graphs.random_graphs import resnet_like\n"
         "from remat.solver import solve\n"
         "graph = resnet_like(12)\n"
         "peak = solve(graph, 1 << 60, 'store_all').peak_bytes\n"

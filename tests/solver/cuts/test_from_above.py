@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.narrow import narrow_graph
+from benchmarks.narrow.drawn import narrow_graph
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver.cuts.from_above import POWERS, take_from_above
@@ -16,7 +16,7 @@ from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S
 from tests.rows import rows
-from tests.solver.tight_cases import tight_cases
+from tests.solver.graphs.tight_cases import tight_cases
 
 
 @cache

@@ -17,7 +17,7 @@ from remat.solver.search import Search
 from remat.solver.stopping import Work
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S
-from tests.solver.random_graphs import chain, gpt_like, resnet_like
+from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like
 
 Build = Callable[[], TrainingGraph]
 

@@ -11,7 +11,7 @@ from remat.solver.cuts.windowed import begin_windows
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S
-from tests.solver.humps import humps
+from tests.solver.graphs.humps import humps
 from tests.solver.layered_search import GAP, budget_bytes, layered
 
 

@@ -21,7 +21,7 @@ from remat.solver.problem import Problem
 from tests.graphs import graph_from_nodes, tiny_cases
 from tests.paths import BENCH
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import random_graph, training_graphs
+from tests.solver.graphs.random_graphs import random_graph, training_graphs
 
 
 @pytest.mark.parametrize("backend", ["mathopt", "pulp"])

@@ -18,7 +18,7 @@ from remat.solver.segments.chen_sqrt import chen_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.limits import LateClock
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import chain, random_graph, training_graphs, unet_like
+from tests.solver.graphs.random_graphs import chain, random_graph, training_graphs, unet_like
 
 
 @pytest.mark.parametrize("data", tiny_cases())

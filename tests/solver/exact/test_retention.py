@@ -30,7 +30,13 @@ from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.limits import AMPLE_S
 from tests.paths import BENCH
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, training_graphs
+from tests.solver.graphs.random_graphs import (
+    chain,
+    gpt_like,
+    random_graph,
+    resnet_like,
+    training_graphs,
+)
 
 LIMIT = "computations a value, in captured order inside a stage"
 

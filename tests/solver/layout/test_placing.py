@@ -15,8 +15,8 @@ from remat.solver.layout import placing, searching
 from remat.solver.layout.placing import place
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
+from tests.solver.graphs.random_graphs import branches, chain, gpt_like, resnet_like, unet_like
 from tests.solver.layout.random_boxes import cut_rectangle, recomputing_net, some_buffers
-from tests.solver.random_graphs import branches, chain, gpt_like, resnet_like, unet_like
 
 
 @settings(max_examples=60, deadline=None)

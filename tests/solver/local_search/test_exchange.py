@@ -18,7 +18,7 @@ from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import rows
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
+from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like, unet_like
 
 GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "unet": unet_like(3)}
 

@@ -13,8 +13,8 @@ from remat.solver import solve
 from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_by_stage
 from remat.solver.search import Search
 from tests.graphs import peak_bytes_of
-from tests.solver.random_graphs import gpt_like
-from tests.solver.tight_cases import tight_cases
+from tests.solver.graphs.random_graphs import gpt_like
+from tests.solver.graphs.tight_cases import tight_cases
 
 
 def around(graph: TrainingGraph, budget_bytes: int, first: str, **options: Any) -> Any:

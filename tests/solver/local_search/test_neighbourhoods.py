@@ -21,8 +21,8 @@ from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import each_nth
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import training_graphs
-from tests.solver.tight_cases import TightCase, tight_cases
+from tests.solver.graphs.random_graphs import training_graphs
+from tests.solver.graphs.tight_cases import TightCase, tight_cases
 
 ENOUGH = TryLimits(deterministic=5.0, seconds=AMPLE_S)
 """So that any program of these tests is searched to its end."""

@@ -16,7 +16,7 @@ from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.links import with_links
-from tests.solver.random_graphs import random_graph
+from tests.solver.graphs.random_graphs import random_graph
 
 
 class HostedCase(NamedTuple):

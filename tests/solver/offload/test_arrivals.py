@@ -11,8 +11,8 @@ from remat.solver.problem import Problem
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.links import links
+from tests.solver.graphs.random_graphs import gpt_like
 from tests.solver.offload.hosted_cases import many_cases
-from tests.solver.random_graphs import gpt_like
 
 
 def test_a_hosted_op_reads_nothing_and_costs_its_copy() -> None:

@@ -12,7 +12,7 @@ from remat.solver.search import Search
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links
-from tests.solver.random_graphs import chain, gpt_like
+from tests.solver.graphs.random_graphs import chain, gpt_like
 
 
 def test_a_fetch_counts_where_its_value_is_first_read() -> None:

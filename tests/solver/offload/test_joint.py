@@ -24,8 +24,14 @@ from tests.links import links, with_links
 from tests.rows import rows
 from tests.solver.checks import check, check_front
 from tests.solver.exhaustive import least_time_us as least_alone_us
+from tests.solver.graphs.random_graphs import (
+    chain,
+    gpt_like,
+    resnet_like,
+    training_graphs,
+    unet_like,
+)
 from tests.solver.offload.exhaustive_copies import least_time_us, random_case
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, training_graphs, unet_like
 
 MIB = 1 << 20
 SLACK = 1 + 1e-9

@@ -22,7 +22,7 @@ from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links
 from tests.solver.checks import check
-from tests.solver.random_graphs import chain, gpt_like, resnet_like, unet_like
+from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like, unet_like
 
 GRAPHS = {
     "gpt": lambda: with_layers(gpt_like(3), 3),

@@ -16,7 +16,7 @@ from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links
-from tests.solver.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import gpt_like
 
 MIB = 1 << 20
 FAST = Links(Link(1e6), Link(1e6), 1 << 40)

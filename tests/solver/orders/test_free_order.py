@@ -25,7 +25,7 @@ from remat.solver.orders.free_order import FreeOrder
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.limits import AMPLE_S, LateClock
 from tests.paths import BENCH
-from tests.solver.random_graphs import (
+from tests.solver.graphs.random_graphs import (
     LARGE_BYTES,
     branches,
     gpt_like,

@@ -34,7 +34,7 @@ from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import gpt_like, random_graph, training_graphs, unet_like
+from tests.solver.graphs.random_graphs import gpt_like, random_graph, training_graphs, unet_like
 
 
 def cheap(graph: TrainingGraph, budget_bytes: int) -> Result:

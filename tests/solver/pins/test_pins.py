@@ -23,7 +23,7 @@ from tests.graphs import with_modules
 from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
-from tests.solver.random_graphs import LARGE_BYTES, branches, chain, gpt_like, random_graph
+from tests.solver.graphs.random_graphs import LARGE_BYTES, branches, chain, gpt_like, random_graph
 
 UNLIMITED_BYTES = 1 << 60
 

@@ -8,7 +8,7 @@ import pytest
 
 from remat.solver.policies.evicted import EvictedClasses, EvictedReach, links
 from remat.solver.problem import Problem
-from tests.solver.random_graphs import random_graph
+from tests.solver.graphs.random_graphs import random_graph
 
 
 class NaiveClasses:

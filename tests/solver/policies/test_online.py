@@ -25,8 +25,8 @@ from remat.solver.problem import Problem
 from remat.solver.sequence import schedule_of
 from tests.limits import AMPLE_S
 from tests.rows import rows
-from tests.solver.captured_order import keeps_order
-from tests.solver.random_graphs import (
+from tests.solver.graphs.captured_order import keeps_order
+from tests.solver.graphs.random_graphs import (
     MIB,
     chain,
     gpt_like,

@@ -17,7 +17,7 @@ from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets,
 from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
-from tests.solver.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like
+from tests.solver.graphs.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like
 
 NETWORKS = {
     "unet2": functools.partial(unet_like, 2),

@@ -7,7 +7,7 @@ import pytest
 from remat.solver.attention_core import NO_CORE, attention_cores
 from remat.solver.problem import Problem
 from remat.solver.templates.module_blocks import module_blocks
-from tests.solver.traced_gpt import graph_of_modules
+from tests.solver.graphs.traced_gpt import graph_of_modules
 
 
 @pytest.mark.parametrize(

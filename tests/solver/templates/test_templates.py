@@ -17,8 +17,8 @@ from remat.solver.templates.module_blocks import NO_BLOCK, module_blocks
 from remat.solver.templates.template import read_in_backward, unavoidable
 from remat.solver.templates.torch_knapsack import store_all_saved_bytes
 from tests.graphs import peak_bytes_of
-from tests.solver.random_graphs import chain, random_graph
-from tests.solver.traced_gpt import (
+from tests.solver.graphs.random_graphs import chain, random_graph
+from tests.solver.graphs.traced_gpt import (
     ATTENTION,
     LAYERS,
     by_template,

@@ -21,8 +21,14 @@ from remat.solver.templates.template import Template, read_in_backward, template
 from remat.solver.templates.torch_knapsack import Partition, banned_ops, store_all_saved_bytes
 from tests.graphs import peak_bytes_of
 from tests.paths import ROOT
-from tests.solver.random_graphs import random_graph
-from tests.solver.traced_gpt import ATTENTION, by_template, recomputed, saved_bytes, traced_gpt
+from tests.solver.graphs.random_graphs import random_graph
+from tests.solver.graphs.traced_gpt import (
+    ATTENTION,
+    by_template,
+    recomputed,
+    saved_bytes,
+    traced_gpt,
+)
 
 CASES = ROOT.parent / "shared" / "bench" / "pytorch_knapsack.json"
 

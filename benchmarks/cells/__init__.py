@@ -1,0 +1,1 @@
+"""One solve of the solver benchmark, and what it is compared with."""

@@ -1,0 +1,1 @@
+"""What docs/benchmarks.md says of the comparison."""

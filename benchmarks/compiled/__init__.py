@@ -1,0 +1,1 @@
+"""Steps whose kernels are Inductor's."""

@@ -1,0 +1,1 @@
+"""A cluster's plan on ranks that are stages of a pipeline."""

@@ -1,0 +1,1 @@
+"""Prices of ops and of whole steps, and where they are kept."""

@@ -1,0 +1,1 @@
+"""What a rewritten step is compared by."""

@@ -1,0 +1,1 @@
+"""Gradients as they arrive, are handed over, clipped and used by updates."""

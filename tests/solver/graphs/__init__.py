@@ -1,0 +1,1 @@
+"""Graphs that tests of solvers are run on."""
