@@ -16,6 +16,7 @@ from remat.infeasible import infeasible_text
 from remat.ranks.together import Together
 from remat.schedules.family import Family
 from remat.solved import Solved, facts_of
+from remat.solver.options import check_number
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
 
@@ -87,6 +88,7 @@ def solve(
     BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
         that matches nothing, an op pinned both ways.
     """
+    check_number("time_limit_s", time_limit_s)
     if isinstance(graph, RangedGraph):
         from remat.ranges.solving import solve_over
 
@@ -230,12 +232,14 @@ def rematerialize(
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
     from remat.graph_capture.prices.profile import as_profile
+    from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding
 
+    require_form(args, kwargs, loss_fn, target)
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import warnings
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from remat.budgets import parse_budget
 from remat.changing_numbers import ChangingNumbers
 from remat.graph_capture.capturing import tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING
+from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import (
     BudgetError,
     PlanError,
@@ -26,6 +28,7 @@ from remat.graph_capture.errors import (
 )
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
+from remat.graph_capture.tracing.resident import require_optimizer
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.one_call import rematerialize
@@ -38,6 +41,7 @@ from remat.rewriter.user_module.ranged import RangedModule
 from remat.rewriter.user_module.shared_state import SharedState
 from remat.schedules.family import Family
 from remat.schedules.schedule import Schedule
+from remat.solver.table import make_solver
 
 MAX_PLANS = 16
 """Plans that are kept. More are dropped with a warning: to plan at each step is slow."""
@@ -245,7 +249,9 @@ def plan_cache(
     RewriteError : `model` is rewritten already. CaptureError : `dynamic` and an option exclude
         each other.
     """
+    resolved_device(None, model)
     parse_budget(budget)
+    _require_known(options)
     tiers_for(model, None, options.get("host"), options.get("nvme"))
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
@@ -258,10 +264,18 @@ def plan_cache(
         raise SolverError(f"max_plans must be 1 or more, not {max_plans}")
     if isinstance(model, (RematModule, RangedModule, PlanCache)):
         raise RewriteError("this module follows a plan already: make a cache of the original")
-    if given := PLANNED_LATER.intersection(options):
-        raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
+
+
+def _require_known(options: dict[str, Any]) -> None:
+    """Refuse at once what each plan would refuse only when the first batch has come."""
+    if given := PLANNED_LATER.intersection(options):
+        raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
+    require_optimizer(options.get("optimizer", "none"))
+    ours = inspect.signature(rematerialize).parameters
+    of_solver = {name: value for name, value in options.items() if name not in ours}
+    make_solver(options.get("solver", "auto"), **of_solver)
 
 
 def _make_cache(

@@ -50,7 +50,7 @@ def options_of(solver: Any) -> dict[str, Option]:
 def check_number(name: str, value: Any) -> None:
     """Raise `SolverError` unless `value` is a finite number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, REAL) or not 0 <= value < math.inf:
-        raise SolverError(f"{name} must be 0 or more, and finite, not {value}")
+        raise SolverError(f"{name} must be 0 or more, and finite, not {value!r}")
 
 
 def whole_bytes(budget_bytes: object) -> int:

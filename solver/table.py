@@ -54,6 +54,8 @@ def solver_class(name: str) -> type[Any]:
     ------
     SolverError : there is no such solver.
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SolverError(f"a solver is named by a text such as 'auto', not by {name!r}")
     if name not in TABLE:
         near = difflib.get_close_matches(name, TABLE, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -21,6 +21,24 @@ ADAMW_STEP_BYTES = 4
 """Of the step counter, one a parameter."""
 
 
+def require_optimizer(optimizer: object) -> None:
+    """Refuse what is not the name of a kind of optimizer.
+
+    Raises
+    ------
+    CaptureError : it names the kinds there are.
+    """
+    if isinstance(optimizer, str) and optimizer in STATES_PER_PARAMETER:
+        return
+    given = f"optimizer is a {type(optimizer).__name__}, and is asked for by a name"
+    if isinstance(optimizer, str):
+        given = f"unknown optimizer {optimizer!r}"
+    raise CaptureError(
+        f"{given}: choose one of {', '.join(STATES_PER_PARAMETER)} by what it keeps for a "
+        "parameter: momentum one tensor, as Lion and RMSprop do, adamw two, as Adam does"
+    )
+
+
 def resident_bytes(
     model: nn.Module,
     batch: Any,
@@ -45,12 +63,7 @@ def resident_bytes(
         `derived/fsdp_step.py`. Of ranks that hold unlike amounts, the one that holds most counts.
     is_on_host : whether parameters, gradients and state are, as with `CPUOffloadPolicy`.
     """
-    if optimizer not in STATES_PER_PARAMETER:
-        raise CaptureError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(STATES_PER_PARAMETER)} by "
-            "what it keeps for a parameter: momentum one tensor, as Lion and RMSprop do, adamw "
-            "two, as Adam does"
-        )
+    require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     trained_bytes = sum(allocated(_own_bytes(p, sharding)) for p in trained)

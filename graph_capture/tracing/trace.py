@@ -26,6 +26,7 @@ from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.over_ranks.refusals import refuse_range_of_dtensors
+from remat.graph_capture.over_ranks.sent import arrived
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
@@ -36,6 +37,7 @@ from remat.graph_capture.shapes.signature import (
     ranged_signature,
     refuse_beside_ranges,
 )
+from remat.graph_capture.tracing.given import require_form
 from remat.graph_capture.tracing.mixed_precision import inputs_cast
 from remat.graph_capture.tracing.one_trace import Trace, trace_once
 from remat.graph_capture.tracing.recipe import (
@@ -98,9 +100,10 @@ def trace(
     DeviceError : the device is unknown or not here, or a tensor is on another one.
     """
     require_split(split)
+    require_form(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
-    given = (tuple(args), dict(kwargs or {}))
+    *given, target = arrived((tuple(args), dict(kwargs or {}), target))
     batch = (*inputs_cast(*given, sharding), target)
     numbers: list[FloatPlace] = []
     if float_inputs:
@@ -120,7 +123,7 @@ def trace(
     asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
     handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
     # The caller holds the batch that was cast, beside the one that the step reads.
-    counted = (batch, given) if sharding.param_dtype else batch
+    counted = (batch, tuple(given)) if sharding.param_dtype else batch
     resident = resident_bytes(
         with_loss(model, loss_fn), counted, optimizer=optimizer, accumulate=accumulate,
         sharding=sharding, is_on_host=sharding.cpu_offload and device != CPU,

@@ -25,6 +25,7 @@ from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.over_ranks.collectives import collectives_in
 from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.shapes.ranges import Dynamic
+from remat.graph_capture.tracing.given import require_form
 from remat.graph_capture.tracing.mixed_precision import (
     inputs_cast,
     parameters_cast,
@@ -42,6 +43,7 @@ from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
 from remat.rewriter.user_module.shared_state import SharedState
+from remat.solver.options import check_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,6 +108,8 @@ def rematerialize_blocks(
     """
     if dynamic:
         _refuse_range(dynamic)
+    require_form(args, kwargs, loss_fn, target)
+    check_number("time_limit_s", time_limit_s)
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     refuse_fake(group)
     ranks_together = Together(group, "remat.rematerialize_blocks")

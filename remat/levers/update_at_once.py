@@ -154,11 +154,13 @@ def training_step(
     """
     from remat.graph_capture.prices.pricing import price
     from remat.graph_capture.prices.profile import as_profile
+    from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.trace import trace
     from remat.ranks.required_group import ONE_RANK, require_group
     from remat.rewriter.gradients.updating import Updates
     from remat.rewriter.rewriting import refuse_rewritten, rewrite
 
+    require_form(args, kwargs, loss_fn, target)
     refuse_clipping(max_grad_norm)
     refuse_scaling()
     refuse_rewritten(model)

@@ -19,6 +19,7 @@ from remat.solver.budgets.sweep import BUDGETS, BudgetsDone, check_jobs
 from remat.solver.budgets.sweep import sweep as sweep_bytes
 from remat.solver.clock import Clock
 from remat.solver.interrupts import one_job
+from remat.solver.options import check_number
 from remat.solver.pins.globs import as_globs
 from remat.solver.result import Result
 from remat.solver.stopping import NAMING
@@ -92,6 +93,7 @@ def sweep(
     for name in names:
         solver_class(name)
     check_jobs(jobs)
+    check_number("time_limit_s", time_limit_s)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     options |= pins
     clock = Clock(time_limit_s)
@@ -156,6 +158,8 @@ def in_bytes(
         count = BUDGETS if budgets is None else budgets
         unmodified_bytes = unmodified(graph).peak_bytes
         return spread(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
+    if isinstance(budgets, str):
+        raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
     return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
 

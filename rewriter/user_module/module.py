@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.sent import arrived, is_sent
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.side_effects.carried import Carried, state_guarded
@@ -92,6 +93,9 @@ class RematModule(SharedState, fx.GraphModule):
         guards, step = self._remat_guards, self._remat_compiled_step
         guards.left_whole.require_fresh(self)
         state, leaves = guards.require(batch)
+        if any(map(is_sent, leaves)):
+            leaves = arrived(leaves)
+            batch = guards.batches.tree(leaves)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
         refuse_checkpoint(guards.model, step.gradients)

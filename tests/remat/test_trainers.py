@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "how-to" / "trainers.md").read_text()
 FOLDER = ROOT / "examples" / "trainers"
 ONE_LINE = "  # the one line"
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
-LINK = re.compile(r"\]\(\.\./(examples/trainers/\w+\.py)\)")
+LINK = re.compile(r"\]\(\.\./\.\./(examples/trainers/\w+\.py)\)")
 NEEDS: dict[str, tuple[str, ...]] = {
     "plain_loop": (),
     "nanogpt_loop": (),

@@ -1,0 +1,128 @@
+"""What is given in a wrong form, or under a wrong name, is refused at once, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import remat
+from remat.graph_capture.errors import BudgetError, CaptureError, RematError, SolverError
+
+X = torch.randn(4, 8)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(model().parameters(), 0.1)
+
+
+def graph() -> Any:
+    return remat.capture(model(), (X,))
+
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "capture": lambda *given, **named: remat.capture(model(), *given, **named),
+    "rematerialize": lambda *given, **named: remat.rematerialize(
+        model(), *given, budget="min", **named
+    ),
+    "rematerialize_blocks": lambda *given, **named: remat.rematerialize_blocks(
+        model(), "*", *given, budget="min", **named
+    ),
+    "training_step": lambda *given, **named: remat.training_step(
+        model(), *given, optimizer=sgd(), budget="min", **named
+    ),
+}
+FORMS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "a tensor": ((X,), {}, r"args is a Tensor: give a tuple .* such as \(x,\)"),
+    "names": (({"input": X},), {}, "args is a dict: .* as kwargs="),
+    "kwargs": (((), (X,)), {}, "kwargs is a tuple: give a dict"),
+    "a loss's name": (((X,),), {"loss_fn": "mse"}, "loss_fn is a str: give a function"),
+    "a loss's class": (((X,),), {"loss_fn": nn.MSELoss}, r"class MSELoss: give MSELoss\(\)"),
+    "a target alone": (((X,),), {"target": X}, "target is given and no loss_fn"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_batch_or_a_loss_that_is_none_is_refused(entry: str, form: str) -> None:
+    given, named, said = FORMS[form]
+    with pytest.raises(CaptureError, match=said) as told:
+        ENTRIES[entry](*given, **named)
+    assert "\n" not in str(told.value)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
+    "blocks in a list": (
+        lambda: remat.rematerialize_blocks(model(), ["0"], (X,), budget="min"),  # type: ignore[arg-type]
+        CaptureError, "named by a glob, such as 'model.layers.*', not by a list",
+    ),
+    "a batch in place of the blocks": (
+        lambda: remat.rematerialize_blocks(model(), (X,), budget="min"),  # type: ignore[arg-type]
+        CaptureError, "not by a tuple: give it first, and the batch after it",
+    ),
+    "seconds as a text": (
+        lambda: remat.solve(graph(), "60%", time_limit_s="5"),  # type: ignore[call-overload]
+        SolverError, "time_limit_s must be 0 or more, and finite, not '5'",
+    ),
+    "seconds below zero": (
+        lambda: remat.rematerialize(model(), (X,), budget="min", time_limit_s=-1),
+        SolverError, "time_limit_s must be 0 or more",
+    ),
+    "seconds of blocks": (
+        lambda: remat.rematerialize_blocks(model(), "*", (X,), budget="min", time_limit_s=-1),
+        SolverError, "time_limit_s must be 0 or more",
+    ),
+    "a solver's number": (
+        lambda: remat.solve(graph(), "60%", 3),  # type: ignore[call-overload]
+        SolverError, "a solver is named by a text such as 'auto', not by 3",
+    ),
+    "one budget to sweep": (
+        lambda: remat.sweep(graph(), "60%"),  # type: ignore[call-overload]
+        BudgetError, r"budgets is one text: give a list, such as \['60%'\]",
+    ),
+    "a cache of no module": (
+        lambda: remat.plan_cache("model", budget="60%"),  # type: ignore[arg-type]
+        CaptureError, "captured of a torch.nn.Module, and this is str",
+    ),
+    "a cache with an optimizer": (
+        lambda: remat.plan_cache(model(), budget="60%", optimizer=sgd()),
+        CaptureError, "optimizer is a SGD, and is asked for by a name: choose one of none, sgd",
+    ),
+    "a cache with an unknown optimizer": (
+        lambda: remat.plan_cache(model(), budget="60%", optimizer="lion"),
+        CaptureError, "unknown optimizer 'lion': choose one of none, sgd, momentum, adamw",
+    ),
+    "a cache with an unknown option": (
+        lambda: remat.plan_cache(model(), budget="60%", optimzer="adamw"),
+        SolverError, "has no option 'optimzer'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_such_thing_is_refused_where_it_is_given(what: str) -> None:
+    act, kind, said = WRONG[what]
+    with pytest.raises(kind, match=said) as told:
+        act()
+    assert "\n" not in str(told.value)
+
+
+def test_lists_mappings_and_losses_that_can_be_called_are_taken() -> None:
+    class Called:
+        def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return mse_loss(output, target)
+
+    for loss_fn in (mse_loss, nn.MSELoss(), Called()):
+        assert remat.capture(model(), [X], loss_fn=loss_fn, target=X).ops  # type: ignore[arg-type]
+    assert remat.capture(model(), kwargs={"input": X}).ops
+    cache = remat.plan_cache(model(), budget="100%", optimizer="adamw", order="fixed", solver="cut")
+    cache(X).sum().backward()
