@@ -45,6 +45,14 @@ def require_tested_release() -> None:
         raise RewriteError(reason)
 
 
+def loses_gradients() -> bool:
+    """Whether dynamo leaves out the backward of an `autograd.Function` that writes to its result.
+
+    torch 2.11 does, with every backend: `y = x.clone(); y.mul_(3); return y` in its forward.
+    """
+    return _minor(torch.__version__) < (2, 12)
+
+
 def holds_tangents() -> bool:
     """Whether torch holds the gradients that a compiled backward is given until it has ended.
 

@@ -34,7 +34,7 @@ from remat.graph_capture.over_ranks.refusals import refuse_compiled_writes
 from remat.ranks.compiling import CompiledLater, compiled_alike
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
-from remat.rewriter.inductor.subgraphs import refuse_regions
+from remat.rewriter.inductor.subgraphs import refuse_lost_gradients, refuse_regions
 
 
 def backend(
@@ -83,6 +83,7 @@ def _place_of_graph(
     if _has_gradients(gm, inputs):
         refuse_data_dependent(gm)
         refuse_compiled_writes(gm)
+        refuse_lost_gradients(gm.graph)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
     place.shared.runs_on(device)
     return place

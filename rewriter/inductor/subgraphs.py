@@ -1,12 +1,15 @@
 """Graphs that a node of Inductor's joint graph runs: branches, regions, bodies of loops.
 
-Most are computed as they stand, as one call. Two kinds are refused, since torch itself gives them
-wrong gradients: branches that draw, whose backward draws other numbers, in eager too; and nested
-compile regions, of which torch 2.13 made gradients that were off by half.
+Most are computed as they stand, as one call. Three kinds are refused, since torch itself gives them
+wrong gradients: branches that draw, whose backward draws other numbers, in eager too; nested
+compile regions, of which torch 2.13 made gradients that were off by half; and an
+`autograd.Function` that writes to what it returns, whose backward torch 2.11 leaves out.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -17,6 +20,7 @@ from torch._ops import HigherOrderOperator
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.rewriter.inductor.nodes import DRAWS, SEEDS, place_of
+from remat.rewriter.torch_compat import loses_gradients
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
@@ -40,6 +44,42 @@ def refuse_regions(graph: fx.Graph) -> None:
                 f"{_where(node)} calls a nested compile region, of which torch makes wrong "
                 "gradients: leave out torch.compiler.nested_compile_region under this backend"
             )
+
+
+def refuse_lost_gradients(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a function whose backward torch has left out of a graph of dynamo's.
+
+    torch 2.11 returns all that a function's forward makes. Of two results that are one tensor, such
+    as what was written to in place, it differentiates none.
+    """
+    if not loses_gradients():
+        return
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.autograd_function_apply and _writes_result(node):
+            raise CaptureError(
+                f"{_where(node)} calls an autograd.Function whose forward writes in place to what "
+                "it returns, and torch 2.11 leaves out its gradient: return a new tensor from it "
+                "(y = x.clone().mul(2), not .mul_(2)), for collectives use those of "
+                "torch.distributed._functional_collectives; or take torch 2.12 or later; or keep "
+                "the function out of the graph by torch.compiler.disable"
+            )
+        if isinstance(node.target, HigherOrderOperator):
+            for inner in subgraphs(node):
+                refuse_lost_gradients(inner)
+
+
+def _writes_result(node: fx.Node) -> bool:
+    """Whether a result that is used of a function is, as a tensor, another of its results too."""
+    body = next(subgraphs(node))
+    (returned,) = body.find_nodes(op="output")
+    results = returned.args[0][0]
+    made = Counter(id(one.meta.get("example_value")) for one in results if isinstance(one, fx.Node))
+    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return any(
+        made[id(one.meta.get("example_value"))] > 1
+        for i, one in enumerate(results)
+        if i in used and isinstance(one, fx.Node)
+    )
 
 
 def refuse_drawing(graph: fx.Graph) -> None:

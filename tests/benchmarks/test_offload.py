@@ -23,7 +23,7 @@ from benchmarks.offload.steps import DEEP_NAMES, NAMES, link_gb_s, links, step
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from tests.graphs import peak_bytes_of
-from tests.solver.graphs.random_graphs import gpt_like
+from tests.solver.graphs.random_graphs import chain, gpt_like
 
 LIMIT_S = 600.0
 
@@ -101,9 +101,9 @@ def test_a_run_keeps_its_cells_and_says_which_planner_is_missing(
 
 
 def test_first_plans_of_deep_steps_are_timed(
-    graph: TrainingGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = msgspec.structs.replace(chain(6), links=links(51.2))
     monkeypatch.setattr(command, "step", lambda name: msgspec.structs.replace(graph, name=name))
     out = tmp_path / "found.json"
     assert command.main(["--parts", "first", "--out", str(out)]) == 0

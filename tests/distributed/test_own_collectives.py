@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from remat.rewriter.torch_compat import loses_gradients
 from tests.distributed.failing_worker import TIMEOUT_S
 from tests.distributed.launch import Found, ranks
 from tests.distributed.own_collectives_worker import BUDGETS, CASES
@@ -40,6 +41,9 @@ def test_a_sum_in_place_is_refused_before_a_step(two: Found) -> None:
 def test_a_compiled_step_is_right(two: Found, case: str) -> None:
     for found in (one[case] for one in two):
         assert found["seconds"] < TIMEOUT_S / 2
+        if case == "compiled_function" and loses_gradients():
+            assert "torch 2.11 leaves out its gradient" in found["text"]
+            continue
         assert found["error"] == "", found["text"]
         assert found["off"] < 1e-5
 

@@ -25,7 +25,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the host tier, in which nothing is left once a test has ended."""
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
     yield tmp_path
-    gc.collect()
     assert is_clean(tmp_path)
 
 
