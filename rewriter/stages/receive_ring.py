@@ -25,22 +25,22 @@ class RingStage(PipelineStage):
 
     Attributes
     ----------
-    inputs, gradients : buffers of each; 0 for one a microbatch. split : by path of each block whose
-        gradients of weights are made apart, what it has live.
+    input_buffers, gradient_buffers : how many; 0 for one a microbatch. split : by path of each
+        block whose gradients of weights are made apart, what it has live.
     """
 
-    inputs: int = 0
-    gradients: int = 0
+    input_buffers: int = 0
+    gradient_buffers: int = 0
     split: Mapping[str, SplitBytes] = MappingProxyType({})
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)
-        _share(self.args_recv_info, self.inputs)
+        _share(self.args_recv_info, self.input_buffers)
         return made
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_backward_infra(*args, **kwargs)
-        _share(self.grad_recv_info, self.gradients)
+        _share(self.grad_recv_info, self.gradient_buffers)
         return made
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:

@@ -30,7 +30,7 @@ def runner_of(parts: RankParts) -> StepRunner:
         stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
     )
     for stage in stages:
-        stage.inputs, stage.gradients = _rings(parts, stage, schedule)
+        stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
     return PipelineStep(schedule, stages)
 
 
