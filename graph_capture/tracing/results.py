@@ -1,4 +1,4 @@
-"""What a step returns, where one tensor comes more than once in it.
+"""What a step returns, where one tensor comes more than once in it, or a dataclass.
 
 A model may return its last hidden state by itself and again among all of them, or return what it
 keeps on an attribute. Eager then returns one tensor, whose gradients are added up before its own
@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from remat.graph_capture.tracing.records import closed, holds_opened
+
 Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """A tree of results in which a tensor comes more than once.
+    """A tree of results in which a tensor comes more than once, or a dataclass.
 
     Attributes
     ----------
@@ -43,13 +45,15 @@ class Repeats:
 
     def tree(self, distinct: Sequence[Any]) -> Any:
         """The tree of results, from the distinct ones."""
-        return pytree.tree_unflatten(self.of_leaves(distinct), self.spec)
+        tree = pytree.tree_unflatten(self.of_leaves(distinct), self.spec)
+        return closed(tree) if holds_opened(self.spec) else tree
 
 
 def distinct_results(results: Any, own: int) -> tuple[Any, Repeats | None]:
     """The results with each tensor once, and how to make the tree of them again.
 
-    Where no tensor repeats, the results as they are, and None. `own` is as of `Repeats`.
+    Where no tensor repeats and no dataclass was opened, the results as they are, and None. `own` is
+    as of `Repeats`.
     """
     leaves, spec = pytree.tree_flatten(results)
     seen: dict[int, int] = {}
@@ -61,6 +65,6 @@ def distinct_results(results: Any, own: int) -> tuple[Any, Repeats | None]:
         if known is None:
             seen[id(leaf)] = len(distinct)
             distinct.append(leaf)
-    if len(distinct) == len(leaves):
+    if len(distinct) == len(leaves) and not holds_opened(spec):
         return results, None
     return distinct, Repeats(spec, tuple(which), own)

@@ -22,6 +22,7 @@ from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.tracing.paths import leaves_with_paths
+from remat.graph_capture.tracing.records import opened
 from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.side_effects.checkpointed import no_packing
 from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
@@ -95,7 +96,7 @@ class StepModule(nn.Module):
                 "self.name.copy_(...) under torch.no_grad(). Or, if only the first call does it, "
                 "call the model once on a batch, then plan"
             )
-        result = apply_loss(self.loss_fn, output, target)
+        result = opened(apply_loss(self.loss_fn, output, target))
         if self.known.failure is not None and not torch.compiler.is_compiling():
             raise self.known.failure  # the user's code has caught what eager would not raise
 

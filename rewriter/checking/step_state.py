@@ -15,6 +15,7 @@ from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part, placed
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
+from remat.graph_capture.tracing.records import opened
 from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.outcomes import Outcome
 from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
@@ -145,7 +146,7 @@ class StepState:
         """Every output, gradient and buffer after one step, by name, and the random streams."""
         self.reset()
         found: Outcome = {}
-        for path, leaf in leaves_with_paths(run()):
+        for path, leaf in leaves_with_paths(opened(run())):
             found[f"output{pytree.keystr(path)}"] = _kept(leaf)
         for name, leaf in self.leaves.items():
             found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)

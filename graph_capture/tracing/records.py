@@ -1,0 +1,87 @@
+"""Dataclasses in results: opened, so that torch sees their tensors, and made again for the caller.
+
+Torch finds no tensor in one that is not registered. To register it would change how the user's
+other code walks through it, so ours stands in its place while a step is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+Context = tuple[Any, tuple[str, ...]]
+
+
+class _Opened:
+    """A container that torch knows, with what a dataclass holds, fields or not, by name."""
+
+    def __init__(self, kind: type, values: dict[str, Any]) -> None:
+        self.kind, self.values = kind, values
+
+    def closed(self) -> Any:
+        """The dataclass, made as `copy.copy` makes one: neither `__init__` nor a check runs."""
+        made = object.__new__(self.kind)
+        for name, value in self.values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
+def _flat(one: _Opened) -> tuple[list[Any], Context]:
+    return list(one.values.values()), (one.kind, tuple(one.values))
+
+
+def _named(one: _Opened) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
+    return [(pytree.GetAttrKey(k), v) for k, v in one.values.items()], _flat(one)[1]
+
+
+def _made(values: Any, context: Hashable) -> _Opened:
+    kind, names = context  # pyright: ignore
+    return _Opened(kind, dict(zip(names, values, strict=True)))
+
+
+pytree.register_pytree_node(_Opened, _flat, _made, flatten_with_keys_fn=_named)
+
+
+def is_record(leaf: Any) -> bool:
+    """Whether it is a dataclass in which torch finds no tensor."""
+    is_one = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))
+    return is_one and type(leaf) not in pytree.SUPPORTED_NODES
+
+
+def opened(tree: Any) -> Any:
+    """The tree with all dataclasses opened, those inside of others too."""
+
+    def open_leaf(leaf: Any) -> Any:
+        if not is_record(leaf):
+            return leaf
+        fields = [field.name for field in dataclasses.fields(leaf)]
+        others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
+        held = {k: opened(getattr(leaf, k)) for k in (*fields, *others) if hasattr(leaf, k)}
+        return _Opened(type(leaf), held)
+
+    if not any(map(is_record, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(open_leaf, tree)
+
+
+def closed(tree: Any) -> Any:
+    """The tree with its dataclasses again, as `opened` has found them."""
+
+    def is_opened(part: Any) -> bool:
+        return isinstance(part, _Opened)
+
+    def close(part: Any) -> Any:
+        if not isinstance(part, _Opened):
+            return part
+        return _Opened(part.kind, {k: closed(v) for k, v in part.values.items()}).closed()
+
+    return pytree.tree_map(close, tree, is_leaf=is_opened)
+
+
+def holds_opened(spec: pytree.TreeSpec) -> bool:
+    """Whether a tree of that structure has an opened dataclass."""
+    return spec.type is _Opened or any(map(holds_opened, spec.children()))
