@@ -28,7 +28,7 @@ from benchmarks.comparison.fronts import TORCHS_KEPT, front, targets
 from benchmarks.comparison.kept_results import Key, Results, name_of
 from benchmarks.comparison.methods import SHARES
 from benchmarks.comparison.models import SUITES
-from benchmarks.comparison.ours import SOLVE_S
+from benchmarks.comparison.ours import GAP, SOLVE_S
 from benchmarks.comparison.own_process import OwnProcesses
 from benchmarks.comparison.row import GRADIENTS, JUDGED, row
 from benchmarks.running.kept_memory import SETTINGS
@@ -63,12 +63,15 @@ PERCENTS = (80, 60, 40)
 class Suite:
     """A suite under way."""
 
-    def __init__(self, name: str, results: Results, within_s: float, solve_s: float) -> None:
+    def __init__(
+        self, name: str, results: Results, within_s: float, solve_s: float, gap: float
+    ) -> None:
         self.name, self.results = name, results
         self.ends_s = time.monotonic() + within_s
         self.has_left = False
         kept = {"REMAT_CACHE": str(WORK / name / "prices"), "KINETO_LOG_LEVEL": "99"}
-        self.processes = OwnProcesses({**kept, **SETTINGS, SOLVE_S: str(solve_s)}, LIMIT_S)
+        asked = {SOLVE_S: str(solve_s), GAP: str(gap)}
+        self.processes = OwnProcesses({**kept, **SETTINGS, **asked}, LIMIT_S)
         is_one = name == "gpu" or len(CORES) < 2
         self.workers = ThreadPoolExecutor(1 if is_one else WORKERS)
         self.cores = ThreadPoolExecutor(1 if is_one else min(len(CORES), WORKERS))
@@ -157,6 +160,9 @@ def main() -> int:
     parser.add_argument(
         "--solve-seconds", type=float, default=10, help="of each solve of ours at most"
     )
+    parser.add_argument(
+        "--gap", type=float, default=1e-3, help="at which a solve of ours may end before"
+    )
     parser.add_argument("--models", nargs="+", help="of the suite, to measure a few")
     asked = parser.parse_args()
     unknown = set(asked.models or ()) - set(SUITES[asked.suite])
@@ -167,7 +173,7 @@ def main() -> int:
     if asked.suite == "gpu" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
     results = Results.at(asked.out, asked.suite)
-    suite = Suite(asked.suite, results, 60 * asked.minutes, asked.solve_seconds)
+    suite = Suite(asked.suite, results, 60 * asked.minutes, asked.solve_seconds, asked.gap)
     for model in asked.models or SUITES[asked.suite]:
         suite.run(model)
         if asked.batches and not suite.has_left:

@@ -32,6 +32,8 @@ from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, plan
 
 SOLVE_S = "REMAT_COMPARISON_SOLVE_S"
 """The variable of the environment with the seconds that each solve may take."""
+GAP = "REMAT_COMPARISON_GAP"
+"""The variable with the gap at which each solve may end."""
 LEVERS: dict[str, dict[str, Any]] = {
     "remat": {"split": "none"},
     "remat_pieces": {"split": "exact"},
@@ -43,6 +45,11 @@ LEVERS: dict[str, dict[str, Any]] = {
 def limit_s() -> float:
     """Seconds that each solve may take."""
     return float(os.environ[SOLVE_S])
+
+
+def gap() -> float:
+    """Gap at which each solve may end."""
+    return float(os.environ[GAP])
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def rewritten(
     with quiet.pricing(), timed(seconds, "capture_and_price_s"):
         graph = remat.capture(trainee.model, trainee.args, device=device, **LEVERS[method])
     with quiet.solving(), timed(seconds, "solve_s"):
-        result = remat.solve(graph, budget_bytes, time_limit_s=limit_s())
+        result = remat.solve(graph, budget_bytes, time_limit_s=limit_s(), gap=gap())
     if result.schedule is None:
         raise DoesNotApplyError(result.message or f"no schedule found in {limit_s():.0f} s")
     with timed(seconds, "rewrite_s"):
@@ -97,7 +104,7 @@ def updating(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
     def within(budget: str | int) -> Any:
         return remat.training_step(
             trainee.model, trainee.args, optimizer=optimizer, budget=budget, split="none",
-            time_limit_s=limit_s(), check=False,
+            time_limit_s=limit_s(), gap=gap(), check=False,
         )  # fmt: skip
 
     with quiet.solving():
