@@ -35,7 +35,9 @@ def _flat(one: _Opened) -> tuple[list[Any], Context]:
 
 
 def _named(one: _Opened) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
-    return [(pytree.GetAttrKey(k), v) for k, v in one.values.items()], _flat(one)[1]
+    values, context = _flat(one)
+    keys: list[pytree.KeyEntry] = [pytree.GetAttrKey(name) for name in one.values]
+    return list(zip(keys, values, strict=True)), context
 
 
 def _made(values: Any, context: Hashable) -> _Opened:

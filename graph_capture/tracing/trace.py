@@ -103,8 +103,9 @@ def trace(
     require_form(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
-    *given, target = arrived((tuple(args), dict(kwargs or {}), target))
-    batch = (*inputs_cast(*given, sharding), target)
+    args, kwargs, target = arrived((tuple(args), dict(kwargs or {}), target))
+    given = args, kwargs
+    batch = (*inputs_cast(args, kwargs, sharding), target)
     numbers: list[FloatPlace] = []
     if float_inputs:
         names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
@@ -123,7 +124,7 @@ def trace(
     asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
     handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
     # The caller holds the batch that was cast, beside the one that the step reads.
-    counted = (batch, tuple(given)) if sharding.param_dtype else batch
+    counted = (batch, given) if sharding.param_dtype else batch
     resident = resident_bytes(
         with_loss(model, loss_fn), counted, optimizer=optimizer, accumulate=accumulate,
         sharding=sharding, is_on_host=sharding.cpu_offload and device != CPU,

@@ -74,7 +74,7 @@ def _writes_result(node: fx.Node) -> bool:
     (returned,) = body.find_nodes(op="output")
     results = returned.args[0][0]
     made = Counter(id(one.meta.get("example_value")) for one in results if isinstance(one, fx.Node))
-    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    used = [user.args[1] for user in node.users if user.target is operator.getitem]
     return any(
         made[id(one.meta.get("example_value"))] > 1
         for i, one in enumerate(results)

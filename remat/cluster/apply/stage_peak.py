@@ -175,7 +175,7 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
     stages: dict[int, StageBytes] = {}
     fixed = parameter_bytes(parts.modules) + parts.bytes.gathered
     for one in of_torch:
-        index, inputs, gradients = one.stage_index, one.inputs, one.gradients
+        index, inputs, gradients = one.stage_index, one.input_buffers, one.gradient_buffers
         is_first, is_last = index == 0, index == count - 1
         stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
         fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
