@@ -34,9 +34,9 @@ def _flat(one: _Opened) -> tuple[list[Any], Context]:
     return list(one.values.values()), (one.kind, tuple(one.values))
 
 
-def _named(one: _Opened) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
+def _named(one: _Opened) -> tuple[list[tuple[Any, Any]], Context]:
     values, context = _flat(one)
-    keys: list[pytree.KeyEntry] = [pytree.GetAttrKey(name) for name in one.values]
+    keys: list[Any] = [pytree.GetAttrKey(name) for name in one.values]
     return list(zip(keys, values, strict=True)), context
 
 
