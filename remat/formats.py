@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 def bytes_text(size_bytes: float) -> str:
-    """``329.1 MiB``, ``8.25 GiB`` from one GiB on, ``1.36 MiB`` and ``64.0 KiB`` below."""
+    """``329.1 MiB``, ``8.25 GiB`` from one GiB on, ``1.36 MiB``, ``64.0 KiB`` and ``36 bytes``."""
     number, unit = _scaled(size_bytes, size_bytes)
     return f"{number} {unit}"
 
@@ -27,6 +27,8 @@ def _scaled(size_bytes: float, largest: float) -> tuple[str, str]:
     if abs(largest) >= MIB:
         digits = 1 if abs(largest) >= 10 * MIB else 2
         return f"{size_bytes / MIB:.{digits}f}", "MiB"
+    if 0 < abs(largest) < KIB / 10:
+        return f"{size_bytes:.0f}", "bytes"
     return f"{size_bytes / KIB:.1f}", "KiB"
 
 
