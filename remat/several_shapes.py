@@ -245,9 +245,10 @@ def plan_cache(
     Raises
     ------
     BudgetError : the budget, `host` or `nvme` cannot be read, or is more than there is.
-    FileError : the folder of `nvme` cannot be written. SolverError : `max_plans` is below 1.
-    RewriteError : `model` is rewritten already. CaptureError : `dynamic` and an option exclude
-        each other.
+    FileError : the folder of `nvme` cannot be written. SolverError : `max_plans` is below 1, or an
+        option is unknown.
+    RewriteError : `model` is rewritten already. CaptureError : it is no module, `dynamic` and an
+        option exclude each other, or the optimizer is unknown.
     """
     resolved_device(None, model)
     parse_budget(budget)

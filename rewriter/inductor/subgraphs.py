@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,14 +73,11 @@ def _writes_result(node: fx.Node) -> bool:
     """Whether a result that is used of a function is, as a tensor, another of its results too."""
     body = next(subgraphs(node))
     (returned,) = body.find_nodes(op="output")
-    results = returned.args[0][0]
-    made = Counter(id(one.meta.get("example_value")) for one in results if isinstance(one, fx.Node))
+    results: Any = returned.args[0]
+    values = [getattr(one, "meta", {}).get("example_value") for one in results[0]]
+    made = Counter(id(value) for value in values if value is not None)
     used = [user.args[1] for user in node.users if user.target is operator.getitem]
-    return any(
-        made[id(one.meta.get("example_value"))] > 1
-        for i, one in enumerate(results)
-        if i in used and isinstance(one, fx.Node)
-    )
+    return any(made[id(value)] > 1 for i, value in enumerate(values) if i in used)
 
 
 def refuse_drawing(graph: fx.Graph) -> None:

@@ -42,7 +42,8 @@ def refuse_unusual(traced: Trace) -> None:
 
     Raises
     ------
-    CaptureError : the model sets attributes, returns the same twice, or reads numbers anew.
+    CaptureError : the model sets attributes, returns the same twice or a dataclass, or reads
+        numbers anew.
     """
     name = traced.recipe.name
     if traced.carried or traced.settled:
@@ -53,8 +54,8 @@ def refuse_unusual(traced: Trace) -> None:
         )
     if traced.floats or traced.repeats:
         raise CaptureError(
-            f"forward of {name} reads numbers anew at each step or returns one tensor twice, which "
-            f"a whole step does not: {WAY_OUT}"
+            f"forward of {name} reads numbers anew at each step, or returns one tensor twice or a "
+            f"dataclass, which a whole step does not: {WAY_OUT}"
         )
 
 
