@@ -27,7 +27,7 @@ def _scaled(size_bytes: float, largest: float) -> tuple[str, str]:
     if abs(largest) >= MIB:
         digits = 1 if abs(largest) >= 10 * MIB else 2
         return f"{size_bytes / MIB:.{digits}f}", "MiB"
-    if 0 < abs(largest) < KIB / 10:
+    if 0 < abs(largest) < KIB / 20:  # It would read 0.0.
         return f"{size_bytes:.0f}", "bytes"
     return f"{size_bytes / KIB:.1f}", "KiB"
 
