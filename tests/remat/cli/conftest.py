@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -17,6 +19,16 @@ class Remat:
 
     def __call__(self, *words: str, columns: int = 80) -> Result:
         return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(words))
+
+
+def written(path: Path, verb: str, *words: str) -> Result:
+    """What a verb says that writes a plan of the example GPT, in the sizes of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SIZES.items():
+            patch.setenv(f"GPT_{name}", value)
+        done = Remat()(verb, Remat.gpt, *words, "-o", str(path))
+    assert done.exit_code == 0, done.stderr
+    return done
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import remat as api
 from remat.job.factory import load
 from remat.schedules.plan import Plan
-from tests.remat.cli.conftest import SIZES, Remat
+from tests.remat.cli.conftest import Remat, written
 
 QUICK = ("--budget", "70%", "--time-limit", "600")
 
@@ -23,11 +23,7 @@ QUICK = ("--budget", "70%", "--time-limit", "600")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A plan of the example GPT, as `run -o` writes it."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SIZES.items():
-            patch.setenv(f"GPT_{name}", value)
-        done = Remat()("run", Remat.gpt, *QUICK, "-o", str(path))
-    assert done.exit_code == 0, done.stderr
+    done = written(path, "run", *QUICK)
     assert f"plan written to {path}" in done.stderr
     return path.read_bytes()
 

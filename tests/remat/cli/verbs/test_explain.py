@@ -10,7 +10,7 @@ import pytest
 
 from remat.schedules.plan import Plan
 from remat.schedules.simulate import simulate
-from tests.remat.cli.conftest import SIZES, Remat
+from tests.remat.cli.conftest import Remat, written
 from tests.rows import each_nth
 
 PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "600")
@@ -20,11 +20,7 @@ QUICK = ("--each-limit", "3")
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("explain") / "plan.json"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SIZES.items():
-            patch.setenv(f"GPT_{name}", value)
-        done = Remat()("solve", Remat.gpt, *PLANNED, "-o", str(path))
-    assert done.exit_code == 0, done.stderr
+    written(path, "solve", *PLANNED)
     return str(path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.remat.cli.conftest import SIZES, Remat
+from tests.remat.cli.conftest import Remat, written
 
 PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "600")
 
@@ -16,11 +16,7 @@ PLANNED = ("--budget", "70%", "--solver", "cut", "--time-limit", "600")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A plan of the example GPT."""
     path = tmp_path_factory.mktemp("inspect") / "plan.json"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SIZES.items():
-            patch.setenv(f"GPT_{name}", value)
-        done = Remat()("solve", Remat.gpt, *PLANNED, "-o", str(path))
-    assert done.exit_code == 0, done.stderr
+    written(path, "solve", *PLANNED)
     return str(path)
 
 
