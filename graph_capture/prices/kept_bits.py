@@ -32,7 +32,7 @@ def kept_bits(meter: Meter, cache: PriceCache | None = None) -> IsExact:
     ----------
     cache : of the device; None for the one on disk.
     """
-    kept = cache or PriceCache(meter.title, meter.settings)
+    kept = cache or PriceCache.of(meter)
 
     def has_them(found: Found) -> bool:
         key = _digest_of(found)

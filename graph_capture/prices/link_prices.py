@@ -119,7 +119,7 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
     They are measured once, and kept beside the prices of ops.
     """
     meter = meter_of(device)
-    cache = PriceCache(meter.title, meter.settings)
+    cache = PriceCache.of(meter)
     place = nvme_path or (PINNED if is_cuda(device) else host_folder())
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     known = cache.links.get(key)
@@ -144,7 +144,7 @@ def _pair_now(device: str, nvme_path: str) -> LinkPair:
 def kept_links(device: str) -> dict[str, LinkPair]:
     """The links of a device of this machine that were measured before, by their names."""
     meter = meter_of(device)
-    return dict(PriceCache(meter.title, meter.settings).links)
+    return dict(PriceCache.of(meter).links)
 
 
 def _profiled(profile: Profile, nvme_path: str) -> LinkPair | None:

@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -24,6 +25,9 @@ from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.files.locked import locked
 from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
+
+if TYPE_CHECKING:
+    from remat.graph_capture.devices.meter import Meter
 
 SCHEMA_VERSION = 6
 """Of the file. One of another version is not read, and is written anew."""
@@ -138,6 +142,11 @@ class PriceCache:
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
         self.begun, self.links = file.begun, file.links
         self._saved, self._is_anew = set(self.prices), False
+
+    @classmethod
+    def of(cls, meter: Meter) -> PriceCache:
+        """What is known of the device of a meter, as it is set."""
+        return cls(meter.title, meter.settings)
 
     def forget(self) -> None:
         """Start from nothing: what is found anew takes the place of what the file has."""

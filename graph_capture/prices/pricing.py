@@ -69,7 +69,7 @@ def price(
     ProfileError : `profile` is of another machine and lacks ops of the step.
     """
     meter = meter_of(trace.recipe.device)
-    cache = PriceCache(meter.title, meter.settings)
+    cache = PriceCache.of(meter)
     if measure_again:
         cache.forget()
     return price_with(trace, meter, cache, progress, profile)[0]

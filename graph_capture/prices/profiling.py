@@ -72,7 +72,7 @@ def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
 def measure(traced: Trace, *, nvme_path: str = "", progress: Counted | None = None) -> Profile:
     """The measured ops of a trace, the links of its device, and on a CPU the time of its step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
-    cache = PriceCache(meter.title, meter.settings)
+    cache = PriceCache.of(meter)
     prices = price_with(traced, meter, cache, progress)[1]
     ops = {
         key: ProfiledOp(

@@ -70,6 +70,12 @@ def opened(tree: Any) -> Any:
     return pytree.tree_map(open_leaf, tree)
 
 
+def leaves_in(tree: Any) -> list[Any]:
+    """The leaves of a tree, with those in its dataclasses."""
+    leaves = pytree.tree_leaves(tree)
+    return pytree.tree_leaves(opened(tree)) if any(map(is_record, leaves)) else leaves
+
+
 def closed(tree: Any) -> Any:
     """The tree with its dataclasses again, as `opened` has found them."""
 

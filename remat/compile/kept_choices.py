@@ -158,8 +158,7 @@ def _has_prices(choice: KeptChoice) -> bool:
     """Whether the prices of the plan are those that are kept for its device here."""
     if not choice.prices or choice.graph is None:
         return True
-    meter = meter_of(choice.graph.device)
-    known = PriceCache(meter.title, meter.settings).prices
+    known = PriceCache.of(meter_of(choice.graph.device)).prices
     return all(known.get(key) == price for key, price in choice.prices.items())
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.device_table import CPU, allocated_on
@@ -23,7 +22,7 @@ from remat.graph_capture.devices.meter import Meter, Run, StepMemory
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.watch import python_state_kept
-from remat.graph_capture.tracing.records import opened
+from remat.graph_capture.tracing.records import leaves_in
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.step_module import (
     LossFunction,
@@ -307,9 +306,7 @@ def _backward(output: Any) -> None:
     They have the leaves' strides, as those that elementwise losses make. It runs outside autocast,
     as torch's documentation asks.
     """
-    roots = [
-        t for t in pytree.tree_leaves(opened(output)) if isinstance(t, Tensor) and t.requires_grad
-    ]
+    roots = [t for t in leaves_in(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
     tangents = [
         None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)

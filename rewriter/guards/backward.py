@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.tracing.records import opened
+from remat.graph_capture.tracing.records import leaves_in
 from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_checkpoint
 from remat.rewriter.graphs.gradient_facts import GradientFacts
 from remat.rewriter.guards.left_whole import LeftWhole
@@ -66,7 +65,7 @@ class BackwardGuards:
 
     def watch(self, output: Any) -> None:
         """Hook the node behind `output`, which a forward has just returned."""
-        node = next(filter(None, map(compiled_node, pytree.tree_leaves(opened(output)))), None)
+        node = next(filter(None, map(compiled_node, leaves_in(output))), None)
         if node is not None:
             node.register_prehook(self._before)
             node.register_hook(self._after)

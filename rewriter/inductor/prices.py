@@ -67,7 +67,7 @@ class CallPrices:
     def __init__(self, constants: Any, device: str) -> None:
         self.constants = constants
         self.meter = meter_of(device)
-        self.cache = PriceCache(self.meter.title, self.meter.settings)
+        self.cache = PriceCache.of(self.meter)
         self._taken: set[str] = set()
 
     def taken(self) -> dict[str, Price]:

@@ -87,7 +87,7 @@ def test_layered_graphs_of_100_nodes_are_like_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 10, 100, 250, 1000])
-def test_narrow_are_well_formed(nodes: int) -> None:
+def test_narrow_graphs_are_well_formed(nodes: int) -> None:
     instance = narrow_instance(nodes, seed=2)
     assert instance == narrow_instance(nodes, seed=2) != narrow_instance(nodes, seed=3)
     assert checked(instance) == instance

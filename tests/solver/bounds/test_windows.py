@@ -77,7 +77,7 @@ def test_merged_windows_close_what_cuts_close(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_small_narrow_are_bounded_by_their_own_windows(seed: int) -> None:
+def test_small_narrow_graphs_are_bounded_by_their_own_windows(seed: int) -> None:
     graph = narrow_graph(11, seed)
     budget_bytes = peak_bytes_of(graph) * 85 // 100
     plain = store_all_state(Problem.of(graph))
