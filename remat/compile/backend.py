@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch._guards import CompileContext
 from torch._inductor.compile_fx import compile_fx
 
-from remat.compile.on_device import device_of
-from remat.compile.one_shape import has_symbols, of_one_shape, refuse_data_dependent
+from remat.compile.given_up import refuse_given_up_frames, refuse_lstm
+from remat.compile.one_shape import device_of, has_symbols, of_one_shape, refuse_data_dependent
 from remat.compile.options import read_options
 from remat.compile.pieces import handing_out
 from remat.compile.piecewise import PlannedPieces, planned_pieces
@@ -56,6 +56,8 @@ def backend(
         torch's own gradients are wrong, a collective in place on what is differentiated, or DDP
         cuts a graph whose sizes the user has marked.
     AgreementError : another rank has failed to compile the same graph.
+
+    A frame that dynamo gives up never comes here: `given_up` refuses it.
     """
     if has_symbols(gm) and handing_out() is None and _has_gradients(gm, example_inputs):
         place = _place_of_graph(gm, example_inputs, options, mode)
@@ -84,6 +86,7 @@ def _place_of_graph(
         refuse_data_dependent(gm)
         refuse_compiled_writes(gm)
         refuse_lost_gradients(gm.graph)
+        refuse_lstm(gm, device)
     place = Place(asked, shared_budget(options), whole_model(), _frame())
     place.shared.runs_on(device)
     return place
@@ -159,6 +162,7 @@ def _n_visible(gm: fx.GraphModule) -> int:
 
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
+refuse_given_up_frames(backend)
 
 
 def _frame() -> tuple[int, int]:

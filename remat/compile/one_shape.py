@@ -1,4 +1,4 @@
-"""Turns a graph of symbolic shapes into one for the shape at hand.
+"""What a graph of dynamo's is planned for: one shape, and one device.
 
 Where a size has changed from one call to the next, or the user marks it, dynamo makes it a symbol,
 so that one graph serves all sizes. But a plan is for one shape. So each size that comes is given a
@@ -11,7 +11,8 @@ then compiles again for each other shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.devices.device_table import CPU, is_cuda
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.placement import device_holding
+from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.nodes import copy_of, storage_key
 from remat.rewriter.inductor.nodes import data_dependent_message
+from remat.rewriter.inductor.prices import for_real
 
 EXAMPLE = "example_value"
 """Key of a node's `meta` under which dynamo keeps what it traced the node with."""
@@ -206,3 +211,31 @@ def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
         made = torch.empty(0, dtype=fake.dtype, device=fake.device)
         made.set_(bases[key].untyped_storage(), offset, shape, stride)  # pyright: ignore
     return made.requires_grad_(fake.requires_grad)
+
+
+def device_of(inputs: Iterable[Any]) -> str:
+    """``cpu``, or the one CUDA device that holds inputs of a graph, such as ``cuda:0``.
+
+    Raises
+    ------
+    DeviceError : the inputs are on several CUDA devices, or on a device of another kind.
+    """
+    tensors = [given for given in inputs if isinstance(given, Tensor)]
+    device = device_holding(tensors)
+    others = sorted({str(tensor.device) for tensor in tensors} - {CPU, device})
+    if others:
+        on_cuda = [device] if is_cuda(device) else []
+        raise DeviceError(
+            'backend "remat" plans a graph for a CPU or for one CUDA device, and this one has '
+            f"inputs on {', '.join((*on_cuda, *others))}: compile what runs on each device by "
+            "itself, or compile without a budget"
+        )
+    return device
+
+
+@functools.cache
+def libraries_bytes(device: str) -> int:
+    """Bytes that libraries such as cuBLAS keep on a device from their first call on."""
+    meter = meter_of(device)
+    with for_real(meter):
+        return meter.library_bytes()

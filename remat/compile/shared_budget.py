@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from remat.compile.on_device import libraries_bytes
+from remat.compile.one_shape import libraries_bytes
 from remat.compile.whole_model import WholeModel
 from remat.formats import bytes_text
 from remat.graph_capture.devices.device_table import CPU

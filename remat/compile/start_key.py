@@ -25,7 +25,7 @@ import remat.graph_capture
 import remat.rewriter
 import remat.schedules
 import remat.solver
-from remat.compile.on_device import device_of
+from remat.compile.one_shape import device_of
 from remat.compile.options import CompileOptions
 from remat.graph_capture.devices.cpu_meter import cpu_title
 from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda

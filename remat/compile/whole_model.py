@@ -65,7 +65,7 @@ def whole_model() -> WholeModel:
         gradient_bytes=max(gradient_bytes, outer_gradient_bytes),
         is_split=is_part or (reason is not None and reason.graph_break),
         n_alike=_n_alike(modules[0], outer) if is_part else 1,
-        around=type(outer).__name__ if is_part else "",
+        around=type(getattr(outer, "_orig_mod", outer)).__name__ if is_part else "",
     )
 
 

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.compile.on_device import libraries_bytes
+from remat.compile.one_shape import libraries_bytes
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import storage_bytes

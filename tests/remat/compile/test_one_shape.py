@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from remat.compile import shared_budget
-from remat.compile.on_device import device_of, libraries_bytes
+from remat.compile.one_shape import device_of, libraries_bytes
 from remat.compile.shared_budget import SharedBudget
 from remat.graph_capture.errors import DeviceError
 from remat.rewriter.inductor.replay import Replay, StepBytes

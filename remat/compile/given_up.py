@@ -1,0 +1,183 @@
+"""Frames that dynamo gives up: no backend sees them, so nothing in them could be planned.
+
+Where dynamo meets a graph break inside a loop, an `nn.LSTM`, or one compilation more than its
+limit, it runs the whole Python frame eagerly and says nothing. Layers that such a frame runs would
+be trained outside of every plan, and the budget would not hold. So the frame is refused before it
+runs. Calls of the user's own modules in it are no reason to: dynamo tries each of them by itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.resume_execution import ContinueExecutionCache
+
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import CaptureError
+
+SHOWN = 3
+"""Layers that an error names."""
+REMEDIES = {
+    "recompile limit": (
+        "Pad batches to fewer sizes, leave out dynamic=False, or raise "
+        "torch._dynamo.config.recompile_limit"
+    ),
+    "RNN, GRU, or LSTM": (
+        "Set torch._dynamo.config.allow_rnn = True (not for an LSTM on a CPU), or take "
+        "remat.rematerialize(model, ..., budget=...)"
+    ),
+    "": (
+        "Move that out of the loop or of forward, or compile each block with one options object "
+        '(block.compile(backend="remat", options=options))'
+    ),
+}
+"""What to do, by a part of what dynamo says; the last where it says something else."""
+_warned = set[CodeType]()
+
+
+def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
+    """From now on refuse each frame under `backend` that dynamo gives up, if it would train.
+
+    Dynamo tells nobody of such a frame: neither a callback nor the backend. So the call that
+    gives it up is looked at, once for each process.
+    """
+    convert = ConvertFrameAssert.__call__
+
+    @functools.wraps(convert)
+    def looked_at(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return convert(self, frame, *args, **kwargs)
+        except (Unsupported, UserError) as error:
+            if not self._one_graph and _is_under(self._torchdynamo_orig_backend, backend):
+                _refuse_if_trained(frame, error)
+            raise
+
+    ConvertFrameAssert.__call__ = looked_at  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
+    """Raise `CaptureError` for an LSTM on a CPU.
+
+    Its oneDNN kernel returns something else than a tensor, for which Inductor's own code fails, and
+    the kernel of its backward crashes the process.
+    """
+    if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):
+        raise CaptureError(
+            "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "
+            "run an nn.LSTM on a CPU"
+        )
+
+
+def _is_under(given: Any, backend: Callable[..., Any]) -> bool:
+    """Whether what dynamo was given is `backend` under torch's wrappers, DDP's among them."""
+    inside = ("_torchdynamo_orig_backend", "compiler_fn", "func", "backend_compile_fn", "__self__")
+    while given is not None and given is not backend:
+        given = next((getattr(given, name) for name in inside if hasattr(given, name)), None)
+    return given is backend
+
+
+def _refuse_if_trained(frame: Any, error: Exception) -> None:
+    """Raise where a frame runs layers with gradients; warn where it has only activations."""
+    if not torch.is_grad_enabled():
+        return
+    code: CodeType = frame.f_code
+    named = {**_outer_names(frame), **frame.f_locals}
+    trained = [name for key, value in named.items() for name in _run_here(value, key, code)]
+    whole = _whole(code)
+    where = f"{whole.co_qualname} ({whole.co_filename}:{whole.co_firstlineno})"
+    if trained:
+        more = f" and {len(trained) - SHOWN} more" if len(trained) > SHOWN else ""
+        reason = _reason(error)
+        raise CaptureError(
+            f"{next(text for part, text in REMEDIES.items() if part in reason)}. The budget cannot "
+            f"be kept here:\ndynamo gave up at: {reason}. It would run {where} eagerly, and train "
+            f"{', '.join(trained[:SHOWN])}{more} without a plan"
+        )
+    if code not in _warned and any(_is_activation(value) for value in named.values()):
+        _warned.add(code)
+        warnings.warn(
+            f"dynamo runs {where} eagerly: what its own lines save for backward is not in the "
+            f"budget. It gave up at: {_reason(error)}",
+            stacklevel=2,
+        )
+
+
+def _outer_names(frame: Any) -> dict[str, Any]:
+    """What the code names beyond its locals: globals, and variables of functions around it."""
+    code: CodeType = frame.f_code
+    read = (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
+    found = {name: frame.f_globals[name] for name in read if name in frame.f_globals}
+    for name, cell in zip(code.co_freevars, frame.closure or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # empty as yet
+            continue
+    return found
+
+
+def _run_here(value: Any, name: str, code: CodeType) -> Iterator[str]:
+    """Names of what `code` itself trains by `value`: parameters, and layers of torch's."""
+    if isinstance(value, nn.Module):
+        if _is_method(code, value):
+            own = (n for n, p in value.named_parameters(recurse=False) if p.requires_grad)
+            yield from (f"{name}.{n}" for n in own)
+            for n, child in value.named_children():
+                yield from _layers(child, f"{name}.{n}")
+        else:
+            yield from _layers(value, name)
+    elif isinstance(value, (list, tuple)):
+        for i, one in enumerate(value):  # pyright: ignore[reportUnknownVariableType]
+            yield from _run_here(one, f"{name}[{i}]", code)
+    elif isinstance(value, dict):
+        for key, one in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _run_here(one, f"{name}[{key!r}]", code)
+    elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+        yield name
+
+
+def _layers(module: nn.Module, name: str) -> Iterator[str]:
+    """Layers of torch's own classes, whose frames dynamo skips; not what it tries by itself."""
+    if not type(module).__module__.startswith("torch.nn.") or module._compiled_call_impl:
+        return
+    children = dict(module.named_children())
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        for n, child in children.items():
+            yield from _layers(child, f"{name}.{n}")
+    elif any(parameter.requires_grad for parameter in module.parameters()):
+        yield name
+
+
+def _is_method(code: CodeType, module: nn.Module) -> bool:
+    """Whether the code is of a method of this module, or what follows a graph break in one."""
+    whole = _whole(code)
+    found = (vars(kind).get(whole.co_name) for kind in type(module).__mro__)
+    functions = (inspect.unwrap(one) for one in found if callable(one))
+    return any(getattr(function, "__code__", None) is whole for function in functions)
+
+
+def _whole(code: CodeType) -> CodeType:
+    """The user's code, where dynamo has made `code` of what follows a graph break in it."""
+    resumed = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if resumed is None else resumed.code
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _reason(error: Exception) -> str:
+    """What dynamo met, and at which line of the user's."""
+    met = error.__cause__ if isinstance(error.__cause__, Unsupported) else error
+    stack = getattr(met, "real_stack", None)
+    line = f" (line {stack[-1].lineno} of {stack[-1].filename})" if stack else ""
+    return str(met).strip().partition("\n")[0] + line
