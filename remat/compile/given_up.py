@@ -12,18 +12,22 @@ import dis
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.resume_execution import ContinueExecutionCache
 
+from remat.formats import bytes_text
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.tracing.resident import storage_bytes
+from remat.rewriter.guards.backward import COMPILED_NODE
 
 SHOWN = 3
 """Layers that an error names."""
@@ -76,6 +80,44 @@ def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
             "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "
             "run an nn.LSTM on a CPU"
         )
+
+
+def warn_of_eager_ops(inputs: Iterable[Any]) -> None:
+    """Say what ran eagerly between an earlier graph and this one, such as a disabled module."""
+    nodes = _eager_nodes(inputs)
+    held_bytes = storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf)
+    if held_bytes:
+        names = ", ".join(sorted({node.name() for node in nodes})[:SHOWN])
+        warnings.warn(
+            f"{len(nodes)} ops ran eagerly between two compiled graphs ({names}, ...), and save "
+            f"{bytes_text(held_bytes)} for backward, which the budget does not count: remove the "
+            "graph break or torch.compiler.disable, or give a budget that is smaller by as much",
+            stacklevel=3,
+        )
+
+
+def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
+    """Nodes of autograd between compiled graphs and what they made; none without such a graph."""
+    todo = [given.grad_fn for given in inputs if isinstance(given, Tensor)]
+    seen, is_after_one = dict[Any, None](), False
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == COMPILED_NODE:
+            is_after_one = True
+            continue
+        seen[node] = None
+        todo += [before for before, _ in node.next_functions]
+    return list(seen) if is_after_one else []
+
+
+def _saved(node: Any) -> Iterator[Tensor]:
+    """What a node of autograd keeps for backward."""
+    names = (name for name in dir(node) if name.startswith("_saved_"))
+    values = pytree.tree_leaves([getattr(node, name) for name in names])
+    values += getattr(node, "saved_tensors", ())
+    yield from (value for value in values if isinstance(value, Tensor))
 
 
 def _is_under(given: Any, backend: Callable[..., Any]) -> bool:

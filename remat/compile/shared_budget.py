@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from remat.compile.given_up import warn_of_eager_ops
 from remat.compile.one_shape import libraries_bytes
 from remat.compile.whole_model import WholeModel
 from remat.formats import bytes_text
@@ -274,14 +275,18 @@ def watched(
     Of a graph in pieces, the first asks for room, and the last has the results.
     """
 
-    is_piece = not (is_first and is_last)
+    is_piece, is_new = not (is_first and is_last), True
 
     def run(*args: Any) -> Any:
+        nonlocal is_new
         # Looked at for pieces alone: each forward comes through here, with all its parameters.
         if is_piece and any(isinstance(value, FakeTensor) for value in args):
             # DDP's pieces run once on fake tensors, for the shapes that the next piece gets.
             return call(*args)
         refuse_compiled_autograd()
+        if is_new and not is_piece:
+            is_new = False
+            warn_of_eager_ops(args)
         if is_first:
             shared.require_room(frame)
         output = call(*args)

@@ -21,7 +21,7 @@ from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_chec
 from remat.rewriter.graphs.gradient_facts import GradientFacts
 from remat.rewriter.guards.left_whole import LeftWhole
 
-_NODE = "CompiledFunctionBackward"
+COMPILED_NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
 
 _last_pass: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -151,7 +151,7 @@ def _has_hook(tensor: Tensor) -> bool:
 def compiled_node(leaf: Any) -> Any:
     """The autograd node of the compiled step behind a result, also behind a view of one."""
     node = leaf.grad_fn if isinstance(leaf, Tensor) else None
-    while node is not None and node.name() != _NODE:
+    while node is not None and node.name() != COMPILED_NODE:
         node = next((source for source, _ in node.next_functions if source is not None), None)
     return node
 

@@ -189,3 +189,34 @@ def test_a_gru_in_the_graph_is_planned_and_an_lstm_refused() -> None:
         assert len(remat.compiled_plans()) == 1
         with pytest.raises(BackendCompilerFailed, match=r"cannot run an nn\.LSTM"):
             compiled(Recurrent(nn.LSTM))(X)
+
+
+class Parted(nn.Module):
+    """Two graphs, with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.eager = torch.compiler.disable(between)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.eager(torch.tanh(self.first(x)))).square().mean()
+
+
+def warnings_of_eager_ops(between: Callable[[Tensor], Tensor]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = compiled(Parted(between))
+        for _ in range(2):
+            run(X).backward()
+    assert len(remat.compiled_plans()) == 2
+    return [str(one.message) for one in said if "ran eagerly between" in str(one.message)]
+
+
+def test_ops_between_two_graphs_that_save_for_backward_are_warned_about_once() -> None:
+    (text,) = warnings_of_eager_ops(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    assert "GeluBackward0" in text
+
+
+def test_nothing_is_said_of_a_graph_break_that_saves_nothing() -> None:
+    assert not warnings_of_eager_ops(lambda x: x.view(6, 8))
