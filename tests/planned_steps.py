@@ -42,10 +42,17 @@ class Step:
 
 @dataclass
 class _Forward:
-    """A forward whose backward has not run: bytes there before it, and what its graph allocated."""
+    """A forward whose backward has not run.
+
+    Attributes
+    ----------
+    resident_bytes : that were there before it, without gradients. peak_bytes : while it ran.
+    kept_bytes : of its results and of what it keeps for backward. seen : all these storages.
+    """
 
     resident_bytes: int
-    memory: RegionMemory
+    peak_bytes: int
+    kept_bytes: int
     seen: set[int]
 
 
@@ -110,25 +117,35 @@ class Watched:
         return around
 
     def _forward(self, memory: StepMemory, run: Any, args: list[Any]) -> Any:
-        model, _ = self._plans.get(memory, (nn.Module(), 0))
-        gradients = [parameter.grad for parameter in model.parameters()]
         seen: set[int] = set()
-        resident_bytes = storage_bytes([*args, *model.buffers(), *gradients], seen)
+        model = self._model(memory)
+        resident_bytes = storage_bytes([*args, *model.buffers()], seen)
+        gradients_bytes = _gradients_bytes(model)
         results, used = _measured(run, args)
         storage_bytes(results, seen)
-        self._forwards[memory] = _Forward(resident_bytes, used, seen)
+        peak_bytes = resident_bytes + gradients_bytes + used.peak_bytes
+        self._forwards[memory] = _Forward(resident_bytes, peak_bytes, used.final_bytes, seen)
         return results
 
     def _backward(self, memory: StepMemory, run: Any, args: list[Any]) -> Any:
-        before = self._forwards[memory]
+        forward = self._forwards[memory]
         # What forward kept is counted: of these, the gradients of the results are left.
-        arriving_bytes = storage_bytes(args, before.seen)
+        arriving_bytes = storage_bytes(args, forward.seen)
+        # Lightning drops those of the step before between forward and backward.
+        gradients_bytes = _gradients_bytes(self._model(memory))
         results, used = _measured(run, args)
-        in_backward_bytes = before.memory.final_bytes + arriving_bytes + used.peak_bytes
-        peak_bytes = before.resident_bytes + max(before.memory.peak_bytes, in_backward_bytes)
+        before_bytes = forward.resident_bytes + gradients_bytes + forward.kept_bytes
+        peak_bytes = max(forward.peak_bytes, before_bytes + arriving_bytes + used.peak_bytes)
         _, budget_bytes = self._plans.get(memory, (None, None))
         self.planned.append(Step(peak_bytes, budget_bytes))
         return results
+
+    def _model(self, memory: StepMemory) -> nn.Module:
+        return self._plans[memory][0] if memory in self._plans else nn.Module()
+
+
+def _gradients_bytes(model: nn.Module) -> int:
+    return storage_bytes(parameter.grad for parameter in model.parameters())
 
 
 def _measured(run: Any, args: list[Any]) -> tuple[Any, RegionMemory]:

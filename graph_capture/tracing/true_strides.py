@@ -154,6 +154,7 @@ RULES: dict[Any, Rule] = {
     aten.rrelu_with_noise_backward.default: _noisy,
     aten.reflection_pad2d_backward.default: _like_second,
     aten.replication_pad2d_backward.default: _like_second,
+    aten.native_group_norm.default: _like_input,
     aten.native_group_norm_backward.default: _like_second,
 }
 
@@ -163,6 +164,7 @@ CPU_ONLY = {
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
+    aten.native_group_norm.default,
     aten.native_dropout_backward.default,
     aten.log_sigmoid_forward.default,
     aten.roll.default,
