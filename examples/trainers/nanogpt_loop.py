@@ -1,8 +1,9 @@
 """nanoGPT's loop: `python examples/trainers/nanogpt_loop.py`, or under `torchrun`.
 
-Gradients of several batches are summed, in bfloat16, and clipped; with ``accumulate=True`` the plan
-counts those that are there before a batch. Under `torchrun`, DDP exchanges them with the last batch. `GPT` is a model whose forward returns logits and loss, as nanoGPT's
-does. On several ranks each plans by itself at its first step.
+Gradients of several batches are summed, in bfloat16, and clipped. With ``accumulate=True`` the plan
+counts those that are there before a batch. Under `torchrun`, DDP exchanges them with the last batch,
+and each rank plans by itself at its first step. `GPT` is a model whose forward returns logits and
+loss, as nanoGPT's does.
 """
 
 import os
