@@ -1,9 +1,9 @@
 """Runs the tests on releases of torch: `python -m tests.versions --torch 2.11.0 -- tests/remat -x`.
 
-Without `--torch`, on the oldest and the newest that the package takes, and on the pinned one. Without
-arguments of pytest, `runs_on` says what: a core set, recipes of trainers, a part of the zoo.
-`--record` runs a whole suite, keeps what came of it in `benchmarks/results/versions.json` and writes
-the table of docs/limits.md.
+Without `--torch`, on the oldest, the pinned and the newest release. Without arguments of pytest,
+`runs_on` says what: a core set, recipes of trainers, a part of the zoo. `--record` runs a whole
+suite, keeps what came of it in `benchmarks/results/versions.json` and writes the table of
+docs/limits.md.
 """
 
 from __future__ import annotations
