@@ -142,7 +142,7 @@ def test_losses_and_weights_are_those_without_the_line(
 
 
 def require_within_budget(steps: Watched) -> None:
-    """Each planned step had its plan's budget or less live, as measured, and no plan is trivial."""
+    """Each planned step had at most its plan's budget live, as measured while the script ran."""
     for step in steps.planned:
         assert step.budget_bytes is not None
         assert 0 < step.peak_bytes <= step.budget_bytes
@@ -161,6 +161,7 @@ def test_a_plan_that_the_script_goes_past_is_not_counted(
     assert (len(steps.planned), steps.backwards) == (0, STEPS["plain_loop"])
 
 
+@pytest.mark.slow
 def test_lightning_makes_and_plans_its_layers_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
