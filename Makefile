@@ -2,7 +2,8 @@
 # make test   the tests, side by side on the cores there are; one by one: PYTEST_ARGS="-n 0".
 #             Without those marked slow (.ci/run runs them: PYTEST_ARGS="-m slow"), clock, which
 #             read a clock and want a quiet machine, and gpu
-# make test-versions   a core set of them on the oldest and the newest torch that the package takes;
+# make test-versions   a core set of them on the oldest and the newest torch that the package takes,
+#             recipes of trainers on the pinned and the newest, a part of the zoo on the newest;
 #             on one: TORCH=2.11.0, and then others: PYTEST_ARGS="tests/distributed -x"
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
@@ -34,7 +35,7 @@ demo: .venv/.core
 test: .venv/.dev
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-versions: .venv/.dev
+test-versions: .venv/.trainers
 	PYTEST_ADDOPTS="$(SIDE_BY_SIDE)" $(BIN)/python -m tests.versions \
 	  $(if $(TORCH),--torch $(TORCH)) -- $(PYTEST_ARGS)
 
@@ -76,6 +77,10 @@ clean:
 .venv/.dev: $(MANIFESTS) | .venv/bin/python
 	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/.core
+
+.venv/.trainers: $(MANIFESTS) | .venv/bin/python
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,trainers]"
+	@touch $@ .venv/.dev .venv/.core
 
 .venv/.docs: $(MANIFESTS) | .venv/bin/python
 	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs,notebook]"

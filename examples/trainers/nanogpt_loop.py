@@ -1,8 +1,9 @@
 """nanoGPT's loop: `python examples/trainers/nanogpt_loop.py`, or under `torchrun`.
 
-Gradients of several batches are summed, in bfloat16, and clipped; under `torchrun`, DDP exchanges
-them with the last of these. `GPT` is a model whose forward returns logits and loss, as nanoGPT's
-does. On several ranks each plans by itself at its first step.
+Gradients of several batches are summed, in bfloat16, and clipped. With ``accumulate=True`` the plan
+counts those that are there before a batch. Under `torchrun`, DDP exchanges them with the last batch,
+and each rank plans by itself at its first step. `GPT` is a model whose forward returns logits and
+loss, as nanoGPT's does.
 """
 
 import os
@@ -47,7 +48,7 @@ torch.manual_seed(0)
 model, data = GPT(), torch.randint(64, (4096,))
 torch.manual_seed(1 + rank)
 
-model = remat.plan_cache(model, budget="70%")  # the one line
+model = remat.plan_cache(model, budget="70%", accumulate=True)  # the one line
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 wrapped = DistributedDataParallel(model) if ddp else model

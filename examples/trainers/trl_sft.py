@@ -1,7 +1,8 @@
 """TRL's `SFTTrainer`: `python examples/trainers/trl_sft.py`.
 
-`SFTConfig` switches gradient checkpointing on by default. With ``gradient_checkpointing=False`` the
-plan has more to choose from.
+TRL puts a forward of its own on the model. It calls the backbone, and computes the loss from what
+that returns, in pieces, so the backbone is what is planned. GPT-2's is ``model.transformer``;
+Llama's and most others' is ``model.model``.
 """
 
 import torch
@@ -22,12 +23,13 @@ sizes = {"vocab_size": 16, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_hea
 model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 data = Dataset.from_dict({"input_ids": torch.randint(1, 16, (40, 24)).tolist()})
 
-model = remat.plan_cache(model, budget="80%")  # the one line
+model.transformer = remat.plan_cache(model.transformer, budget="70%")  # the one line
 
 arguments = SFTConfig(
     output_dir=FOLDER,
     per_device_train_batch_size=16,
     num_train_epochs=2,
+    gradient_checkpointing=False,
     logging_steps=1,
     use_cpu=True,
     report_to=[],
@@ -36,4 +38,5 @@ arguments = SFTConfig(
 trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
 trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+trainer.save_model(FOLDER)
 print(losses)

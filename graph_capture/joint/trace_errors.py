@@ -45,6 +45,7 @@ _SAID = {
     "use_reentrant=True, torch.utils.checkpoint": (
         "forward calls torch.utils.checkpoint with use_reentrant=True, which runs in a whole "
         "backward alone, and a trace asks for single gradients. Switch it off, as in transformers "
+        "model.activation_checkpointing_disable(), in older ones "
         "model.gradient_checkpointing_disable(): a plan recomputes by itself. Or give "
         "use_reentrant=False"
     ),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional
 
 import remat
@@ -19,20 +20,32 @@ from remat.graph_capture.tracing.true_strides import RULES, fake_with_true_strid
 
 aten = torch.ops.aten
 OPS = {
-    "turned": lambda: (torch.randn(4, 6, 8).transpose(1, 2), torch.randn(4, 5, 8, 6).mT),
+    "turned": lambda: (
+        torch.randn(4, 6, 8).transpose(1, 2),
+        torch.randn(4, 5, 8, 6).mT,
+        torch.randn(2, 4, 3, 6, 5).mT,
+    ),
     "sliced": lambda: (
         torch.randn(4, 8, 6)[:, :, ::2].transpose(0, 2),
         torch.randn(4, 5, 8, 6).permute(0, 2, 1, 3),
+        torch.randn(2, 3, 4, 6, 5).transpose(1, 2),
     ),
     "channels last": lambda: (
         torch.randn(4, 8, 6),
         torch.randn(4, 8, 5, 6).to(memory_format=torch.channels_last),
+        torch.randn(2, 4, 3, 6, 5).to(memory_format=torch.channels_last_3d),
     ),
 }
 
 
-def calls(x: Tensor, image: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def calls(x: Tensor, image: Tensor, volume: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Each op that has a rule, on tensors of every layout."""
+    yield from pad_calls(volume)
+    pooled, places = functional.max_pool2d(image, 2, return_indices=True)
+    laid_out = pooled.contiguous(memory_format=suggest_memory_format(image))
+    yield aten.max_unpool2d.default, (laid_out, places, list(image.shape[2:]))
+    for grad in (volume, volume.contiguous()):
+        yield from group_norm_calls(grad, volume)
     for given in (x, image):
         channels = given.shape[1]
         zeros, ones = torch.zeros(channels), torch.ones(channels)
@@ -88,18 +101,33 @@ def backward_calls(given: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             wide = functional.pad(grad, (1, 1, 1, 1))
             for name in ("reflection_pad2d", "replication_pad2d"):
                 yield getattr(aten, f"{name}_backward").default, (wide, x, [1, 1, 1, 1])
-            yield from group_norm_calls(grad)
+            yield from group_norm_calls(grad, x)
             yield aten.channel_shuffle.default, (grad, 2 - grad.shape[1] % 2)
     even = next((dim for dim, size in enumerate(given.shape) if size % 2 == 0))
     yield aten.glu_backward.default, (aten.glu.default(given, even), given, even)
 
 
-def group_norm_calls(grad: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def group_norm_calls(grad: Tensor, given: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Forward on the layout that torch makes of any, and backward."""
     sizes = (grad.shape[0], grad.shape[1], grad[0, 0].numel(), 1)
-    x, weight = torch.randn(grad.shape), torch.ones(grad.shape[1])
-    _, mean, rstd = aten.native_group_norm.default(x, weight, weight, *sizes, 1e-5)
-    arguments = (grad, x, mean, rstd, weight, *sizes, [True] * 3)
-    yield aten.native_group_norm_backward.default, arguments
+    x = given.contiguous(memory_format=suggest_memory_format(given))
+    weight = torch.ones(grad.shape[1])
+    for laid_out in (x, torch.randn(grad.shape)):
+        forward = (laid_out, weight, weight, *sizes, 1e-5)
+        _, mean, rstd = aten.native_group_norm.default(*forward)
+        yield aten.native_group_norm.default, forward
+        arguments = (grad, laid_out, mean, rstd, weight, *sizes, [True] * 3)
+        yield aten.native_group_norm_backward.default, arguments
+
+
+def pad_calls(volume: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Pads of volumes, and their backwards for gradients of either layout."""
+    sizes = [1, 0, 1, 2, 1, 1]
+    for name in ("reflection_pad3d", "replication_pad3d"):
+        padded = getattr(aten, name).default(volume, sizes)
+        yield getattr(aten, name).default, (volume, sizes)
+        for grad in (padded, padded.contiguous()):
+            yield getattr(aten, f"{name}_backward").default, (grad, volume, sizes)
 
 
 def strides(found: Any) -> list[tuple[int, ...]]:

@@ -1,9 +1,15 @@
-"""The recipes of `examples/trainers`, each run as written, with and without its one line."""
+"""The recipes of `examples/trainers`, each run as written, with and without its one line.
+
+With the line, every step of the script is a planned one, whose peak is within the budget; without
+it, none is. Losses and weights are equal to the last bit. `tests/planned_steps.py` says what counts
+as a planned step, and what its peak is.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,7 @@ from torch import Tensor
 from remat.several_shapes import PlanCache
 from tests.distributed.launch import torchrun
 from tests.paths import ROOT
+from tests.planned_steps import Watched, watched
 from tests.rows import rows
 
 PAGE = (ROOT / "docs" / "how-to" / "trainers.md").read_text()
@@ -27,28 +34,57 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "nanogpt_loop": (),
     "hf_trainer": ("transformers", "accelerate"),
     "trl_sft": ("transformers", "accelerate", "trl"),
+    "trl_dpo": ("transformers", "accelerate", "trl"),
     "lightning_fit": ("lightning",),
     "accelerate_loop": ("accelerate",),
     "diffusers_loop": ("diffusers", "accelerate"),
 }
-ON_RANKS = ("nanogpt_loop", "fsdp2_loop")
+STEPS = {
+    "plain_loop": 3,
+    "nanogpt_loop": 12,
+    "hf_trainer": 4,
+    "trl_sft": 6,
+    "trl_dpo": 6,
+    "lightning_fit": 6,
+    "accelerate_loop": 3,
+    "diffusers_loop": 3,
+}
+"""Calls of backward in each recipe: all of them are planned steps."""
+ON_RANKS = {"nanogpt_loop": 6, "fsdp2_loop": 24}
+"""With the planned steps of one process; those of each of the four blocks count by themselves."""
+MUST_RUN = "REMAT_REQUIRE_TRAINERS"
+"""A variable that is set where a recipe whose library is missing is to fail, as in `.ci/run`."""
 
 
 def recipe(name: str) -> str:
     return (FOLDER / f"{name}.py").read_text()
 
 
-def run(script: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the script leaves behind; it writes below the folder."""
-    if "accelerate" in script:
+def run(script: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Watched]:
+    """The names that the script leaves behind, and its planned steps; it writes to the folder."""
+    if importlib.util.find_spec("accelerate"):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)
     folder.mkdir()
     patch.chdir(folder)
     names: dict[str, Any] = {"__name__": "script"}
-    exec(compile(script, str(FOLDER), "exec"), names)
-    return names
+    with watched() as steps:
+        exec(compile(script, str(FOLDER), "exec"), names)
+    return names, steps
+
+
+def require_libraries(name: str) -> None:
+    """Skip a recipe whose libraries are not installed; fail where it has to run."""
+    missing = [needed for needed in NEEDS[name] if importlib.util.find_spec(needed) is None]
+    if missing:
+        says = f"without {' and '.join(missing)}: pip install 'remat[trainers]'"
+        assert not os.environ.get(MUST_RUN), says
+        pytest.skip(says)
+    if NEEDS[name]:
+        from tests.zoo.case import _name_ops_of_torchvision
+
+        _name_ops_of_torchvision()
 
 
 def trained(names: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -85,15 +121,12 @@ def test_what_a_section_shows_is_in_its_recipe(title: str) -> None:
 def test_losses_and_weights_are_those_without_the_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = [needed for needed in NEEDS[name] if importlib.util.find_spec(needed) is None]
-    if missing:
-        pytest.skip(f"without {' and '.join(missing)}: pip install 'remat[trainers]'")
-    if NEEDS[name]:
-        from tests.zoo.case import _name_ops_of_torchvision
-
-        _name_ops_of_torchvision()
-    planned = run(recipe(name), tmp_path / "planned", monkeypatch)
-    plain = run(without_the_line(recipe(name)), tmp_path / "plain", monkeypatch)
+    require_libraries(name)
+    planned, steps = run(recipe(name), tmp_path / "planned", monkeypatch)
+    plain, no_steps = run(without_the_line(recipe(name)), tmp_path / "plain", monkeypatch)
+    assert len(steps.planned) == steps.backwards == STEPS[name]
+    assert (len(no_steps.planned), no_steps.backwards) == (0, STEPS[name])
+    require_within_budget(steps)
     assert len(planned["losses"]) > 2
     assert planned["losses"] == plain["losses"]
     model, weights = trained(planned)
@@ -102,18 +135,85 @@ def test_losses_and_weights_are_those_without_the_line(
     expected = trained(plain)[1]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
-    if name == "hf_trainer":
+    if "trainer.save_model" in recipe(name):
         kept = tmp_path / "planned" / planned["FOLDER"]
-        saved = type(model.original_module).from_pretrained(kept)
+        saved = type(trained(plain)[0]).from_pretrained(kept)
         assert all(torch.equal(saved.state_dict()[key], expected[key]) for key in expected)
 
 
+def require_within_budget(steps: Watched) -> None:
+    """Each planned step had at most its plan's budget live, as measured while the script ran."""
+    for step in steps.planned:
+        assert step.budget_bytes is not None
+        assert 0 < step.peak_bytes <= step.budget_bytes
+
+
+@pytest.mark.parametrize(
+    "reached", ["model.original_module(x)", "type(model.original_module).forward(model, x)"]
+)
+def test_a_plan_that_the_script_goes_past_is_not_counted(
+    reached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = recipe("plain_loop")
+    assert "model(x)" in script
+    past, steps = run(script.replace("model(x)", reached), tmp_path / "past", monkeypatch)
+    assert isinstance(past["model"], PlanCache)
+    assert (len(steps.planned), steps.backwards) == (0, STEPS["plain_loop"])
+
+
+@pytest.mark.slow
+def test_lightning_makes_and_plans_its_layers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_libraries("lightning_fit")
+    names, _ = run(recipe("lightning_fit"), tmp_path / "fit", monkeypatch)
+    classifier = names["classifier"]
+    model = classifier.model
+    classifier.configure_model()
+    assert classifier.model is model
+    names["trainer"].save_checkpoint("kept.ckpt")
+    loaded = names["Classifier"].load_from_checkpoint("kept.ckpt")
+    assert isinstance(loaded.model, PlanCache)
+    kept, expected = loaded.state_dict(), classifier.state_dict()
+    assert all(torch.equal(kept[key], weight) for key, weight in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("switch", ["activation_checkpointing", "gradient_checkpointing"])
+def test_a_trainer_may_switch_checkpointing_on_by_either_name(
+    switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_libraries("hf_trainer")
+    from transformers import TrainingArguments
+
+    if switch not in TrainingArguments.__dataclass_fields__:
+        pytest.skip(f"this transformers has no {switch}")
+    script = recipe("hf_trainer").replace("    bf16=True,", f"    {switch}=True,")
+    planned, steps = run(script, tmp_path / "planned", monkeypatch)
+    plain, _ = run(without_the_line(script), tmp_path / "plain", monkeypatch)
+    assert len(steps.planned) == steps.backwards == STEPS["hf_trainer"]
+    require_within_budget(steps)
+    assert planned["losses"] == plain["losses"]
+    assert planned["model"].transformer.h[0].gradient_checkpointing
+
+
+WATCHING = """
+from tests.planned_steps import watched
+
+_watching = watched()
+_steps = _watching.__enter__()
+"""
 LEAVING = """
 from remat.blocks.rematerialized import _plans
 
 kept = getattr(model, "original_module", model)
 found = {{"losses": losses, "weights": globals().get("weights", kept.state_dict())}}
 found["is_planned"] = kept is not model or model in _plans
+_watching.__exit__(None, None, None)
+found["n_planned"] = len(_steps.planned)
+budgets = [step for step in _steps.planned if step.budget_bytes is not None]
+found["peaks"] = [(step.peak_bytes, step.budget_bytes) for step in budgets]
 torch.save(found, f"{folder}/{{rank}}.pt")
 """
 
@@ -122,7 +222,7 @@ def on_two_processes(script: str, folder: Path) -> list[dict[str, Any]]:
     """What the script leaves behind on each process: its losses, and the weights of its model."""
     folder.mkdir()
     path = folder / "train.py"
-    path.write_text(script + LEAVING.format(folder=str(folder)))
+    path.write_text(WATCHING + script + LEAVING.format(folder=str(folder)))
     torchrun(2, "tests/distributed/script.py", str(path))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
@@ -136,6 +236,10 @@ def test_on_two_processes_losses_and_weights_are_those_without_the_line(
     plain = on_two_processes(without_the_line(recipe(name)), tmp_path / "plain")
     for one, expected in zip(planned, plain, strict=True):
         assert (one["is_planned"], expected["is_planned"]) == (True, False)
+        assert (one["n_planned"], expected["n_planned"]) == (ON_RANKS[name], 0)
+        # Blocks share one budget, which tests/distributed/test_ranks.py holds them to.
+        assert len(one["peaks"]) == (0 if name == "fsdp2_loop" else ON_RANKS[name])
+        assert all(0 < peak <= budget for peak, budget in one["peaks"])
         assert len(one["losses"]) > 2
         assert one["losses"] == expected["losses"]
         assert one["weights"].keys() == expected["weights"].keys()

@@ -63,8 +63,10 @@ def test_batch_norm_without_momentum_is_refused() -> None:
 
 def test_a_reentrant_checkpoint_is_refused_with_a_way_that_works() -> None:
     first = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(CaptureError, match=r"Or give use_reentrant=False \(module"):
+    with pytest.raises(CaptureError, match=r"Or give use_reentrant=False \(module") as caught:
         capture(nn.Sequential(first, Checkpointed(True)), (batch(),))
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        assert f"model.{name}()" in str(caught.value)
     assert capture(nn.Sequential(first, Checkpointed(False)), (batch(),)).ops
 
 

@@ -1,8 +1,9 @@
 """Runs the tests on releases of torch: `python -m tests.versions --torch 2.11.0 -- tests/remat -x`.
 
-Without `--torch`, on the oldest and the newest that the package takes; without arguments of pytest,
-a core set: capture, rewriter, compile and blocks. `--record` runs a whole suite, keeps what came of
-it in `benchmarks/results/versions.json` and writes the table of docs/limits.md.
+Without `--torch`, on the oldest, the pinned and the newest release. Without arguments of pytest,
+`runs_on` says what: a core set, recipes of trainers, a part of the zoo. `--record` runs a whole
+suite, keeps what came of it in `benchmarks/results/versions.json` and writes the table of
+docs/limits.md.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from remat.rewriter.torch_compat import NEWEST, OLDEST
+from remat.rewriter.torch_compat import NEWEST
 from tests.paths import ROOT
 from tests.versions.environment import python_with
 from tests.versions.record import counts, record
+from tests.versions.releases import pinned, releases
 from tests.versions.table import main as write_table
+from tests.zoo.catalogue import OF_EACH_FAMILY
 
 CORE = (
     "tests/remat/compile", "tests/rewriter", "tests/graph_capture", "tests/remat/test_blocks.py",
 )  # fmt: skip
-"""The longest first, so that they do not end alone."""
+"""Capture, rewriter, compile and blocks; the longest first, so that they do not end alone."""
+SLOW_TOO = ("-m", "not clock and not gpu", "--dist", "load")
+"""By test and not by file, of which there are too few for the cores."""
+RECIPES = "tests/remat/test_trainers.py"
+ZOO = "tests/zoo/test_zoo.py::test_equal_to_eager_with_the_predicted_peak"
 SUITES = {"quick": (), "slow": ("-m", "slow and not clock and not gpu")}
 """By what `.ci/run` hands to pytest."""
 ENDED = (0, 1)
@@ -38,14 +46,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("of_pytest", nargs="*", help="after --: arguments of pytest")
     asked = parser.parse_args(arguments)
     statuses = []
-    for version in asked.torch or (OLDEST, NEWEST):
+    for version in asked.torch or releases():
         python = python_with(version)
         print(f"torch {version}: {python}", flush=True)
         if asked.record:
             statuses.append(run_and_record(version, python, asked.record, asked.of_pytest))
         else:
-            statuses.append(run(python, *(asked.of_pytest or CORE)))
+            ways = [asked.of_pytest] if asked.of_pytest else runs_on(version)
+            statuses.extend(run(python, *way) for way in ways)
     return max(statuses)
+
+
+def runs_on(version: str) -> list[Sequence[str]]:
+    """What runs on a release: arguments of pytest, for each run of it.
+
+    On the pinned release, `make test` runs all but the recipes, whose libraries are installed for
+    these runs alone. On the newest, which ``pip install .`` brings, models of libraries run too.
+    The whole zoo would take longer than the core set, so there is a part: `OF_EACH_FAMILY`.
+    """
+    zoo = [f"{ZOO}[{name}]" for name in OF_EACH_FAMILY]
+    runs: dict[str, list[Sequence[str]]] = {
+        pinned(): [(*SLOW_TOO, RECIPES)],
+        NEWEST: [CORE, (*SLOW_TOO, RECIPES, *zoo)],
+    }
+    return runs.get(version, [CORE])
 
 
 def run(python: Path, *of_pytest: str) -> int:

@@ -17,12 +17,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from remat.rewriter.torch_compat import NEWEST
 from tests.paths import ROOT
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "remat-tests"
 MANIFESTS = ("pyproject.toml", "constraints.txt")
 SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 DONE = "done"
+EXTRAS = {NEWEST: "dev,zoo,trainers"}
+"""Of each release; `dev` alone of others. Models of libraries run on the newest, which
+``pip install .`` brings. pip takes the torchvision that is made for the torch that is there.
+"""
 
 
 def python_with(version: str) -> Path:
@@ -30,7 +35,8 @@ def python_with(version: str) -> Path:
     if importlib.metadata.version("torch").partition("+")[0] == version:
         return Path(sys.executable)
     torch = kept(CACHE / f"torch-{version}", "", lambda folder: _install_torch(folder, version))
-    made_of = "".join((ROOT / name).read_text() for name in MANIFESTS) + str(torch)
+    manifests = "".join((ROOT / name).read_text() for name in MANIFESTS)
+    made_of = f"{manifests}{torch}{_extras(version)}"
     mark = hashlib.sha256(made_of.encode()).hexdigest()
     here = ROOT / "build" / f"torch-{version}"
     return kept(here, mark, lambda folder: _install_rest(folder, version, torch)) / "bin" / "python"
@@ -65,7 +71,11 @@ def _install_rest(folder: Path, version: str, torch: Path) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
-    _pip(folder, "-c", str(constraints), f"torch=={version}", "-e", ".[dev]")
+    _pip(folder, "-c", str(constraints), f"torch=={version}", "-e", f".[{_extras(version)}]")
+
+
+def _extras(version: str) -> str:
+    return EXTRAS.get(version, "dev")
 
 
 def _make(folder: Path) -> None:

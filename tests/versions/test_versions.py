@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from remat.rewriter.torch_compat import refused_release
+from remat.rewriter.torch_compat import NEWEST, refused_release
 from tests.paths import ROOT
 from tests.versions import table
-from tests.versions.__main__ import main
-from tests.versions.environment import DONE, SITE, kept
+from tests.versions.__main__ import CORE, RECIPES, ZOO, main, runs_on
+from tests.versions.environment import DONE, EXTRAS, SITE, kept
 from tests.versions.record import RESULTS, Counts, counts, record, recorded
 from tests.versions.releases import releases
+from tests.zoo.catalogue import OF_EACH_FAMILY
+from tests.zoo.catalogue import ZOO as ZOO_OF_ALL
 
 JUNIT = """<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10">
 </testsuite></testsuites>"""
@@ -85,14 +88,38 @@ def test_the_results_are_in_the_checkout() -> None:
 
 
 def test_a_failing_release_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+    ran: list[tuple[str, tuple[str, ...]]] = []
 
     def run(python: Path, *of_pytest: str) -> int:
-        ran.append(str(python))
+        ran.append((str(python), of_pytest))
         return 1 if "2.11" in str(python) else 0
 
     monkeypatch.setattr("tests.versions.__main__.python_with", Path)
     monkeypatch.setattr("tests.versions.__main__.run", run)
     assert main([]) == 1
-    assert ran == ["2.11.0", "2.14.1"]
+    assert list(dict.fromkeys(version for version, _ in ran)) == list(releases())
     assert main(["--torch", "2.14.1", "--", "-x"]) == 0
+    assert ran[-1] == ("2.14.1", ("-x",))
+
+
+def test_recipes_run_on_the_pinned_and_the_newest_release_and_models_on_the_newest() -> None:
+    of = {which: runs_on(version) for version, which in releases().items()}
+    words = {which: [word for way in ways for word in way] for which, ways in of.items()}
+    assert [which for which in of if RECIPES in words[which]] == ["pinned", "newest"]
+    assert [which for which in of if set(CORE) <= set(words[which])] == ["oldest", "newest"]
+    shown = [word for word in words["newest"] if word.startswith(ZOO)]
+    assert shown == [f"{ZOO}[{name}]" for name in OF_EACH_FAMILY]
+    assert all(not ZOO_OF_ALL[name].refused for name in OF_EACH_FAMILY)
+    assert {ZOO_OF_ALL[name].needs for name in OF_EACH_FAMILY} == {
+        entry.needs for entry in ZOO_OF_ALL.values()
+    }
+    test_file, _, test = ZOO.partition("::")
+    assert f"def {test}(" in (ROOT / test_file).read_text()
+
+
+def test_the_newest_release_has_the_libraries_of_models_and_trainers() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert EXTRAS[NEWEST].split(",") == ["dev", "zoo", "trainers"]
+    assert {"dev", "zoo", "trainers"} <= set(extras)

@@ -108,9 +108,17 @@ def gpt2() -> Case:
 def checkpointed() -> Case:
     """A Llama that recomputes its layers itself, and sets hooks for it."""
     case = decoder("Llama")
-    model: Any = case.model
-    model.gradient_checkpointing_enable()
+    checkpoint(case.model)
     return case
+
+
+def checkpoint(model: Any) -> None:
+    """Have a model compute its layers again in backward, by the newest name there is for it."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    raise AttributeError(f"{type(model).__name__} has no checkpointing to switch on")
 
 
 def masked(kind: str, *, is_padded: bool = False) -> Case:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of transformers: a plan in its bytes computes less again."""
+"""Checkpointing of transformers, by either name: a plan in its bytes computes less again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from remat.graph_capture import price, trace
 from remat.rewriter import check, rewrite
 from tests.limits import AMPLE_S
 from tests.zoo.catalogue import ZOO
+from tests.zoo.hugging_face import checkpoint
 
 pytestmark = [
     pytest.mark.zoo,
@@ -35,7 +36,7 @@ def test_in_the_bytes_of_checkpointing_a_plan_computes_less_again(
         pytest.skip(f"{entry.needs} is not installed: pip install 'remat[zoo]'")
     case = entry.make()
     model: Any = case.model
-    model.gradient_checkpointing_enable()
+    checkpoint(model)
     batch: dict[str, Any] = {"loss_fn": case.loss_fn, "target": case.target}
     with torch.autocast("cpu", torch.bfloat16, enabled=is_lower):
         traced = trace(model, case.args, case.kwargs, **batch)
