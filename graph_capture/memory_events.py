@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch.autograd.profiler import profile, record_function
+import torch
+from torch._C._profiler import RecordScope
+from torch.autograd.profiler import profile
 
+_C: Any = torch._C
 RUNS = 40
 """Steps of which one is looked for whose frees before the peak were all seen."""
 _MARK = "remat::region::"
@@ -58,15 +61,14 @@ def _watched(
     """Allocations in the order of their times, in ns and bytes, and the span of each region."""
     # Garbage that is collected meanwhile was live before: it would count as given back.
     count = 0
-    # Not torch.profiler's around it, which warns in torch 2.11 of cycles that are dropped.
-    profiled = profile(use_cpu=True, use_kineto=True, profile_memory=True)
-    with without_garbage(), _without_its_log(), profiled as profiler:
+    with without_garbage(), _without_its_log(), _profiled() as found:
         for i, region in enumerate(regions):
-            with record_function(f"{_MARK}{i}"):
+            with _C._profiler._RecordFunctionFast(f"{_MARK}{i}"):
                 kept = region()
             del kept, region
             count = i + 1
-    events = profiler.kineto_results.events()  # pyright: ignore
+    (results,) = found
+    events = results.events()
     spans: dict[int, tuple[int, int]] = {}
     deltas: list[tuple[int, int]] = []
     for event in events:
@@ -78,6 +80,26 @@ def _watched(
             spans[int(name.removeprefix(_MARK))] = (start, start + event.duration_ns())
     deltas.sort(key=lambda delta: delta[0])
     return deltas, [spans[i] for i in range(count)]
+
+
+@contextmanager
+def _profiled() -> Generator[list[Any]]:
+    """Profile this thread; the list has the profiler's results once the block has ended.
+
+    Ops are recorded. Collectives of gloo are not, which are marked by hand (``USER_SCOPE``): torch
+    wakes whoever waits for one before gloo's thread ends its record. By then the profiler may have
+    ended and freed the record, and the thread writes to memory that is no longer its own. Seen with
+    torch alone, 2.11 to 2.14, where ``profile`` records all.
+    """
+    asked: Any = profile(use_cpu=True, use_kineto=True, profile_memory=True)
+    profiler, activities = _C._autograd, asked.kineto_activities
+    profiler._prepare_profiler(asked.config(create_trace_id=True), activities)
+    profiler._enable_profiler(asked.config(), activities, {RecordScope.FUNCTION})
+    found: list[Any] = []
+    try:
+        yield found
+    finally:
+        found.append(profiler._disable_profiler())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.memory_events import RegionMemory
 from remat.graph_capture.over_ranks.alone import alone
 from remat.graph_capture.over_ranks.collectives import on_this_rank
-from remat.graph_capture.prices.op_times import times_us
+from remat.graph_capture.prices.op_times import Failure, times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.sample_inputs import sample_arguments
@@ -63,7 +63,7 @@ def measured_prices(
 
     no_room: set[str] = set()
 
-    def failed(key: str, error: RuntimeError | MemoryError) -> None:
+    def failed(key: str, error: Failure) -> None:
         _refuse_broken_device(missing[key], error)
         if is_out_of_memory(error):
             no_room.add(key)
@@ -117,7 +117,7 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
         ) from error
 
 
-def _estimated(node: fx.Node, error: RuntimeError | MemoryError) -> Price:
+def _estimated(node: fx.Node, error: Failure) -> Price:
     """The time to move the bytes of an op that does not run on made data; warns."""
     said = (str(error).splitlines() or [type(error).__name__])[0]
     why = "cannot be timed on made data"

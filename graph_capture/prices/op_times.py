@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from remat.graph_capture.devices.meter import Meter, Run
 
-Failed = Callable[[str, RuntimeError | MemoryError], None]
+Failure = RuntimeError | IndexError | ValueError | MemoryError
+"""How kernels refuse made data."""
+Failed = Callable[[str, Failure], None]
 Times = dict[str, list[float]]
 """Microseconds that each op took, one a pass."""
 STALLED = 5.0
@@ -89,7 +91,7 @@ def _take(
                         first(key, run)
                     if len(found[key]) <= number:
                         found[key].append(meter.median_us(run, moved_bytes[key]))
-                except (RuntimeError, MemoryError) as error:
+                except (RuntimeError, IndexError, ValueError, MemoryError) as error:
                     del found[key]
                     failed(key, error)
             after(number * len(made) + at + 1)

@@ -1,21 +1,26 @@
 """Made data to run a traced node on its own: tensors laid out as its arguments.
 
-What a kernel trusts is never made up. Fused attention on a CUDA device returns a seed and an offset
-for its backward. They may be on the host where a trace has them on the device, and backward reads
-them through a host pointer. cuDNN's batch norm reserves memory for its backward. Both are taken
-from a run of the op that makes them.
+What a kernel trusts is never made up: one that is given an index out of range, and does not look,
+writes to memory that is not its own. Random integers go only to kernels that check them, or below a
+bound that is known. Integers that an op has made for its backward are taken from a run of that op:
+the places of a pooling or an embedding bag, pivots, the seed of fused attention on a CUDA device
+(which may be on the host where a trace has it on the device), what cuDNN's batch norm reserves. All
+others are zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
-from remat.graph_capture.devices.device_table import CPU, CUDA
+from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, target_name
+from remat.graph_capture.over_ranks.alone import alone
 
 aten = torch.ops.aten
 
@@ -23,8 +28,11 @@ _BLOCK = 4096
 """Elements of the random pattern that made data repeats."""
 _LINE_BYTES = 64
 """Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
-_TRUSTED = ("aten._scaled_dot_product_", "aten._batch_norm_with_update", "remat.batch_norm")
-"""Ops whose integer results a kernel trusts."""
+_CHECKED = (
+    "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
+    "aten.gather.", "aten.scatter", "aten.take.", "aten.put", "aten.nll_loss",
+)  # fmt: skip
+"""Ops that raise where an index is out of range."""
 _ASSERTIONS = ("aten._assert_async", "aten._functional_assert_async")
 """Ops that fail where a tensor says False, such as those that check the classes of a one-hot."""
 _NORMS: dict[Any, int] = {
@@ -34,10 +42,13 @@ _NORMS: dict[Any, int] = {
     aten._native_batch_norm_legit.no_stats: 1,
 }
 """The place of the weight among the arguments of each norm."""
-_INDEX_BOUND: dict[Any, Any] = {
+_BOUND: dict[Any, Callable[[fx.Node], int]] = {
     aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
     aten.embedding_dense_backward.default: lambda node: node.args[2],
+    aten._embedding_bag.default: lambda node: node.args[0].meta["val"].shape[0],
+    aten._embedding_bag_backward.default: lambda node: node.args[6],
 }
+"""How many rows the table has that each of these reads at indices, which are its argument 1."""
 
 
 def price_key(node: fx.Node) -> str:
@@ -67,7 +78,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
     ----------
     constants : the module that holds the tensors of ``get_attr`` nodes.
     """
-    bound = _index_bound(node)
+    indices = node.args[1] if node.target in _BOUND else None
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
@@ -75,14 +86,22 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         if leaf.op == "get_attr":
             return getattr(constants, str(leaf.target))
         value = leaf.meta.get("val")
-        if isinstance(value, Tensor) and _is_trusted(leaf, value):
-            return _from_its_op(leaf, constants)
         if not isinstance(value, Tensor):
             return value
-        tensor = _sample_tensor(value, bound).to(_dtype_of_kernel(leaf, value))
-        return tensor.fill_(1) if target_name(node).startswith(_ASSERTIONS) else tensor
+        if not _is_integer(value) or target_name(node).startswith(_ASSERTIONS):
+            tensor = _sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
+            return tensor.fill_(1) if target_name(node).startswith(_ASSERTIONS) else tensor
+        if leaf is indices or target_name(node).startswith(_CHECKED):
+            return _sample_tensor(value, _index_bound(node))
+        source = _maker(leaf)
+        return _zeros(value) if source is None else _made_by(source, leaf, constants)
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def _is_integer(value: Tensor) -> bool:
+    dtype = value.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
@@ -102,27 +121,25 @@ def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
     return weight.meta["val"].dtype
 
 
-def _is_trusted(leaf: fx.Node, value: Tensor) -> bool:
-    """Whether a kernel trusts that `leaf` holds what another op wrote there."""
-    if value.device.type != CUDA or not is_getitem(leaf) or value.is_floating_point():
-        return False
-    source = leaf.args[0]
-    return isinstance(source, fx.Node) and target_name(source).startswith(_TRUSTED)
+def _maker(leaf: fx.Node) -> fx.Node | None:
+    """The op of torch that makes these integers, beside another result or of no tensor at all."""
+    source = leaf.args[0] if is_getitem(leaf) else leaf
+    if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
+        return None
+    return source if is_getitem(leaf) or not leaf.all_input_nodes else None
 
 
-def _from_its_op(leaf: fx.Node, constants: Any) -> Any:
-    source, index = leaf.args
-    assert isinstance(source, fx.Node)
-    assert isinstance(index, int)
-    assert callable(source.target)
+def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
     args, kwargs = sample_arguments(source, constants)
-    return source.target(*args, **kwargs)[index]
+    target: Any = source.target
+    found = alone(lambda: target(*args, **kwargs))
+    return found if source is leaf else found[leaf.args[1]]
 
 
 def _index_bound(node: fx.Node) -> int:
     """A bound below which integers are valid indices into every tensor argument."""
-    if node.target in _INDEX_BOUND:
-        return int(_INDEX_BOUND[node.target](node))
+    if node.target in _BOUND:
+        return max(1, int(_BOUND[node.target](node)))
     values = [leaf.meta.get("val") for leaf in node.all_input_nodes]
     sizes = [
         size
@@ -134,9 +151,21 @@ def _index_bound(node: fx.Node) -> int:
 
 
 def _sample_tensor(like: Tensor, bound: int) -> Tensor:
-    n_elements = like.untyped_storage().nbytes() // like.element_size()
-    flat = torch.empty(n_elements, dtype=like.dtype, device=like.device)
+    flat = _flat(like)
     _fill(flat, bound)
+    return _as(like, flat)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return _as(like, _flat(like).zero_())
+
+
+def _flat(like: Tensor) -> Tensor:
+    n_elements = like.untyped_storage().nbytes() // like.element_size()
+    return torch.empty(n_elements, dtype=like.dtype, device=like.device)
+
+
+def _as(like: Tensor, flat: Tensor) -> Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
 
 

@@ -196,7 +196,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         runs = [partial(module, *inputs) for module in made]
         for run in runs:
             alone(run)
-    except (RuntimeError, IndexError, MemoryError) as error:
+    except (RuntimeError, IndexError, ValueError, MemoryError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         why = "was not run: memory ran out" if is_out_of_memory(error) else WHOLE
         warnings.warn(

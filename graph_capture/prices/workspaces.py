@@ -45,10 +45,10 @@ def _warm(
     The keys of those that run are added to `ran`.
     """
     for key, node in nodes.items():
-        run = runner_of(joint, node)
         try:
+            run = runner_of(joint, node)
             alone(run)
-        except (RuntimeError, MemoryError):
+        except (RuntimeError, IndexError, ValueError, MemoryError):
             continue
         ran.append(key)
         yield run

@@ -25,7 +25,7 @@ from remat.graph_capture.over_ranks.collectives import on_this_rank
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.keeping_time import bytes_for_backward
 from remat.graph_capture.prices.op_prices import ESTIMATED_BYTES_PER_US
-from remat.graph_capture.prices.op_times import times_us
+from remat.graph_capture.prices.op_times import Failure, times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.sample_inputs import price_key, sample_arguments
@@ -118,7 +118,7 @@ class CallPrices:
         moved = {key: moved_bytes(node) for key, node in missing.items()}
         allocated = allocated_on(self.meter.device)
 
-        def failed(key: str, _: RuntimeError | MemoryError) -> None:
+        def failed(key: str, _: Failure) -> None:
             found[key] = Price(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
 
         made = {key: partial(self._runner, node) for key, node in missing.items()}

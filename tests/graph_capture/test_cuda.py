@@ -281,14 +281,13 @@ def test_what_a_kernel_trusts_comes_from_its_own_op(
     from remat.graph_capture.prices import sample_inputs
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    monkeypatch.setattr(sample_inputs, "CUDA", "cpu")
     taken: list[str] = []
-    honest = sample_inputs._from_its_op
+    honest = sample_inputs._made_by
 
-    def noted(leaf: Any, constants: Any) -> Any:
-        taken.append(str(leaf.args[0].target))
-        return honest(leaf, constants)
+    def noted(source: Any, leaf: Any, constants: Any) -> Any:
+        taken.append(str(source.target))
+        return honest(source, leaf, constants)
 
-    monkeypatch.setattr(sample_inputs, "_from_its_op", noted)
+    monkeypatch.setattr(sample_inputs, "_made_by", noted)
     capture(WithoutStatistics(), (torch.randn(2, 3, 8, 8),))
     assert set(taken) == {"remat.batch_norm.default"}
