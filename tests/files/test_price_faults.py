@@ -62,7 +62,7 @@ def test_processes_that_save_at_the_same_time_lose_nothing(
 def test_a_lock_that_nobody_lets_go_of_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locked, "TRIES", 2)
+    monkeypatch.setattr(locked, "WAIT_S", 0.1)
     path = tmp_path / "prices.json"
     with locked.locked(path), locked.locked(path):
         assert names_in(tmp_path) == ["prices.json.lock"]
