@@ -23,6 +23,8 @@ MEMINFO = Path("/proc/meminfo")
 STATUS = Path("/proc/self/status")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+VM_STAT = ("/usr/bin/vm_stat",)
+"""Says it on macOS."""
 KIB = 1024
 SHORT = (
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
@@ -89,7 +91,7 @@ def _free_on_macos() -> int | None:
     if sys.platform != "darwin":
         return None
     try:
-        told = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(VM_STAT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     size = re.search(r"page size of (\d+) bytes", told)

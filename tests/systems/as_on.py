@@ -9,39 +9,51 @@ those of `tests/fixed_prices.py`.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import importlib.abc
 import io
 import mmap
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 WITHOUT_PROC = ("/proc", "/sys")
+FREE_BYTES = 4 << 30
+VM_STAT = f"""Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:{" " * 30}{FREE_BYTES // 16384 - 300}.
+Pages active:{" " * 28}123456.
+Pages inactive:{" " * 26}200.
+Pages speculative:{" " * 23}100.
+Pages wired down:{" " * 24}7777.
+"""
 MODULES = {
     "windows": {"fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog"},
     "darwin": set[str](),
 }
-ONLY_ON_LINUX = """
-O_TMPFILE O_DIRECT memfd_create posix_fallocate posix_fadvise sched_getaffinity sched_setaffinity
-pidfd_open pipe2 copy_file_range splice eventfd getrandom setresuid setresgid MAP_POPULATE
-MAP_HUGETLB MAP_LOCKED SIGPWR SIGSTKFLT
-""".split()
+ONLY_ON_LINUX = {
+    "O_TMPFILE", "O_DIRECT", "memfd_create", "posix_fallocate", "posix_fadvise", "pipe2",
+    "sched_getaffinity", "sched_setaffinity", "pidfd_open", "copy_file_range", "splice", "eventfd",
+    "MAP_POPULATE", "SIGPWR", "SIGSTKFLT",
+}  # fmt: skip
 """Names that macOS lacks, and so does Windows."""
-NOT_ON_WINDOWS = """
-O_CLOEXEC O_NONBLOCK O_NOFOLLOW O_DIRECTORY O_SYNC O_DSYNC fork forkpty killpg setsid getsid getpgid
-getpgrp setpgid getuid geteuid getgid getegid getgroups setuid setgid uname pread pwrite preadv
-pwritev readv writev sendfile statvfs fstatvfs fchmod fchown chown lchown fchdir sysconf
-sysconf_names confstr register_at_fork getloadavg nice mkfifo mknod posix_spawn posix_spawnp wait
-wait3 wait4 waitid ctermid ttyname openpty lockf sync getpriority setpriority MAP_SHARED MAP_PRIVATE
-MAP_ANON MAP_ANONYMOUS PROT_READ PROT_WRITE PROT_EXEC MADV_DONTNEED madvise SIGKILL SIGALRM SIGUSR1
-SIGUSR2 SIGHUP SIGQUIT SIGCHLD SIGSTOP SIGCONT SIGPIPE alarm setitimer getitimer pause pthread_kill
-pthread_sigmask sigwait siginterrupt set_wakeup_fd_
-""".split()
-HIDDEN = {"windows": {*ONLY_ON_LINUX, *NOT_ON_WINDOWS}, "darwin": set(ONLY_ON_LINUX)}
+NOT_ON_WINDOWS = {
+    "O_CLOEXEC", "O_NONBLOCK", "O_NOFOLLOW", "O_DIRECTORY", "O_SYNC", "O_DSYNC", "fork", "forkpty",
+    "killpg", "setsid", "getsid", "getpgid", "getpgrp", "setpgid", "getuid", "geteuid", "getgid",
+    "getegid", "getgroups", "uname", "pread", "pwrite", "preadv", "pwritev", "readv", "writev",
+    "sendfile", "statvfs", "fstatvfs", "fchmod", "fchown", "chown", "lchown", "fchdir", "sysconf",
+    "sysconf_names", "confstr", "register_at_fork", "getloadavg", "nice", "mkfifo", "mknod",
+    "posix_spawn", "posix_spawnp", "wait", "wait3", "wait4", "waitid", "ctermid", "ttyname",
+    "openpty", "lockf", "sync", "getpriority", "setpriority", "get_blocking", "set_blocking",
+    "MAP_SHARED", "MAP_PRIVATE", "MAP_ANON", "MAP_ANONYMOUS", "PROT_READ", "PROT_WRITE",
+    "PROT_EXEC", "MADV_DONTNEED", "SIGKILL", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT",
+    "SIGCHLD", "SIGSTOP", "SIGCONT", "SIGPIPE", "alarm", "setitimer", "getitimer", "pause",
+    "pthread_kill", "pthread_sigmask", "sigwait", "siginterrupt",
+}  # fmt: skip
+HIDDEN = {"windows": ONLY_ON_LINUX | NOT_ON_WINDOWS, "darwin": ONLY_ON_LINUX}
 PLATFORM = {"windows": "win32", "darwin": "darwin"}
 
 
@@ -98,6 +110,17 @@ def hide_folders() -> None:
         setattr(os, name, blind(getattr(os, name)))
 
 
+class Kernel32:
+    """A machine with that much free."""
+
+    def GlobalMemoryStatusEx(self, found: Any) -> int:  # noqa: N802
+        """Fill ``MEMORYSTATUSEX``: two words of 32 bits, then the total and what is free."""
+        memory = (ctypes.c_uint64 * 8).from_address(ctypes.addressof(found._obj))
+        assert memory[0] & 0xFFFFFFFF == ctypes.sizeof(memory)
+        memory[1], memory[2] = 2 * FREE_BYTES, FREE_BYTES
+        return 1
+
+
 def become(system: str) -> None:
     """Look like that system from here on."""
     hide_modules(MODULES[system])
@@ -105,6 +128,8 @@ def become(system: str) -> None:
     for module in (os, signal, mmap):
         show_ours(module, HIDDEN[system], {})
     show_ours(sys, set(), {"platform": PLATFORM[system]})
+    if system == "windows":
+        ctypes.windll = types.SimpleNamespace(kernel32=Kernel32())  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -113,8 +138,10 @@ def main() -> None:
     if system != "linux":
         become(system)
     from remat.cli.main import main as run_verb
+    from remat.graph_capture.devices import free_memory
     from tests.fixed_prices import REPLACED, patched
 
+    free_memory.VM_STAT = ("printf", VM_STAT)
     sys.argv = ["remat", *words]
     with patched(REPLACED):
         run_verb()
