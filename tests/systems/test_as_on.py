@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.paths import ROOT
-from tests.systems.as_on import PLATFORM
 
 DEMO = "examples/gpt.py:factory"
 """The model of `make demo`."""
+SYSTEMS = pytest.mark.parametrize(
+    "system", ["windows", pytest.param("darwin", marks=pytest.mark.slow)]
+)
 SMALL = """
 import torch
 
@@ -55,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("system", PLATFORM)
+@SYSTEMS
 @pytest.mark.parametrize("model", ["small", pytest.param("demo", marks=pytest.mark.slow)])
 def test_the_plan_and_its_check_are_those_of_linux(model: str, system: str, folder: Path) -> None:
     named = DEMO if model == "demo" else str(folder / "small.py")
@@ -65,7 +67,7 @@ def test_the_plan_and_its_check_are_those_of_linux(model: str, system: str, fold
     assert said.startswith("equal")
 
 
-@pytest.mark.parametrize("system", PLATFORM)
+@SYSTEMS
 def test_the_doctor_knows_what_is_free_and_that_no_values_go_to_files(system: str) -> None:
     done = as_on(system, "doctor", "--json")
     assert done.returncode == 0, done.stderr
