@@ -11,7 +11,7 @@ from remat.budgets import auto_bytes, unmodified
 from remat.differences import cause_text, differences_text
 from remat.formats import bytes_text
 from remat.graph_capture.devices.free_memory import is_out_of_memory
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.solver.interrupts import is_interrupted, note_interrupt
 from remat.solver.result import INTERRUPTED
@@ -59,8 +59,14 @@ def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
 def why_unchecked(graph: TrainingGraph) -> str:
     """Why the unmodified step had better not run here; empty where it fits into free memory."""
     need_bytes = unmodified(graph).peak_bytes - graph.resident.total_bytes
-    if need_bytes <= auto_bytes(graph.device):
-        return ""
+    try:
+        if need_bytes <= auto_bytes(graph.device):
+            return ""
+    except BudgetError:
+        return (
+            "the plan is not checked against the unmodified step: this system does not say whether "
+            f"the {bytes_text(need_bytes)} that it needs are free"
+        )
     return (
         f"the plan is not checked against the unmodified step, which needs "
         f"{bytes_text(need_bytes)} more than is allocated now"

@@ -7,12 +7,13 @@ if rows came one after the other. `cores` says what other work does to times.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from benchmarks.comparison.cores import core_apart
 
@@ -30,7 +31,7 @@ class Turns:
     """
 
     def __init__(self, path: Path, family: int | None = None) -> None:
-        self._file = path.open("a")
+        self._turn = FileLock(path)
         self._family = family
         self.waited_s = 0.0
 
@@ -62,12 +63,9 @@ class Turns:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         began_s = time.perf_counter()
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self.waited_s += time.perf_counter() - began_s
-        try:
+        with self._turn:
+            self.waited_s += time.perf_counter() - began_s
             yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def cpu_title() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         model = names[0] if names else model
     return f"{model}, {torch.get_num_threads()} threads"
@@ -118,7 +118,7 @@ class CpuMeter:
 def _cache_bytes() -> int:
     """Size of the second-level cache of a core."""
     try:
-        text = CACHE_SIZE.read_text().strip()
+        text = CACHE_SIZE.read_text(encoding="utf-8").strip()
     except OSError:
         return USUAL_CACHE_BYTES
     return int(text[:-1]) << _SHIFTS[text[-1]]

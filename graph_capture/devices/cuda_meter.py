@@ -220,5 +220,5 @@ def _driver_version() -> str:
     """What the driver's own file says; ``unknown`` where there is none."""
     if not DRIVER.exists():
         return "unknown"
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text())
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
     return found.group() if found else "unknown"

@@ -7,9 +7,12 @@ fail.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,8 @@ MEMINFO = Path("/proc/meminfo")
 STATUS = Path("/proc/self/status")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+VM_STAT = ("/usr/bin/vm_stat",)
+"""Says it on macOS."""
 KIB = 1024
 SHORT = (
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
@@ -49,15 +54,56 @@ def free_within_limits() -> list[int]:
 
 
 def _free_on_the_machine() -> int:
-    found = _field(MEMINFO, "MemAvailable")
-    return _free_from_sysconf() if found is None else found
-
-
-def _free_from_sysconf() -> int:
-    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
-        if pages in os.sysconf_names:
-            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    for asked in (_free_on_linux, _free_on_windows, _free_on_macos, _free_by_sysconf):
+        found = asked()
+        if found is not None:
+            return found
     raise BudgetError("budget 'auto': this system does not say what memory is free; give a size")
+
+
+def _free_on_linux() -> int | None:
+    return _field(MEMINFO, "MemAvailable")
+
+
+class _WindowsMemory(ctypes.Structure):
+    """``MEMORYSTATUSEX``: two words of 32 bits, then seven of 64."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _free_on_windows() -> int | None:
+    if sys.platform != "win32":
+        return None
+    found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
+    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found)):
+        return None
+    return int(found.available)
+
+
+def _free_on_macos() -> int | None:
+    """Pages that are free, or are taken back from files before anything is swapped out."""
+    if sys.platform != "darwin":
+        return None
+    try:
+        told = subprocess.run(VM_STAT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    size = re.search(r"page size of (\d+) bytes", told)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)\.", told, re.MULTILINE)
+    return sum(map(int, pages)) * int(size[1]) if size and pages else None
+
+
+def _free_by_sysconf() -> int | None:
+    pages = "SC_AVPHYS_PAGES"
+    if pages not in getattr(os, "sysconf_names", ()):
+        return None
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_of_the_process() -> Iterator[int]:
@@ -76,7 +122,7 @@ def _free_of_the_process() -> Iterator[int]:
 def _free_in_cgroups() -> Iterator[int]:
     """What is left in the process's control groups and all above them, of either version."""
     try:
-        lines = CGROUP_OF_SELF.read_text().splitlines()
+        lines = CGROUP_OF_SELF.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -105,7 +151,7 @@ def _parts_of(group: Path, root: Path) -> list[Path]:
 def _number(path: Path) -> int | None:
     """The number in a file; None where it is not there, or says ``max``."""
     try:
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
@@ -113,7 +159,7 @@ def _number(path: Path) -> int | None:
 
 def _stat(path: Path, name: str) -> int | None:
     try:
-        found = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+        found = re.search(rf"^{name} (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) if found else None
@@ -122,7 +168,7 @@ def _stat(path: Path, name: str) -> int | None:
 def _field(path: Path, name: str) -> int | None:
     """A field in kB of a file in /proc, in bytes; None where it is not there."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) * KIB if found else None

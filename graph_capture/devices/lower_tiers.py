@@ -45,6 +45,7 @@ def lower_tiers(
     ------
     BudgetError : a size cannot be read, is 0 or less, or is more than there is.
     FileError : the folder is not there, or cannot be written.
+    TierError : it takes files, and the system cannot keep values in them.
     """
     if host is None and nvme is None:
         return None
@@ -62,7 +63,7 @@ def lower_tiers(
         return LowerTiers(host_bytes)
     folder, size = _folder_and_size(nvme)
     if is_here:
-        require_writable(folder)
+        require_writable(folder, "nvme")
     return LowerTiers(host_bytes, below.size_bytes(size, "nvme", NVME_FORM, folder), folder)
 
 

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,10 @@ CHUNK_BYTES = 1 << 20
 OPEN_FILES = "/proc/self/fd"
 NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
 """What file systems and old kernels answer that know no files without a name."""
+IN_USE = 5, 32
+"""Windows: access denied, and a sharing violation. It says either of a file that is open."""
+WAITS_S = (0.01, 0.05, 0.2, 0.5)
+"""Readers have a file for milliseconds."""
 
 
 def read_contents(path: str | Path) -> bytes:
@@ -145,9 +150,23 @@ def _beside(target: Path) -> Generator[BinaryIO]:
             if not is_named:
                 # With a folder given, Python follows the link to the open file; else it links that.
                 os.link(f"{OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
-        os.replace(fresh, target)
+        _put_in_place(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _put_in_place(fresh: Path, target: Path) -> None:
+    """Replace the old file, once nobody has it open: Windows replaces no file that is read."""
+    for wait_s in WAITS_S:
+        try:
+            os.replace(fresh, target)
+        except PermissionError as error:
+            if getattr(error, "winerror", None) not in IN_USE:
+                raise
+            time.sleep(wait_s)
+        else:
+            return
+    os.replace(fresh, target)
 
 
 def _fresh_file(fresh: Path) -> tuple[int, bool]:
@@ -158,11 +177,11 @@ def _fresh_file(fresh: Path) -> tuple[int, bool]:
     nameless = getattr(os, "O_TMPFILE", 0)
     if nameless and os.path.isdir(OPEN_FILES):
         try:
-            return os.open(fresh.parent, nameless | os.O_WRONLY | os.O_CLOEXEC, 0o666), False
+            return os.open(fresh.parent, nameless | os.O_WRONLY, 0o666), False
         except OSError as error:
             if error.errno not in NO_NAMELESS:
                 raise
-    return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), True
+    return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
 
 
 def _take_over(handle: int, old: os.stat_result) -> None:
@@ -172,7 +191,8 @@ def _take_over(handle: int, old: os.stat_result) -> None:
         # Only root may give a file away. The file of another, in a folder of both, becomes ours.
         with contextlib.suppress(PermissionError):
             os.fchown(handle, old.st_uid, old.st_gid)
-    os.fchmod(handle, stat.S_IMODE(old.st_mode))
+    if hasattr(os, "fchmod"):  # else only that it is write-protected, and then it stays
+        os.fchmod(handle, stat.S_IMODE(old.st_mode))
 
 
 def _told(error: OSError, what: str) -> FileError:

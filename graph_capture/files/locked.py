@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
-import time
 from collections.abc import Generator
 from pathlib import Path
 
-TRIES, WAIT_S = 200, 0.05
+from filelock import FileLock, Timeout
+
+WAIT_S = 10.0
 """A save takes milliseconds. One that was stopped in the middle must not stop all others."""
 NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
 """What file systems answer that have no locks."""
@@ -27,24 +26,11 @@ def locked(path: Path) -> Generator[None]:
     ------
     OSError : the lock cannot be made, as in a folder that cannot be written.
     """
-    beside = path.with_name(f"{path.name}.lock")
-    handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _wait_for(handle)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _wait_for(handle: int) -> None:
-    for _ in range(TRIES):
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(WAIT_S)
+            held.enter_context(FileLock(path.with_name(f"{path.name}.lock"), timeout=WAIT_S))
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            # Of filelock's own, `Timeout` is an OSError too.
+            if not isinstance(error, Timeout) and error.errno not in NO_LOCKS:
                 raise
-            return
-        else:
-            return
+        yield

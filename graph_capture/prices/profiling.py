@@ -57,7 +57,7 @@ def profile(
     if device is not None:
         check_measured(device)
     if nvme is not None:
-        require_writable(nvme)
+        require_writable(nvme, "nvme")
     # First, so that no rank waits here for one whose model cannot be traced.
     ranks = None if group is None else _rank_links(group, resolved_device(device, model))
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)

@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.free_memory import free_bytes, is_out_of_memory
 from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of
@@ -182,11 +183,12 @@ def step_rounds(
 def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | None:
     """The runs of a step, each of which has been run once.
 
-    None for a step that needs more than half of the free memory, or fails on made data.
+    None for a step that needs more than half of the free memory, or fails on made data; where the
+    system does not say what is free, for any.
     """
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
-    if peak_bytes(graph) + made_bytes > ROOM * free_bytes(meter.device):
+    if not _has_room(peak_bytes(graph) + made_bytes, meter.device):
         return None
     twice = recomputing(joint)
     whole = copy_of(joint.module), twice.module, *forwards(joint)
@@ -206,6 +208,13 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         )
         return None
     return WholeRuns(*runs, again=twice.again)
+
+
+def _has_room(size_bytes: int, device: str) -> bool:
+    try:
+        return size_bytes <= ROOM * free_bytes(device)
+    except BudgetError:  # nobody knows: prices of single ops are enough for a plan
+        return False
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

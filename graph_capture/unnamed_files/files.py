@@ -13,6 +13,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import tempfile
 import threading
 import weakref
@@ -28,8 +29,24 @@ CHUNK_BYTES = 4 << 20
 """One write or read. On an NVMe disk, larger ones were no faster."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
+_CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")
+"""What all of this is done by. Linux has them; Windows has none, and macOS not the first."""
 
 _of_thread = threading.local()
+
+
+def missing_calls() -> list[str]:
+    """The calls that this system lacks: where there are any, no value can be kept in a file."""
+    return [name for name in _CALLS if not hasattr(os, name)]
+
+
+def require_calls(tier: str) -> None:
+    """Raise `TierError` on a system that cannot keep values in files."""
+    if missing := missing_calls():
+        raise TierError(
+            f"plan without {tier}: it keeps values in files, which remat does on Linux alone "
+            f"({platform.system()} lacks os.{', os.'.join(missing)})"
+        )
 
 
 class Folder:
@@ -42,10 +59,11 @@ class Folder:
 
     Raises
     ------
-    TierError : no file can be made there.
+    TierError : no file can be made there, or the system has no such files.
     """
 
     def __init__(self, path: str, tier: str) -> None:
+        require_calls(tier)
         self.path, self.tier = path, tier
         self.is_nameless, self.is_direct = bool(_NAMELESS), bool(_DIRECT)
         self._open: Callable[[], SharedFile | None] = lambda: None

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from remat.graph_capture.errors import FileError, TierError
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER, Folder
+from remat.graph_capture.unnamed_files.files import HOST_FOLDER, Folder, require_calls
 
 
 def host_folder() -> str:
@@ -19,17 +19,19 @@ def host_folder() -> str:
     return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
 
 
-def require_writable(folder: str) -> None:
+def require_writable(folder: str, tier: str = "host") -> None:
     """Write a block there.
 
     Raises
     ------
     FileError : there is no such folder, or it cannot be written.
+    TierError : the system cannot keep values in files.
     """
+    require_calls(tier)
     if not Path(folder).is_dir():
         raise FileError(f"{folder} is no folder: name one on the drive that is to be used")
     try:
-        Folder(folder, "host")
+        Folder(folder, tier)
     except TierError as error:
         why = getattr(error.__cause__, "strerror", None) or error.__cause__
         raise FileError(f"{folder} cannot be written ({why}): name a folder of your own") from error

@@ -15,7 +15,8 @@ from remat.cli.verb import verb
 from remat.formats import bytes_text
 from remat.graph_capture.devices.device_table import CPU, CUDA
 from remat.graph_capture.devices.free_memory import free_bytes
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.unnamed_files.files import missing_calls
 from remat.graph_capture.unnamed_files.host_folder import host_folder
 from remat.questions.tables import plain_table
 
@@ -48,11 +49,19 @@ def _findings() -> dict[str, Any]:
         "ortools_ok": _ortools_works(),
         "cache_folder": str(cache_folder()),
         "threads": torch.get_num_threads(),
-        "free_bytes": free_bytes(),
-        "host_folder": host_folder(),
+        "free_bytes": _free_bytes(),
+        "host_folder": None if missing_calls() else host_folder(),
         "links": _known_links(),
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def _free_bytes() -> int | None:
+    """Free memory; None where the system does not say."""
+    try:
+        return free_bytes()
+    except BudgetError:
+        return None
 
 
 def _known_links() -> dict[str, str]:
@@ -117,8 +126,9 @@ def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table.add_row("ortools solves", "yes" if found["ortools_ok"] else "no")
     table.add_row("price cache", found["cache_folder"])
     table.add_row("CPU threads", str(found["threads"]))
-    table.add_row("free memory", bytes_text(found["free_bytes"]))
-    table.add_row("a CPU's host", f"files in {found['host_folder']}")
+    free, folder = found["free_bytes"], found["host_folder"]
+    table.add_row("free memory", "this system does not say" if free is None else bytes_text(free))
+    table.add_row("a CPU's host", f"files in {folder}" if folder else "none: Linux alone has one")
     for name, said in found["links"].items():
         table.add_row(name, Text(said))
     if not found["links"]:

@@ -43,7 +43,7 @@ def profile_verb(
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
     check_measured(device)
     if nvme is not None:
-        require_writable(str(nvme))
+        require_writable(str(nvme), "nvme")
     loaded = load_shown(model, session.stopwatch, device)
     measured = pipeline.measure_loaded(
         loaded, Request(device=device), session.stopwatch, nvme_path=str(nvme or "")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,8 +38,14 @@ def built_library() -> Path:
 
     Raises
     ------
-    ArenaError : there is no C++ compiler, it fails, or the cache folder cannot be written.
+    ArenaError : the system is not Linux, there is no C++ compiler, it fails, or the cache folder
+        cannot be written.
     """
+    if sys.platform != "linux":
+        raise ArenaError(
+            f"train without an arena, which works on Linux alone, and this is {platform.system()}: "
+            "a plan keeps its budget without one too"
+        )
     flags = _flags()
     path = cache_folder() / f"arena-cpu-torch-{_slug(torch.__version__)}-{_digest(flags)}.so"
     if not path.exists():

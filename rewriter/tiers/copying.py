@@ -135,5 +135,6 @@ def _forget_threads() -> None:
     _threads.clear()
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_threads)
 atexit.register(_end_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import warnings
 from pathlib import Path
 
@@ -62,10 +63,27 @@ def test_processes_that_save_at_the_same_time_lose_nothing(
 def test_a_lock_that_nobody_lets_go_of_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locked, "TRIES", 2)
+    monkeypatch.setattr(locked, "WAIT_S", 0.1)
     path = tmp_path / "prices.json"
     with locked.locked(path), locked.locked(path):
         assert names_in(tmp_path) == ["prices.json.lock"]
+
+
+@pytest.mark.parametrize("code", locked.NO_LOCKS)
+def test_prices_are_kept_where_a_file_system_has_no_locks(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refusing)
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    cache = PriceCache("a machine")
+    cache.prices["one"] = Price(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.save()
+    assert list(PriceCache("a machine").prices) == ["one"]
 
 
 def test_a_user_without_a_home_has_prices_for_the_process(

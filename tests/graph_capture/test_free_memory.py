@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from remat import checks
 from remat.graph_capture.devices import free_memory
 from remat.graph_capture.devices.free_memory import free_bytes, is_out_of_memory
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.prices import step_time
 from tests.fake_cuda import FakeCuda, cuda
+from tests.solver.graphs.random_graphs import chain
 
 __all__ = ["cuda"]
 
@@ -84,6 +89,27 @@ def test_a_limit_of_the_process_counts_beyond_what_is_mapped(
     endless = (resource.RLIM_INFINITY,) * 2
     monkeypatch.setattr(resource, "getrlimit", lambda which: set_bytes.get(which, endless))
     assert free_bytes() == 2 * GIB - used_bytes
+
+
+def test_where_nothing_says_what_is_free_auto_is_refused_and_no_step_is_run(
+    groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(free_memory, "MEMINFO", groups / "gone")
+    monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 30, "SC_PHYS_PAGES": 85})
+    with pytest.raises(BudgetError, match="does not say what memory is free; give a size"):
+        free_bytes()
+    assert not step_time._has_room(1, "cpu")
+    graph = chain(2)
+    assert checks.why_unchecked(graph).startswith("the plan is not checked against the unmodified")
+
+
+def test_a_system_without_a_list_of_numbers_says_nothing(
+    groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(free_memory, "MEMINFO", groups / "gone")
+    monkeypatch.delattr(os, "sysconf_names")
+    with pytest.raises(BudgetError):
+        free_bytes()
 
 
 @pytest.mark.parametrize(

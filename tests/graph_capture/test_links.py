@@ -28,12 +28,13 @@ from remat.graph_capture.devices.link_speeds import (
     speed_of,
 )
 from remat.graph_capture.devices.lower_tiers import AUTO_SHARE, LowerTiers, lower_tiers
-from remat.graph_capture.errors import BudgetError, FileError, ProfileError
+from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
 from remat.graph_capture.links import Links
 from remat.graph_capture.prices import link_prices
 from remat.graph_capture.prices.link_prices import links_below, relinked
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.profile import Profile
+from remat.graph_capture.unnamed_files.files import Folder
 from remat.graph_capture.unnamed_files.host_folder import host_folder, require_writable
 from tests.copying import copying_chain
 from tests.fake_cuda import TITLE, FakeCuda, cuda
@@ -368,3 +369,21 @@ def test_a_kept_graph_takes_other_rooms() -> None:
     elsewhere = msgspec.structs.replace(bare, device="cpu", versions={"priced_on": "a machine"})
     with pytest.raises(ProfileError, match="a machine has no links to its host"):
         relinked(elsewhere, LowerTiers(7))
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "preadv", "pwrite", "statvfs"])
+def test_a_system_without_calls_for_files_has_no_tier_of_files(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, call)
+    said = (
+        rf"plan without {{}}: it keeps values in files, .* on Linux alone \(.* lacks os\.{call}\)"
+    )
+    with pytest.raises(TierError, match=said.format("host")):
+        lower_tiers("1MiB", None, "cpu")
+    with pytest.raises(TierError, match=said.format("nvme")):
+        Folder(str(tmp_path), "nvme")
+    with pytest.raises(TierError, match=said.format("host")):
+        file_pair(str(tmp_path))
+    # Another machine may have them.
+    assert lower_tiers("1MiB", "/mnt/nvme:1MiB", "h100") == (1 << 20, 1 << 20, "/mnt/nvme")

@@ -7,7 +7,6 @@ all else as `constraints.txt` has it, and a path to the kept one.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -16,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
 
 from remat.rewriter.torch_compat import NEWEST
 from tests.paths import ROOT
@@ -48,9 +49,7 @@ def kept(folder: Path, mark: str, install: Callable[[Path], None]) -> Path:
     The file `done` is written last. Another mark in it is that of other manifests.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
-        # Another checkout may be at it.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(f"{folder}.lock"):  # another checkout may be at it
         done = folder / DONE
         if not (done.exists() and done.read_text() == mark and (folder / SITE).exists()):
             shutil.rmtree(folder, ignore_errors=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterable
 from itertools import chain, cycle, repeat
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from benchmarks.comparison import calm
 from benchmarks.comparison.calm import MOST, MOST_TRIES, ROUNDS, TRIES, Timed
@@ -68,12 +68,11 @@ def test_others_have_their_turn_between_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    turns, other = Turns(tmp_path / "turns"), (tmp_path / "turns").open("a")
+    turns, other = Turns(tmp_path / "turns"), FileLock(tmp_path / "turns", timeout=0)
 
     def asked(_: float) -> None:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(other, fcntl.LOCK_UN)
-        seen.append(True)
+        with other:
+            seen.append(True)
 
     monkeypatch.setattr(time, "sleep", asked)
     (tmp_path / "fastest_s").write_text("0.5")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from benchmarks.comparison.cores import CORES
 from benchmarks.comparison.turns import Quiet, Turns
@@ -19,12 +19,11 @@ needs_cores = pytest.mark.skipif(len(CORES) < 2, reason="a core apart needs anot
 
 def is_free(path: Path) -> bool:
     """Whether another process could measure now."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+    try:
+        with FileLock(path, timeout=0):
+            return True
+    except Timeout:
+        return False
 
 
 def test_one_at_a_time_measures(tmp_path: Path) -> None:

@@ -201,6 +201,35 @@ def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_contents(path, NEW)
 
 
+@pytest.mark.parametrize("winerror", contents.IN_USE)
+@pytest.mark.parametrize("is_let_go", [True, False])
+def test_windows_replaces_a_file_once_nobody_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, winerror: int, is_let_go: bool
+) -> None:
+    path, replace, tries = tmp_path / "plan.json", os.replace, list[Path]()
+    path.write_bytes(OLD)
+
+    def held(fresh: Path, target: Path) -> None:
+        tries.append(fresh)
+        if is_let_go and len(tries) == 3:
+            replace(fresh, target)
+            return
+        error = PermissionError(errno.EACCES, "The process cannot access the file")
+        error.winerror = winerror  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(contents.os, "replace", held)
+    monkeypatch.setattr(contents.time, "sleep", lambda _: None)
+    if is_let_go:
+        write_contents(path, NEW)
+    else:
+        with pytest.raises(FileError, match=r"plan\.json cannot be written: The process cannot"):
+            write_contents(path, NEW)
+    assert path.read_bytes() == (NEW if is_let_go else OLD)
+    assert alone(path)
+    assert len(tries) == (3 if is_let_go else len(contents.WAITS_S) + 1)
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import resource
+import sys
 import threading
 import warnings
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 import remat
+from remat.graph_capture.errors import ArenaError
 from remat.rewriter import check
 from remat.rewriter.arena.arena import Arena
+from remat.rewriter.arena.building import built_library
 from remat.rewriter.arena.library import Counts, arena_library
 from tests.models import MODELS, make
 from tests.rewriter.arena.steps_in_arena import (
@@ -59,6 +62,14 @@ def test_trains_as_without_it_and_misses_nothing(name: str) -> None:
     module, arena = in_arena(name)
     assert same(trained(name, module), trained(name, module_of(name)))
     assert hits(arena) == 4 * len(arena.layout.offsets_bytes)
+
+
+def test_other_systems_than_linux_are_refused_before_a_step_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ArenaError, match="train without an arena, which works on Linux alone"):
+        built_library()
 
 
 def test_nothing_of_the_users_is_changed_by_recording() -> None:

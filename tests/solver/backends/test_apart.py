@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.solver.backends import apart
 from remat.solver.backends.apart import OverdueError, end_idle, ended_after, run_apart
+from tests.paths import ROOT
 
 LONG_S = 900.0
 """So long that a test that waits it out has failed."""
@@ -135,6 +137,34 @@ def test_a_fork_has_processes_of_its_own() -> None:
         "assert run_apart(os.getpid) == ours\n"
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "assert apart.run_apart(os.getpid) != os.getpid()",
+        "assert len(sweep(chain(8), 3, 'cut', jobs=2).points) == 3",
+    ],
+)
+def test_a_script_without_a_guard_runs_once_where_processes_are_spawned(
+    work: str, tmp_path: Path
+) -> None:
+    begun, path = tmp_path / "begun", tmp_path / "script.py"
+    path.write_text(
+        "import multiprocessing, os\n"
+        f"open({str(begun)!r}, 'a').write('x')\n"
+        "multiprocessing.set_start_method('spawn')\n"
+        "from remat.solver.budgets.sweep import sweep\n"
+        "from remat.solver.backends import apart\n"
+        "from tests.solver.graphs.random_graphs import chain\n"
+        f"{work}\n"
+    )
+    paths = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, timeout=SOON_S, env=paths, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert begun.read_text() == "x"
 
 
 def test_what_takes_longer_than_it_may_is_ended_with_its_process() -> None:
