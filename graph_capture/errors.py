@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 
 class RematError(Exception):
-    """Base of all errors that remat raises on purpose."""
+    """Base of all errors that remat raises on purpose.
+
+    Attributes
+    ----------
+    cause : where a trace failed, the error that ended it, with the frames of torch and of the
+        model. A traceback leaves them out, as they are some hundred lines.
+    """
+
+    cause: Exception | None = None
+
+    def caused_by(self, error: Exception) -> Self:
+        """The same error, which keeps `error` as its cause and says so below its traceback."""
+        self.cause = error.cause or error if isinstance(error, RematError) else error
+        self.add_note("The frames of torch and of the model are at the `cause` of this error.")
+        return self
 
 
 class GraphError(RematError):

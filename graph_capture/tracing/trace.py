@@ -195,7 +195,8 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         try:
             done = trace_once(model, dataclasses.replace(recipe, flags=flags), ran)
         except CaptureError as error:
-            if error.__cause__ is None:  # refused by us, not by torch: no flag changes that
+            # What is refused by us, and not by torch, no flag changes.
+            if error.cause is None or isinstance(error.cause, CaptureError):
                 raise
             failed.append(error)
             continue
@@ -217,7 +218,7 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         raise first
     raise CaptureError(
         f"{first}. Traced as if it were compiled, it fails as well: {last}"
-    ) from first
+    ).caused_by(first)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:

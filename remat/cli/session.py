@@ -181,6 +181,8 @@ class Session:
                 raise typer.Exit(STOPPED) from None
             raise
         except RematError as error:
+            if self.debug and error.cause is not None:
+                raise error from error.cause
             if self.debug:
                 raise
             self.fail(REFUSED, type(error).__name__, str(error))
