@@ -19,6 +19,7 @@ from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
+from remat.graph_capture.option_names import option
 from remat.graph_capture.over_ranks.dtensors import is_distributed, is_sharded_by_fsdp
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
@@ -62,7 +63,8 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
         if needs_storage and parameter.is_meta:
             raise CaptureError(
                 f"parameter {path} is on the meta device, and the ops are to run here: build the "
-                "model with storage, or plan for another device by name, such as device='h100'"
+                "model with storage, or plan for another device by name, such as "
+                f"{option('device', 'h100')}"
             )
         check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():

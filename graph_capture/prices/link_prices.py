@@ -25,6 +25,7 @@ from remat.graph_capture.devices.lower_tiers import LowerTiers
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
+from remat.graph_capture.option_names import option
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.unnamed_files.host_folder import host_folder
@@ -187,9 +188,9 @@ def _missing_text(title: str, nvme_path: str) -> str:
     if nvme_path:
         return (
             f"what is known of {title} has no links to {nvme_path}: measure them there, with "
-            f"remat profile MODEL --nvme {nvme_path} -o FILE, or leave out nvme="
+            f"remat profile MODEL --nvme {nvme_path} -o FILE, or leave out {option('nvme')}"
         )
     return (
         f"what is known of {title} has no links to its host: measure them there, with remat "
-        "profile MODEL -o FILE, or leave out host="
+        f"profile MODEL -o FILE, or leave out {option('host')}"
     )

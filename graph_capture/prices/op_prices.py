@@ -21,6 +21,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.memory_events import RegionMemory
+from remat.graph_capture.option_names import option
 from remat.graph_capture.over_ranks.alone import alone
 from remat.graph_capture.over_ranks.collectives import on_this_rank
 from remat.graph_capture.prices.op_times import times_us
@@ -103,7 +104,8 @@ def _said_if_short() -> Generator[None]:
             raise
         raise CaptureError(
             "memory ran out while the ops were measured: free some, take a smaller batch, or plan "
-            "with prices that are known (profile=, or a device of the table such as 'h100')"
+            f"with prices that are known ({option('profile')}, or a device of the table, "
+            f"{option('device', 'h100')})"
         ) from error
 
 
@@ -113,7 +115,7 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
         raise CaptureError(
             f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
             f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
-            "the device by name, such as device='h100'"
+            f"the device by name, such as {option('device', 'h100')}"
         ) from error
 
 

@@ -27,6 +27,7 @@ from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph_rules import are_figures
 from remat.graph_capture.joint.nodes import target_name
+from remat.graph_capture.option_names import option
 from remat.graph_capture.prices.op_work import Work
 from remat.graph_capture.prices.price_cache import Price, WholeStep, are_times, is_price
 
@@ -126,7 +127,7 @@ def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> Mapping
     if profile.device != kind:
         raise ProfileError(
             f"the profile is of {profile.device}, not of {shown}: "
-            f"plan for device={profile.device!r}"
+            f"plan for {option('device', profile.device)}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
     if missing and profile.title != meter.title:

@@ -167,14 +167,12 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
                 stack, step, _example(recipe, fake, env), {}, decompositions={}
             )
             writes.require_that_backward_writes_nothing()
-        except CaptureError as error:
-            raise _same_refusal(error) from None
+        except CaptureError:
+            raise
         except Exception as error:  # whatever a model raises is refused, with its place
             place = provenance.module_of(error)
             refused = refusal(error, model, place, step.known.read)
-            if env:
-                refused = CaptureError(env.in_words(str(refused)))
-            raise refused.caused_by(error) from None
+            raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
     recipe = _handing_over(recipe, model, descriptors)
     gm = descriptors.graph_module
@@ -196,13 +194,6 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at,
         arrivals=arrivals, env=env,
     )  # fmt: skip
-
-
-def _same_refusal(error: CaptureError) -> CaptureError:
-    """One that a trace raised, without the frames of torch that led there."""
-    refused = type(error)(*error.args)
-    vars(refused).update(vars(error))
-    return refused.caused_by(error)
 
 
 def _handing_over(recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors) -> Recipe:

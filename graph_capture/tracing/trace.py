@@ -170,7 +170,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             places,
             state,
             _probe(done, Log()),
-            lambda log: _probe(trace_once(model, done.recipe), log),
+            lambda log: _probe(_traced_once(model, done.recipe), log),
         )
     if isinstance(found, str):
         raise FloatInputError(
@@ -188,12 +188,23 @@ def _probe(done: Trace, log: Log) -> Probe:
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
+def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
+    """As `trace_once`, whose refusals have no frames of torch: those are of their cause."""
+    try:
+        return trace_once(model, recipe, ran)
+    except CaptureError as error:
+        refused = type(error)(*error.args)
+        vars(refused).update(vars(error))
+        cause = error.__cause__
+        raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
+
+
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            done = trace_once(model, dataclasses.replace(recipe, flags=flags), ran)
+            done = _traced_once(model, dataclasses.replace(recipe, flags=flags), ran)
         except CaptureError as error:
             # What is refused by us, and not by torch, no flag changes.
             if error.cause is None or isinstance(error.cause, CaptureError):

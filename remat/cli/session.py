@@ -28,6 +28,7 @@ from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError
 from remat.graph_capture.files.contents import check_writable, write_contents
+from remat.graph_capture.option_names import named_as_flags
 from remat.job.stopwatch import Shown, Stopwatch
 from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import INTERRUPTED
@@ -160,7 +161,8 @@ class Session:
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
         abandon = None if self.as_json else self.abandon
-        with one_job(), interrupts_noted(abandon), each_warning_once(self.warn):
+        noted = interrupts_noted(abandon), each_warning_once(self.warn)
+        with named_as_flags(), one_job(), noted[0], noted[1]:
             with self._refusing():
                 yield
                 sys.stdout.flush()

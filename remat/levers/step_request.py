@@ -14,6 +14,7 @@ from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.links import Link, Links
 from remat.graph_capture.optimizer_step.update import MOMENTS, StateKind
+from remat.graph_capture.option_names import option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,8 +59,8 @@ class StepRequest:
             )
         if self.host is None:
             raise BudgetError(
-                "a whole step is planned over the device and its host: give host='120GiB' too, or "
-                "leave out microbatches"
+                "a whole step is planned over the device and its host: give "
+                f"{option('host', '120GiB')} too, or leave out {option('microbatches')}"
             )
         if self.optimizer not in MOMENTS:
             raise CaptureError(
@@ -73,8 +74,8 @@ class StepRequest:
             )
         if self.nvme_gb_s is not None and (self.nvme is None or self.nvme_gb_s <= 0):
             raise BudgetError(
-                f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give nvme='/mnt/nvme:200GiB' "
-                "too, and a rate above 0"
+                f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give "
+                f"{option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0"
             )
         lower_tiers(self.host, self.nvme, self.device)
 

@@ -15,6 +15,7 @@ from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.optimizer_step.update import Update
+from remat.graph_capture.option_names import option
 from remat.levers.step_request import StepRequest
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
@@ -133,7 +134,8 @@ def planned_from(
     """The plan of a step from the captured graph of one batch, which has links."""
     if graph.links is None:
         raise BudgetError(
-            f"the graph of {graph.name} has no links to a host: capture it with host='120GiB'"
+            f"the graph of {graph.name} has no links to a host: capture it with "
+            f"{option('host', '120GiB')}"
         )
     told("looking at the layers")
     task = StepTask(

@@ -15,6 +15,7 @@ from remat.graph_capture.devices.device_table import (
 )
 from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.option_names import option
 from remat.infeasible import infeasible_text
 from remat.schedules.buffers import buffers_of
 from remat.schedules.reserved import (
@@ -56,7 +57,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
     if not has_cuda_allocator(graph.device):
         raise DeviceError(
             f"reserved bytes are those of CUDA devices, and the graph is of {graph.device}: "
-            "capture it for one, such as device='h100'"
+            f"capture it for one, such as {option('device', 'h100')}"
         )
     if plan is None:
         plan = unmodified(graph)

@@ -11,6 +11,7 @@ from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.option_names import option
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice
@@ -145,7 +146,9 @@ def sweep_hosts(
 
 def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
     if graph.links is None:
-        raise BudgetError("this graph has no links to a host: capture it with host='64GiB'")
+        raise BudgetError(
+            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
+        )
     links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
     return msgspec.structs.replace(graph, links=links)
 

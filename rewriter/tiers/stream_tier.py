@@ -21,6 +21,7 @@ from torch import Tensor
 
 from remat.graph_capture.errors import TierError
 from remat.graph_capture.links import Links
+from remat.graph_capture.option_names import option
 from remat.graph_capture.unnamed_files.files import File, Folder
 from remat.graph_capture.unnamed_files.host_folder import host_folder
 from remat.rewriter.tiers.copying import Copy, link_thread
@@ -78,7 +79,7 @@ class StreamTier:
             raise TierError(
                 f"the values that this plan copies to the host lie in {places.size_bytes} bytes of "
                 f"pinned memory, with gaps, and the host has room for {links.host_bytes}: plan "
-                "with a smaller host= and train with this one"
+                f"with a smaller {option('host')} and train with this one"
             )
         self.places, self.device = places, torch.device(device)
         self._ranges, self._nvme_bytes = PinnedRanges(places.size_bytes), nvme_bytes

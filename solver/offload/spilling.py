@@ -12,6 +12,7 @@ import numpy as np
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.links import Link, Links
+from remat.graph_capture.option_names import option
 from remat.schedules.schedule import Fetch, Free, Offload, Step
 from remat.solver.offload.arrivals import Bytes
 from remat.solver.offload.trips import (
@@ -63,7 +64,9 @@ def nvme_links(links: Links) -> tuple[Link, Link]:
     SolverError : there are none.
     """
     if links.write is None or links.read is None:
-        raise SolverError("no link to NVMe: capture with nvme=, or let values wait on the host")
+        raise SolverError(
+            f"no link to NVMe: capture with {option('nvme')}, or let values wait on the host"
+        )
     return links.write, links.read
 
 
