@@ -7,10 +7,11 @@ when the file is imported. The text of the file says so, and where.
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from remat.job.by_text import own_parts, source_of
 
 MODEL, BATCH = "model", "batch"
 OTHERS = ("loss_fn", "target")
@@ -45,7 +46,7 @@ def unseen_text(module: ModuleType, where: str) -> str:
     ----------
     where : the file as a person wrote it.
     """
-    parsed = ast.parse(_source(module))
+    parsed = ast.parse(source_of(module))
     missing = [name for name in (MODEL, BATCH) if not hasattr(module, name)]
     for statement in parsed.body:
         made = [name for name in missing if name in _assigned(statement)]
@@ -60,24 +61,6 @@ def unseen_text(module: ModuleType, where: str) -> str:
     return ""
 
 
-def give_something(module: ModuleType) -> set[str]:
-    """The names of the functions that return a value, by the text of the file."""
-    return {
-        one.name
-        for one in ast.walk(ast.parse(_source(module)))
-        if isinstance(one, ast.FunctionDef)
-        and any(isinstance(part, ast.Return) and part.value is not None for part in _own(one))
-    }
-
-
-def _source(module: ModuleType) -> str:
-    """The text of the file; empty for a module that has none, such as a compiled one."""
-    try:
-        return inspect.getsource(module)
-    except (OSError, TypeError):
-        return ""
-
-
 def _is_of_scripts(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
 
@@ -85,14 +68,6 @@ def _is_of_scripts(statement: ast.stmt) -> bool:
 def _assigned(statement: ast.stmt) -> set[str]:
     return {
         part.id
-        for part in _own(statement)
+        for part in own_parts(statement)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
     }
-
-
-def _own(statement: ast.AST) -> Iterator[ast.AST]:
-    """What is written in a statement, but not in the functions and classes inside it."""
-    for part in ast.iter_child_nodes(statement):
-        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield part
-            yield from _own(part)
