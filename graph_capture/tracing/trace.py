@@ -37,7 +37,7 @@ from remat.graph_capture.shapes.signature import (
     ranged_signature,
     refuse_beside_ranges,
 )
-from remat.graph_capture.tracing.given import require_form
+from remat.graph_capture.tracing.given import not_taken, require_form
 from remat.graph_capture.tracing.mixed_precision import inputs_cast
 from remat.graph_capture.tracing.one_trace import Trace, trace_once
 from remat.graph_capture.tracing.recipe import (
@@ -143,7 +143,13 @@ def trace(
         split="none" if split is None and (dynamic or sharding.kind != "none") else split,
         hand_over=handing,
     )
-    done = trace_recipe(model, recipe)
+    try:
+        done = trace_recipe(model, recipe)
+    except CaptureError as error:
+        why = not_taken(model, args, kwargs, loss_fn, target)
+        if isinstance(error.cause, TypeError) and why:
+            raise CaptureError(why).caused_by(error) from None
+        raise
     keep_recipe(model, done.graph.hash, done.recipe)
     return done
 
