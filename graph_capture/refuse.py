@@ -15,11 +15,10 @@ from torch.nn.modules import module as torch_modules
 
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
-from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.errors import CaptureError, DeviceError, option
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
-from remat.graph_capture.option_names import option
 from remat.graph_capture.over_ranks.dtensors import is_distributed, is_sharded_by_fsdp
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,

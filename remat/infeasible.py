@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.formats import budget_text, bytes_text
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import option
 from remat.solver.result import INTERRUPTED, OUT_OF_TIME, Result
 
 

@@ -20,9 +20,8 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.errors import RewriteError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.schedules.kept_in_forward import kept_occurrences
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid

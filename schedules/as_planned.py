@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from remat.graph_capture.derived.kept_with import kept_with
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.graph_capture.option_names import option
 from remat.schedules.schedule import Pieces, Schedule
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation

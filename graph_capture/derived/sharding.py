@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import DeviceError, option
 
 ShardingKind = Literal["none", "ddp", "zero1", "replicate", "fsdp2"]
 _KINDS: tuple[str, ...] = get_args(ShardingKind)

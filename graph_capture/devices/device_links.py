@@ -19,10 +19,9 @@ from remat.graph_capture.devices.device_table import (
     table_name,
 )
 from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
-from remat.graph_capture.errors import DeviceError, TextError
+from remat.graph_capture.errors import DeviceError, TextError, option
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.option_names import option
 
 
 class _OfProfile(msgspec.Struct):

@@ -19,8 +19,7 @@ from pathlib import Path
 import msgspec
 
 from remat.graph_capture.devices.rank_links import RankLinks
-from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import DeviceError, option
 
 CPU, CUDA = "cpu", "cuda"
 MODELLED = "modelled"

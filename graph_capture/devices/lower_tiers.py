@@ -11,8 +11,7 @@ from typing import NamedTuple, SupportsIndex
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.devices.sizes import whole_bytes, written_bytes
-from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.unnamed_files.host_folder import (
     free_on_drive_bytes,
     host_folder,

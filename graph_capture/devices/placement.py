@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_device, is_cuda
-from remat.graph_capture.errors import CaptureError, DeviceError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import CaptureError, DeviceError, option
 
 HOST = (CPU, "meta")
 """Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""

@@ -22,10 +22,9 @@ from remat.graph_capture.devices.link_speeds import (
     LinkSpeeds,
 )
 from remat.graph_capture.devices.lower_tiers import LowerTiers
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
-from remat.graph_capture.option_names import option
 from remat.graph_capture.prices.price_cache import PriceCache
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.unnamed_files.host_folder import host_folder

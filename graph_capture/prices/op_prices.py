@@ -17,11 +17,10 @@ from torch import fx
 from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.devices.meter import Meter, Run
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.memory_events import RegionMemory
-from remat.graph_capture.option_names import option
 from remat.graph_capture.over_ranks.alone import alone
 from remat.graph_capture.over_ranks.collectives import on_this_rank
 from remat.graph_capture.prices.op_times import times_us

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from torch import fx
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.graph_capture.option_names import option
 from remat.graph_capture.splitting.regions import COUNTS, Found
 from remat.graph_capture.splitting.work import captured_ops, workspace_bytes
 

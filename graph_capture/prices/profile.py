@@ -22,12 +22,11 @@ from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.link_speeds import LinkSpeeds, are_speeds
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
-from remat.graph_capture.errors import ProfileError, TextError
+from remat.graph_capture.errors import ProfileError, TextError, option
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph_rules import are_figures
 from remat.graph_capture.joint.nodes import target_name
-from remat.graph_capture.option_names import option
 from remat.graph_capture.prices.op_work import Work
 from remat.graph_capture.prices.price_cache import Price, WholeStep, are_times, is_price
 

@@ -70,7 +70,7 @@ class CodeThatRan:
     def own_codes(self) -> list[CodeType]:
         """Code of neither torch, Python's own library nor ours, all of which write for others."""
         codes = list(self._codes.values())  # more may run meanwhile
-        return [code for code in codes if not _is_of_library(code)]
+        return [code for code in codes if not _writes_for_others(code)]
 
     @contextlib.contextmanager
     def recorded(self) -> Generator[None]:
@@ -115,7 +115,7 @@ class CodeThatRan:
         )
 
 
-def _is_of_library(code: CodeType) -> bool:
+def _writes_for_others(code: CodeType) -> bool:
     file = code.co_filename
     is_standard = file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
     is_of_dataclass = (file, code.co_name) == ("<string>", "__init__")

@@ -47,7 +47,7 @@ def writer_of(
         return Writer.FORWARD
     name = place.key if isinstance(place, (Entry, Slot)) else None
     own = ran.own_codes()
-    if any(name in code.co_names and name in _stored(code) for code in own):
+    if any(name in code.co_names and name in _names_stored_by(code) for code in own):
         return Writer.FORWARD
     if not reaches(place):
         return Writer.THREAD_ALONE
@@ -63,6 +63,6 @@ def other_threads() -> str:
     return ", ".join(sorted(one.name for one in threading.enumerate() if one is not own))
 
 
-def _stored(code: CodeType) -> set[object]:
+def _names_stored_by(code: CodeType) -> set[object]:
     found = dis.get_instructions(code)
     return {one.argval for one in found if one.opname.startswith(("STORE_", "DELETE_"))}

@@ -15,8 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.derived.sharding import Sharding
-from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.over_ranks.dtensors import is_distributed
 
 MASTER = torch.float32

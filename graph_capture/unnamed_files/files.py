@@ -19,8 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from remat.graph_capture.errors import TierError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES, UNSUPPORTED, SharedFile
 
 HOST_FOLDER = "REMAT_OFFLOAD"

@@ -26,9 +26,8 @@ from remat.cli.terminal import (
 )
 from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files.contents import check_writable, write_contents
-from remat.graph_capture.option_names import named_as_flags
 from remat.job.stopwatch import Shown, Stopwatch
 from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import INTERRUPTED

@@ -18,8 +18,7 @@ from torch import nn
 from remat.budgets import parse_budget
 from remat.compile.target_search import fastest_within
 from remat.formats import budget_text, bytes_text
-from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError

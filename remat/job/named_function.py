@@ -17,8 +17,13 @@ from types import ModuleType
 from typing import Any, cast
 
 from remat.graph_capture.errors import FactoryError
-from remat.job.by_text import returns_nothing, written_functions
-from remat.job.plain_file import MODEL, factory_of, unseen_text
+from remat.job.plain_file import (
+    MODEL,
+    factory_of,
+    returns_nothing,
+    unseen_text,
+    written_functions,
+)
 
 DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""

@@ -10,8 +10,8 @@ import torch
 
 from remat.formats import bytes_text
 from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.graph_capture.splitting.regions import COUNTS, Found, regions_asked
 from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.one_trace import Trace

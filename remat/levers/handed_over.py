@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import CaptureError, option
 from remat.levers.refused_updates import refuse_parts, require_own_storages
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ import msgspec
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.device_table import CPU, device_table, is_in_table
 from remat.graph_capture.devices.lower_tiers import lower_tiers
-from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError
+from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.links import Link, Links
 from remat.graph_capture.optimizer_step.update import MOMENTS, StateKind
-from remat.graph_capture.option_names import option
 
 if TYPE_CHECKING:
     from torch import nn

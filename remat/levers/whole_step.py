@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from remat.budgets import parse_budget
 from remat.formats import bytes_text
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.optimizer_step.update import Update
-from remat.graph_capture.option_names import option
 from remat.levers.step_request import StepRequest
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule

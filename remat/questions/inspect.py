@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from remat.graph_capture.errors import GlobError
+from remat.graph_capture.errors import GlobError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.questions.inspection import By, Inspection
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import option
 from remat.questions.tables import (
     plain_table,
     rendered,

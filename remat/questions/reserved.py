@@ -13,9 +13,8 @@ from remat.graph_capture.devices.device_table import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError
+from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.infeasible import infeasible_text
 from remat.schedules.buffers import buffers_of
 from remat.schedules.reserved import (

@@ -9,9 +9,8 @@ import msgspec
 
 from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.price import GibPrice

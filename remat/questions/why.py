@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.questions.solved_options import PINS, asked_again, pins_of, planned
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule

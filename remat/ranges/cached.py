@@ -39,7 +39,7 @@ def planned_over(
     why, too_large = "", None
     while True:
         try:
-            planned, failed = _narrowed(sizes.wanted(batch), batch, make)
+            planned, failed = _within_guards(sizes.wanted(batch), batch, make)
         except TooLargeError as error:
             planned, failed, too_large = None, "", too_large or error
         if planned is not None:
@@ -60,7 +60,7 @@ def planned_over(
     return None
 
 
-def _narrowed(
+def _within_guards(
     wanted: Wanted, batch: Any, make: Callable[..., RangedModule]
 ) -> tuple[RangedModule | None, str]:
     """A plan for the ranges that are wanted, or parts of them; else None, and why not."""

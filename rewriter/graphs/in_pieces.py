@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.errors import RewriteError, ScheduleError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.splitting.regions import AND, COUNTS, find_regions
 from remat.graph_capture.splitting.same_bits import is_known_to_give_them

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.errors import TierError
-from remat.graph_capture.option_names import option
+from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.unnamed_files.endings import Ending
 from remat.rewriter.tiers.copying import Copy
 

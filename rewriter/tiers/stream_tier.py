@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.errors import TierError
+from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.links import Links
-from remat.graph_capture.option_names import option
 from remat.graph_capture.unnamed_files.files import File, Folder
 from remat.graph_capture.unnamed_files.host_folder import host_folder
 from remat.rewriter.tiers.copying import Copy, link_thread

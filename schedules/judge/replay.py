@@ -7,9 +7,9 @@ where it is broken. The rules of order stand in `order.py`, the clocks in `clock
 
 from __future__ import annotations
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.links import TIERS, WAYS, Links, Tier
-from remat.graph_capture.option_names import option
 from remat.schedules.judge.clocks import Clocks
 from remat.schedules.judge.order import Order, refuse
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step

@@ -23,9 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.schedules.schedule import Schedule
 from remat.solver.chains.binomial import binomial_actions, mixed_actions
 from remat.solver.chains.chain import Action, Chain

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
-from remat.graph_capture.option_names import option
 from remat.solver.offload.arrivals import Base
 from remat.solver.offload.placing import place_copies
 from remat.solver.offload.released import Choice, Saved

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.solver.result import Result
 from remat.solver.table import solver_class
 

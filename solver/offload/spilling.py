@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.links import Link, Links
-from remat.graph_capture.option_names import option
 from remat.schedules.schedule import Fetch, Free, Offload, Step
 from remat.solver.offload.arrivals import Bytes
 from remat.solver.offload.trips import (

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_names import option
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import OUT_OF_TIME, Result
 from remat.solver.table import make_solver

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import remat
-from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.option_names import named_as_flags
+from remat.graph_capture.errors import BudgetError, named_as_flags
 from remat.graph_capture.splitting.regions import Found
 from remat.levers import by_tolerance
 
