@@ -1,12 +1,32 @@
-"""Errors that a user can meet. Each says what was found, where, and what to do."""
+"""Errors that a user can meet. Each says what was found, where, and what to do.
+
+Their texts name options as the user gives them: Python's arguments, or flags where the command line
+asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Self
 
 
 class RematError(Exception):
-    """Base of all errors that remat raises on purpose."""
+    """Base of all errors that remat raises on purpose.
+
+    Attributes
+    ----------
+    cause : where a trace failed, the error that ended it, with the frames of torch and of the
+        model. A traceback leaves them out, as they are some hundred lines.
+    """
+
+    cause: Exception | None = None
+
+    def caused_by(self, error: Exception) -> Self:
+        """The same error, which keeps `error` as its cause and says so below its traceback."""
+        self.cause = error.cause or error if isinstance(error, RematError) else error
+        self.add_note("The frames of torch and of the model are at the `cause` of this error.")
+        return self
 
 
 class GraphError(RematError):
@@ -127,3 +147,35 @@ class GlobError(RematError):
 
 class AgreementError(RematError):
     """Ranks that are to follow one plan do not have the same step."""
+
+
+_FLAGS = {"time_limit_s": "--time-limit", "sharding": "--shard"}
+"""Where a flag is not the name of the argument with dashes."""
+_command_lines: list[str] = []
+"""One for each command that runs in this process: of the process, as solves run in threads."""
+
+
+@contextlib.contextmanager
+def named_as_flags() -> Generator[None]:
+    """Have errors name flags meanwhile, as a command line was given."""
+    _command_lines.append("")
+    try:
+        yield
+    finally:
+        _command_lines.pop()
+
+
+def option(name: str, value: object = None) -> str:
+    """``budget='8GiB'`` for Python, and ``--budget 8GiB`` for the command line.
+
+    Parameters
+    ----------
+    name : of Python's argument. value : None where it is up to the user; True for what is only on.
+    """
+    if not _command_lines:
+        return f"{name}=" if value is None else f"{name}={value!r}"
+    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    if value is None or value is True:
+        return flag
+    shown = f"'{value}'" if set(str(value)) & set("* ?<>") else str(value)
+    return f"{flag} {shown}"

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_modules
 
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
-from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.errors import CaptureError, DeviceError, option
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
@@ -62,7 +62,8 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
         if needs_storage and parameter.is_meta:
             raise CaptureError(
                 f"parameter {path} is on the meta device, and the ops are to run here: build the "
-                "model with storage, or plan for another device by name, such as device='h100'"
+                "model with storage, or plan for another device by name, such as "
+                f"{option('device', 'h100')}"
             )
         check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():

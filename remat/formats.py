@@ -21,6 +21,18 @@ def bytes_pair(predicted: int, measured: int | None) -> str:
     return f"{left} | {right} {unit}"
 
 
+def budget_text(size_bytes: int) -> str:
+    """The least budget of three digits that holds so many bytes: ``118MiB``, ``12.7MiB``, ``36B``.
+
+    It is written as a user gives it, and is at most 1 % more.
+    """
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size_bytes >= unit:
+            parts = 100 if size_bytes < 10 * unit else 10 if size_bytes < 100 * unit else 1
+            return f"{-(-size_bytes * parts // unit) / parts:g}{name}"
+    return f"{size_bytes}B"
+
+
 def _scaled(size_bytes: float, largest: float) -> tuple[str, str]:
     if abs(largest) >= GIB:
         return f"{size_bytes / GIB:.2f}", "GiB"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from remat.formats import bytes_text
+from remat.formats import budget_text, bytes_text
+from remat.graph_capture.errors import option
 from remat.solver.result import INTERRUPTED, OUT_OF_TIME, Result
 
 
@@ -27,11 +28,11 @@ def infeasible_text(result: Result) -> str:
             for item in result.held_at_peak[:3]
         ]
     )
-    least_mib = -(-least // 2**20)
+    ways = [text for text in (result.otherwise, option("budget", budget_text(least))) if text]
     return (
         f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {held}. {_floor_text(result)}Try --budget {least_mib}MiB, "
-        "a smaller batch, or --budget min"
+        f"reach; its peak is held by {held}. {_floor_text(result)}Try {', '.join(ways)}, "
+        f"a smaller batch, or {option('budget', 'min')}"
     )
 
 

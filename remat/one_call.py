@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.shapes.ranges import Dynamic
+    from remat.graph_capture.tracing.one_trace import Trace
     from remat.graph_capture.tracing.recipe import Split
     from remat.rewriter.user_module.ranged import RangedModule
 
@@ -235,6 +237,7 @@ def rematerialize(
     from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
+    from remat.levers.by_tolerance import naming_tolerance
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.schedules.before_sharding import before_sharding
@@ -272,15 +275,22 @@ def rematerialize(
         if compile:
             refuse_compiled_dtensors(model)
 
+        def priced(one: Trace) -> TrainingGraph:
+            graph = price_for(one, profile=known, tiers=tiers)
+            return on_one_rank(graph, sharding, is_rewritten=True)
+
+        solved: Any = functools.partial(solve, solver=solver, time_limit_s=time_limit_s, **asked)
+
         def at(target: str | SupportsIndex) -> Solved:
-            priced = price_for(traced, profile=known, tiers=tiers)
-            graph = on_one_rank(priced, sharding, is_rewritten=True)
-            return Solved(graph, solve(graph, target, solver, time_limit_s, **asked))
+            graph = priced(traced)
+            return Solved(graph, solved(graph, target))
 
         def make() -> Solved:
             found = at(budget)
             if found.result.schedule is None:
-                raise BudgetError(infeasible_text(found.result))
+                again = functools.partial(solved, budget=found.result.budget_bytes)
+                lost = naming_tolerance(found.result, traced, found.graph, priced, again)
+                raise BudgetError(infeasible_text(lost))
             return with_fitting_code(traced, at, found, budget) if compile else found
 
         ranks.require_same_step(traced.graph.hash)

@@ -117,8 +117,8 @@ class PlanCache(SharedState, nn.Module):
                 stacklevel=7,
             )
         planned = cls._remat_over_range(batch)
+        signature = cls._remat_signature(batch)  # its sizes may turn out to vary otherwise
         if planned is None:
-            signature = cls._remat_signature(batch)  # its sizes may turn out to vary in no plan
             names = {name for error in changed for name in error.numbers}
             planned = cls._remat_numbers.planned(
                 names, functools.partial(cls._remat_planned, args, kwargs, target)

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.errors import RewriteError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.kept_in_forward import kept_occurrences
 from remat.schedules.schedule import Schedule
@@ -105,7 +105,7 @@ def checkpoint_policy(
     if schedule.pieces:
         raise RewriteError(
             f"this plan runs {schedule.pieces[0].region} in pieces, which torch's checkpointing "
-            "cannot: train with remat.rewrite, or plan with split='none'"
+            f"cannot: train with remat.rewrite, or plan with {option('split', 'none')}"
         )
     require_valid(graph, schedule)
     if schedule.moves:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from remat.graph_capture.derived.kept_with import kept_with
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
 from remat.schedules.schedule import Pieces, Schedule
 
@@ -71,7 +71,7 @@ def choice_of(graph: TrainingGraph, wanted: Pieces) -> Choice:
         raise ScheduleError(
             f"this plan runs {wanted.region} in {wanted.pieces} pieces, and the graph has no "
             "region of that name: capture it with the split that the plan was made with, such as "
-            "split='exact'"
+            f"{option('split', 'exact')}"
         )
     for choice in region.choices:
         if (choice.pieces, choice.exact) == (wanted.pieces, wanted.exact):

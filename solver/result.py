@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import simulate
@@ -18,7 +19,6 @@ INTERRUPTED = "interrupted"
 """How the message of a solve begins that Ctrl-C ended."""
 OUT_OF_TIME = "the time limit of"
 """How the message of a solve begins that the clock ended before it had a schedule that fits."""
-LONGER = "allow a longer one (time_limit_s, --time-limit)"
 NONE_FITS = "no schedule fits"
 """How the message of a solve begins that has proved it."""
 KNOWN = "bytes are known to do"
@@ -53,6 +53,7 @@ class Result(msgspec.Struct, frozen=True):
     least_bound_bytes : where infeasible, no schedule has a lower peak; 0 where not sought.
     floor : None unless the budget is below it. What any schedule in captured order needs that
         never computes an output of the step again: the op that sets it, and the bytes.
+    otherwise : where infeasible, what else would lower the peak, in words; empty where not sought.
     attention : where something runs again, how much of attention does; None without any.
     message : what to say to the user beyond the figures.
     """
@@ -71,6 +72,7 @@ class Result(msgspec.Struct, frozen=True):
     held_at_peak: tuple[Holding, ...] = ()
     least_bound_bytes: int = 0
     floor: Holding | None = None
+    otherwise: str = ""
     attention: Attention | None = None
     message: str = ""
 
@@ -166,8 +168,9 @@ def naming_the_limit(result: Result, time_limit_s: float) -> Result:
     is_late = result.schedule is None and result.status == "time limit"
     if not is_late or result.message.startswith(INTERRUPTED) or TOO_LARGE in result.message:
         return result
-    text = f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: {LONGER}"
-    named, longer, rest = result.message.partition(LONGER)
+    ask = f"allow a longer one ({option('time_limit_s')})"
+    text = f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: {ask}"
+    named, longer, rest = result.message.partition(ask)
     is_named = longer and named.startswith(OUT_OF_TIME)
     rest = rest.removeprefix(". ") if is_named else result.message
     return msgspec.structs.replace(result, message=f"{text}. {rest}" if rest else text)

@@ -94,6 +94,7 @@ def main() -> None:
     model, args = case["model"], case["args"]
     trained = sum(p.nbytes for p in model.parameters())
     print(f"parameters and gradients: {trained / MIB:.1f} MiB each")
+    print(f"least peaks known after {SOLVE_S:.0f} s of search")
     print(f"{'peak, MiB':20s}     eager      plan predicted   equal after ten steps")
     print(accumulating_row(model, args))
     for name in OPTIMIZERS:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.errors import DeviceError, option
 
 ShardingKind = Literal["none", "ddp", "zero1", "replicate", "fsdp2"]
 _KINDS: tuple[str, ...] = get_args(ShardingKind)
@@ -80,18 +80,18 @@ class Sharding:
         if self.kind != "none" and self.world_size < 2:
             raise DeviceError(
                 f"sharding {self.kind} over {self.world_size} rank: name the number of ranks, "
-                "world_size=2 or more (--world-size)"
+                f"{option('world_size', 2)} or more"
             )
         if self.kind == "none" and self.world_size != 1:
             raise DeviceError(
-                f"{self.world_size} ranks and no sharding: choose {_listed(_KINDS[1:], 'or')} "
-                "(--shard)"
+                f"{self.world_size} ranks and no {option('sharding')}: choose "
+                f"{_listed(_KINDS[1:], 'or')}"
             )
-        for option in fields(self):
-            takers = _TAKEN_BY.get(option.name, _KINDS)
-            if self.kind not in takers and getattr(self, option.name) != option.default:
+        for field in fields(self):
+            takers = _TAKEN_BY.get(field.name, _KINDS)
+            if self.kind not in takers and getattr(self, field.name) != field.default:
                 raise DeviceError(
-                    f"sharding {self.kind} has no {option.name}: leave it out, or choose "
+                    f"sharding {self.kind} has no {field.name}: leave it out, or choose "
                     f"{_listed(takers, 'or')}"
                 )
         self._require_even_groups()
@@ -113,14 +113,15 @@ class Sharding:
         keep = self.reshard_after_forward
         if keep is not None and not isinstance(keep, bool) and (keep < 2 or shards % keep):
             raise DeviceError(
-                f"reshard_after_forward={keep} does not divide a shard group of {shards} ranks: "
-                "choose a number from 2 up that does, or no (False) to keep parameters whole"
+                f"{option('reshard_after_forward', keep)} does not divide a shard group of "
+                f"{shards} ranks: choose a number from 2 up that does, or no (False) to keep "
+                "parameters whole"
             )
         least = shards if self.kind == "fsdp2" else 2
         over = self.states_over
         if over and (over < least or over % shards or self.world_size % over):
             raise DeviceError(
-                f"states_over={over} ranks: choose a multiple of {least} that divides "
+                f"{option('states_over', over)} ranks: choose a multiple of {least} that divides "
                 f"{self.world_size} ranks"
             )
 

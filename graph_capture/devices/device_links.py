@@ -19,7 +19,7 @@ from remat.graph_capture.devices.device_table import (
     table_name,
 )
 from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
-from remat.graph_capture.errors import DeviceError, TextError
+from remat.graph_capture.errors import DeviceError, TextError, option
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
 
@@ -69,7 +69,7 @@ def stated_links(device: str, node_size: int) -> RankLinks:
     if device not in known:
         raise DeviceError(
             f"no links between {device} GPUs are known: choose {', '.join(known)}, "
-            "or give a file of measured ones with --links"
+            f"or give a file of measured ones by {option('links')}"
         )
     return msgspec.structs.replace(links_between_ranks(device), node_size=node_size)
 

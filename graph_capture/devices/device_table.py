@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from remat.graph_capture.devices.rank_links import RankLinks
-from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.errors import DeviceError, option
 
 CPU, CUDA = "cpu", "cuda"
 MODELLED = "modelled"
@@ -198,7 +198,7 @@ def check_measured(device: str) -> None:
     if is_in_table(device):
         raise DeviceError(
             f"{device} is planned for by model, and a profile is measured: on a machine that has "
-            "one, with device='cuda'"
+            f"one, with {option('device', 'cuda')}"
         )
 
 
@@ -208,7 +208,8 @@ def _check_cuda(name: str) -> None:
     if not torch.cuda.is_available():
         raise DeviceError(
             "a CUDA device is not here: this torch sees none. Plan for a model of it by name, "
-            f"such as device='h100' ({', '.join(device_table().devices)}), or for device='cpu'"
+            f"such as {option('device', 'h100')} ({', '.join(device_table().devices)}), or for "
+            f"{option('device', CPU)}"
         )
     here = [f"{CUDA}:{i}" for i in range(torch.cuda.device_count())]
     if name not in (CUDA, *here):

@@ -11,7 +11,7 @@ from typing import NamedTuple, SupportsIndex
 from remat.graph_capture.devices.device_table import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.devices.sizes import whole_bytes, written_bytes
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.unnamed_files.host_folder import (
     free_on_drive_bytes,
     host_folder,
@@ -51,8 +51,8 @@ def lower_tiers(
         return None
     if host is None:
         raise BudgetError(
-            f"nvme={nvme!r} lies below the host, and what goes there passes through it: give "
-            "host='16GiB' too"
+            f"{option('nvme', nvme)} lies below the host, and what goes there passes through it: "
+            f"give {option('host', '16GiB')} too"
         )
     is_here = not is_in_table(device) if is_here is None else is_here
     if is_here and device == CPU:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.device_table import CPU, CUDA, check_device, is_cuda
-from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.errors import CaptureError, DeviceError, option
 
 HOST = (CPU, "meta")
 """Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
@@ -53,7 +53,8 @@ def check_placement(what: str, found: torch.device, device: str) -> None:
     if found.type not in HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
             f"{what} is on {found}, which this torch cannot run: move the model and the batch to "
-            "cpu, and plan for a model of the device by name, such as device='h100'"
+            "cpu, and plan for a model of the device by name, such as "
+            f"{option('device', 'h100')}"
         )
     if is_cuda(device) and str(found) != device:
         raise DeviceError(
@@ -63,7 +64,7 @@ def check_placement(what: str, found: torch.device, device: str) -> None:
     if not is_cuda(device) and found.type not in HOST:
         raise DeviceError(
             f"{what} is on {found}, and a step for {device} is captured on cpu: capture it with "
-            f"device='{found}', or move the model and the batch to cpu"
+            f"{option('device', str(found))}, or move the model and the batch to cpu"
         )
 
 

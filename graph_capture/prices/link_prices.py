@@ -22,7 +22,7 @@ from remat.graph_capture.devices.link_speeds import (
     LinkSpeeds,
 )
 from remat.graph_capture.devices.lower_tiers import LowerTiers
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Link, Links
 from remat.graph_capture.prices.price_cache import PriceCache
@@ -187,9 +187,9 @@ def _missing_text(title: str, nvme_path: str) -> str:
     if nvme_path:
         return (
             f"what is known of {title} has no links to {nvme_path}: measure them there, with "
-            f"remat profile MODEL --nvme {nvme_path} -o FILE, or leave out nvme="
+            f"remat profile MODEL --nvme {nvme_path} -o FILE, or leave out {option('nvme')}"
         )
     return (
         f"what is known of {title} has no links to its host: measure them there, with remat "
-        "profile MODEL -o FILE, or leave out host="
+        f"profile MODEL -o FILE, or leave out {option('host')}"
     )

@@ -17,7 +17,7 @@ from torch import fx
 from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.devices.meter import Meter, Run
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name
 from remat.graph_capture.memory_events import RegionMemory
@@ -103,7 +103,8 @@ def _said_if_short() -> Generator[None]:
             raise
         raise CaptureError(
             "memory ran out while the ops were measured: free some, take a smaller batch, or plan "
-            "with prices that are known (profile=, or a device of the table such as 'h100')"
+            f"with prices that are known ({option('profile')}, or a device of the table, "
+            f"{option('device', 'h100')})"
         ) from error
 
 
@@ -113,7 +114,7 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
         raise CaptureError(
             f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
             f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
-            "the device by name, such as device='h100'"
+            f"the device by name, such as {option('device', 'h100')}"
         ) from error
 
 

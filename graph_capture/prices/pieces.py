@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from torch import fx
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
 from remat.graph_capture.splitting.regions import COUNTS, Found
 from remat.graph_capture.splitting.work import captured_ops, workspace_bytes
@@ -32,7 +33,7 @@ def with_regions(
         if one.is_asked and not region.choices and one.kinds == HEADS:
             warnings.warn(
                 f"the loss of {one.name} ({graph.name}) stays whole: in pieces, kernels give other "
-                "bits than eager here. split='tolerance' takes them",
+                f"bits than eager here. {option('split', 'tolerance')} takes them",
                 stacklevel=2,
             )
     return msgspec.structs.replace(graph, regions=tuple(one for one in regions if one.choices))

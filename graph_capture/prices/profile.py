@@ -22,7 +22,7 @@ from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.link_speeds import LinkSpeeds, are_speeds
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
-from remat.graph_capture.errors import ProfileError, TextError
+from remat.graph_capture.errors import ProfileError, TextError, option
 from remat.graph_capture.files.contents import read_contents
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.graph_rules import are_figures
@@ -126,7 +126,7 @@ def taken(needed: dict[str, fx.Node], profile: Profile, meter: Meter) -> Mapping
     if profile.device != kind:
         raise ProfileError(
             f"the profile is of {profile.device}, not of {shown}: "
-            f"plan for device={profile.device!r}"
+            f"plan for {option('device', profile.device)}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
     if missing and profile.title != meter.title:

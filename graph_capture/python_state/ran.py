@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ _BY_OTHER_THREADS = (
     ThreadPoolExecutor.submit.__code__,
 )
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
 """It reads code without running it."""
 _HOOKS_ARE_SET = (
@@ -56,8 +59,18 @@ class CodeThatRan:
     def is_all(self) -> bool:
         """Whether this is all code that ran, as far as can be known."""
         elsewhere = any(code in self for code in _BY_OTHER_THREADS)
-        is_read = any(code.co_filename == _DYNAMO for code in self._codes.values())
+        is_read = any(code.co_filename == _DYNAMO for code in list(self._codes.values()))
         return self._is_seen and not elsewhere and not is_read
+
+    @property
+    def count(self) -> int:
+        """How many have run so far."""
+        return len(self._codes)
+
+    def own_codes(self) -> list[CodeType]:
+        """Code of neither torch, Python's own library nor ours, all of which write for others."""
+        codes = list(self._codes.values())  # more may run meanwhile
+        return [code for code in codes if not _writes_for_others(code)]
 
     @contextlib.contextmanager
     def recorded(self) -> Generator[None]:
@@ -77,7 +90,7 @@ class CodeThatRan:
         finally:
             self._goes_on = True
             self.stop()
-            if self._is_seen and self._may_run_in_backward():
+            if self._is_seen and self.may_run_in_backward():
                 self._goes_on = True
                 sys.settrace(self._note)
 
@@ -90,7 +103,8 @@ class CodeThatRan:
             self._is_seen = False
         self._goes_on = False
 
-    def _may_run_in_backward(self) -> bool:
+    def may_run_in_backward(self) -> bool:
+        """Whether backward may run code of the user's: hooks, and functions of autograd."""
         forwards = (getattr(kind.forward, "__code__", None) for kind in _functions_of_autograd())
         if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
             return True
@@ -99,6 +113,13 @@ class CodeThatRan:
             and not code.co_filename.startswith(_TORCH)
             for code in self._codes.values()
         )
+
+
+def _writes_for_others(code: CodeType) -> bool:
+    file = code.co_filename
+    is_standard = file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
+    is_of_dataclass = (file, code.co_name) == ("<string>", "__init__")
+    return is_standard or is_of_dataclass or file.startswith((_TORCH, _OURS))
 
 
 def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:

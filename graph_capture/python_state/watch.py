@@ -25,6 +25,7 @@ from remat.graph_capture.python_state.places import (
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.reachable import Walk
 from remat.graph_capture.python_state.watched_dicts import Watched, WatchedDicts
+from remat.graph_capture.python_state.writers import Writer, writer_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class Change:
     before: Any
     now: Any
     place: Place | Hidden | Stream
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The places that some code may read: `keys` of them, and names `absent` by namespace."""
+
+    keys: set[tuple[int, Any]]
+    absent: dict[int, set[str]]
+
+    def holds(self, place: Place | Hidden) -> bool:
+        """Whether it is one of them."""
+        holder, name = _key(place)
+        # An item of a dictionary that has grown is read where the dictionary is.
+        is_known = (holder, name) in self.keys or (holder, None) in self.keys
+        return is_known or name in self.absent.get(holder, ())
 
 
 class PythonState:
@@ -55,6 +71,8 @@ class PythonState:
         self.grown: list[Contents] = []
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None
+        self.ran: CodeThatRan | None = None
+        self._reached: tuple[int, Reach] | None = None
 
     def reads(self, space: dict[str, Any], name: str) -> bool:
         """Whether code may load that name of the instance whose ``__dict__`` this is."""
@@ -84,14 +102,33 @@ class PythonState:
         """What an instance had from its class before it had a value of its own."""
         return getattr(self._kinds.get(id(space)), name, MISSING)
 
+    def writer(self, place: Place | Hidden | Stream, *, in_backward: bool = False) -> Writer:
+        """Who has changed a place while `ran` was noted.
+
+        Parameters
+        ----------
+        in_backward : which may run hooks in a thread of its own.
+        """
+        ran = self.ran
+        if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
+            return Writer.FORWARD
+        return writer_of(place, ran, lambda one: self._reach(ran).holds(one))
+
     def restore(self) -> None:
-        """Put all places back, empty caches that were filled, and remove what appeared."""
+        """Put all places back, empty caches that were filled, and remove what appeared.
+
+        What another thread has written stays.
+        """
         for place in self.places:
-            if isinstance(place, Contents) or place.now() is not place.value:
+            now = place.now()
+            if not is_same(now, place.value) and self.writer(place) is not Writer.FORWARD:
+                continue
+            if isinstance(place, Contents) or now is not place.value:
                 place.put(place.value)
         for _, space, names in self.watched:
             for name in space.keys() & names:
-                del space[name]
+                if self.writer(Entry(name, space, name, MISSING)) is Writer.FORWARD:
+                    del space[name]
         for one in self.streams:
             one.put_back()
         for cache, before in zip(self.caches, self._caches_before, strict=True):
@@ -125,26 +162,28 @@ class PythonState:
 
     def compare_what_ran(self, ran: CodeThatRan) -> None:
         """Compare no more than the code that ran may read."""
+        reach = self._reach(ran)
+        self.places = [place for place in self.places if reach.holds(place)]
+        self.watched = [
+            (text, space, absent & reach.absent[id(space)])
+            for text, space, absent in self.watched
+            if id(space) in reach.absent
+        ]
+        self._test = None
+
+    def _reach(self, ran: CodeThatRan) -> Reach:
+        """The places that the code that ran may read."""
+        if self._reached is not None and self._reached[0] == ran.count:
+            return self._reached[1]
         found = Walk(*self._roots, ran).found
         # At an earlier call the rest of such a function ran too.
         behind = Walk(nn.Module(), found.behind_caches).found
-        places, watched = (*found.places, *behind.places), (*found.watched, *behind.watched)
-        keys = {_key(place) for place in places}
+        keys = {_key(place) for place in (*found.places, *behind.places)}
         names: dict[int, set[str]] = {}
-        for _, space, absent in watched:
+        for _, space, absent in (*found.watched, *behind.watched):
             names[id(space)] = names.get(id(space), set()) | absent
-        self.places = [
-            # An item of a dictionary that has grown is read where the dictionary is.
-            place
-            for place in self.places
-            if not keys.isdisjoint((_key(place), (_key(place)[0], None)))
-        ]
-        self.watched = [
-            (text, space, absent & names[id(space)])
-            for text, space, absent in self.watched
-            if id(space) in names
-        ]
-        self._test = None
+        self._reached = ran.count, Reach(keys, names)
+        return self._reached[1]
 
     def compare_items_of(self, places: Iterable[Contents]) -> None:
         """Compare what these dictionaries hold, and nothing that they are given later."""

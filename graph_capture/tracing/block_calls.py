@@ -89,7 +89,7 @@ def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn
         try:
             refuse_module(block, device)
         except CaptureError as error:
-            raise CaptureError(f"block {path}: {error}") from error
+            raise CaptureError(f"block {path}: {error}").caused_by(error) from None
     return found
 
 

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.derived.sharding import Sharding
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.over_ranks.dtensors import is_distributed
 
 MASTER = torch.float32
@@ -43,9 +43,9 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != MASTER:
             raise CaptureError(
-                f"parameter {path} is {_short(parameter.dtype)}, and a plan with param_dtype="
-                f"'{sharding.param_dtype}' is for parameters held in {_short(MASTER)}: call "
-                f"model.float() first, or leave param_dtype out and the policy's too"
+                f"parameter {path} is {_short(parameter.dtype)}, and a plan with "
+                f"{option('param_dtype', sharding.param_dtype)} is for parameters held in "
+                f"{_short(MASTER)}: call model.float() first, or leave it out and the policy's too"
             )
     try:
         for parameter, data in held:

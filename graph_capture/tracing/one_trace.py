@@ -134,6 +134,7 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
+        state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
         step = StepModule(model, recipe.loss_fn, writes, ran)
         if ran is not None:

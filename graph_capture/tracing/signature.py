@@ -25,11 +25,32 @@ OTHER_SHAPE = (
     "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
     "or make another plan for this one"
 )
+OTHER_DIMENSIONS = (
+    "A plan holds for one number of dimensions: pass as many, or make another plan for these"
+)
 OTHER_DTYPE = (
     "A plan holds for one dtype, and something casts later, as FSDP's MixedPrecisionPolicy does. "
     "Plan for what it casts to, by remat.Sharding(..., param_dtype=...). Or leave the policy out; "
     "and plan and train within torch.autocast, or plan model.to({dtype})"
 )
+OTHER_KIND = "A plan holds for one dtype: pass it .to({dtype}), or make another plan for this one"
+OTHER_DEVICE = "A plan holds for one device: pass it .to({device!r}), or make another plan there"
+OTHER_LAYOUT = (
+    "A plan holds for one layout in memory: pass it {way}, or make another plan for this one"
+)
+NEEDS_GRADIENT = (
+    "This plan makes no gradient of it: pass .detach() of it; or, if you want its gradient, make "
+    "another plan with an input that requires grad"
+)
+NEEDS_NONE = (
+    "This plan makes a gradient of it: call .requires_grad_() on it, or make another plan with an "
+    "input that requires none"
+)
+OTHER_VALUE = (
+    "A plan holds for one value of what is no tensor: pass that one, or let remat.plan_cache make "
+    "a plan for each; what changes at every step should be a tensor"
+)
+NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this call"
 
 
 class Signature:
@@ -80,23 +101,23 @@ class Signature:
         if spec != self.spec:
             raise SignatureError(
                 f"{model} was planned for arguments ({', '.join(self.names)}) and is called with "
-                "other ones. Call it as at capture, or capture and solve again"
+                f"other ones{_others_text(self.names, leaves, spec)}. Call it as at capture, or "
+                "capture and solve again"
             )
         for i, leaf in enumerate(leaves):
             planned = self.tensors[i]
             if planned is None:
                 if not is_same(leaf, self.others[i]):
-                    raise self._mismatch(i, repr(self.others[i]), repr(leaf), model)
+                    is_tensor = isinstance(leaf, Tensor)
+                    shown = _facts_text(tensor_facts(leaf)) if is_tensor else repr(leaf)
+                    raise self._mismatch(i, repr(self.others[i]), shown, model, OTHER_VALUE)
             elif not isinstance(leaf, Tensor):
-                raise self._mismatch(i, _facts_text(planned), repr(leaf), model)
+                raise self._mismatch(i, _facts_text(planned), repr(leaf), model, NO_TENSOR)
             elif (found := tensor_facts(leaf)) != planned:
-                is_cast = _is_cast(planned, found)
-                way = OTHER_DTYPE.format(dtype=found[2]) if is_cast else OTHER_SHAPE
+                way = _way_out(planned, found)
                 raise self._mismatch(i, _facts_text(planned), _facts_text(found), model, way)
 
-    def _mismatch(
-        self, i: int, planned: str, found: str, model: str, way: str = OTHER_SHAPE
-    ) -> SignatureError:
+    def _mismatch(self, i: int, planned: str, found: str, model: str, way: str) -> SignatureError:
         return SignatureError(
             f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. {way}"
         )
@@ -115,6 +136,34 @@ def _is_cast(planned: Facts, found: Facts) -> bool:
     """Whether the one is the other in another dtype of floating-point numbers."""
     is_float = planned[2].is_floating_point and found[2].is_floating_point
     return is_float and planned[2] != found[2] and planned[0] == found[0]
+
+
+def _way_out(planned: Facts, found: Facts) -> str:
+    """What to do about the first fact of a tensor that is not as planned."""
+    shape, stride, dtype, device, requires_grad = planned
+    if len(found[0]) != len(shape):
+        return OTHER_DIMENSIONS
+    if found[0] != shape:
+        return OTHER_SHAPE
+    if found[2] != dtype:
+        way = OTHER_DTYPE if _is_cast(planned, found) else OTHER_KIND
+        return way.format(dtype=found[2] if way is OTHER_DTYPE else dtype)
+    if found[3] != device:
+        return OTHER_DEVICE.format(device=str(device))
+    if found[1] != stride:
+        is_plain = stride == torch.empty(shape, device="meta").stride()
+        return OTHER_LAYOUT.format(way=".contiguous()" if is_plain else "laid out as at capture")
+    return NEEDS_NONE if requires_grad else NEEDS_GRADIENT
+
+
+def _others_text(planned: list[str], leaves: list[Any], spec: Any) -> str:
+    """Which arguments a call has that were not planned for, and the reverse."""
+    given = pytree.tree_unflatten(leaves, spec)
+    names = [argument_name(path) for path, _ in leaves_with_paths(given)]
+    more = [name for name in names if name not in planned]
+    less = [name for name in planned if name not in names]
+    parts = [f"with {', '.join(more)}"] * bool(more) + [f"without {', '.join(less)}"] * bool(less)
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _facts_text(facts: Facts) -> str:

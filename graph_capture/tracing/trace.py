@@ -37,7 +37,7 @@ from remat.graph_capture.shapes.signature import (
     ranged_signature,
     refuse_beside_ranges,
 )
-from remat.graph_capture.tracing.given import require_form
+from remat.graph_capture.tracing.given import not_taken, require_form
 from remat.graph_capture.tracing.mixed_precision import inputs_cast
 from remat.graph_capture.tracing.one_trace import Trace, trace_once
 from remat.graph_capture.tracing.recipe import (
@@ -143,7 +143,13 @@ def trace(
         split="none" if split is None and (dynamic or sharding.kind != "none") else split,
         hand_over=handing,
     )
-    done = trace_recipe(model, recipe)
+    try:
+        done = trace_recipe(model, recipe)
+    except CaptureError as error:
+        why = not_taken(model, args, kwargs, loss_fn, target)
+        if isinstance(error.cause, TypeError) and why:
+            raise CaptureError(why).caused_by(error) from None
+        raise
     keep_recipe(model, done.graph.hash, done.recipe)
     return done
 
@@ -170,7 +176,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             places,
             state,
             _probe(done, Log()),
-            lambda log: _probe(trace_once(model, done.recipe), log),
+            lambda log: _probe(_traced_once(model, done.recipe), log),
         )
     if isinstance(found, str):
         raise FloatInputError(
@@ -188,14 +194,26 @@ def _probe(done: Trace, log: Log) -> Probe:
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
+def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
+    """As `trace_once`, whose refusals have no frames of torch: those are of their cause."""
+    try:
+        return trace_once(model, recipe, ran)
+    except CaptureError as error:
+        refused = type(error)(*error.args)
+        vars(refused).update(vars(error))
+        cause = error.__cause__
+        raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
+
+
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            done = trace_once(model, dataclasses.replace(recipe, flags=flags), ran)
+            done = _traced_once(model, dataclasses.replace(recipe, flags=flags), ran)
         except CaptureError as error:
-            if error.__cause__ is None:  # refused by us, not by torch: no flag changes that
+            # What is refused by us, and not by torch, no flag changes.
+            if error.cause is None or isinstance(error.cause, CaptureError):
                 raise
             failed.append(error)
             continue
@@ -217,7 +235,7 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         raise first
     raise CaptureError(
         f"{first}. Traced as if it were compiled, it fails as well: {last}"
-    ) from first
+    ).caused_by(first)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:

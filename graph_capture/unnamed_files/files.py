@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from remat.graph_capture.errors import TierError
+from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES, UNSUPPORTED, SharedFile
 
 HOST_FOLDER = "REMAT_OFFLOAD"
@@ -107,7 +107,9 @@ class Folder:
 
     @property
     def _way_out(self) -> str:
-        where = "give nvme= another folder" if self.tier == "nvme" else f"set {HOST_FOLDER}"
+        where = (
+            f"give {option('nvme')} another folder" if self.tier == "nvme" else f"set {HOST_FOLDER}"
+        )
         return f"Make room or {where}, or solve without offloading"
 
     def file(self) -> SharedFile:

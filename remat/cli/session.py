@@ -26,7 +26,7 @@ from remat.cli.terminal import (
 )
 from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files.contents import check_writable, write_contents
 from remat.job.stopwatch import Shown, Stopwatch
 from remat.solver.interrupts import is_interrupted, one_job
@@ -160,7 +160,8 @@ class Session:
     def guarded(self) -> Generator[None]:
         """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
         abandon = None if self.as_json else self.abandon
-        with one_job(), interrupts_noted(abandon), each_warning_once(self.warn):
+        noted = interrupts_noted(abandon), each_warning_once(self.warn)
+        with named_as_flags(), one_job(), noted[0], noted[1]:
             with self._refusing():
                 yield
                 sys.stdout.flush()
@@ -181,6 +182,8 @@ class Session:
                 raise typer.Exit(STOPPED) from None
             raise
         except RematError as error:
+            if self.debug and error.cause is not None:
+                raise error from error.cause
             if self.debug:
                 raise
             self.fail(REFUSED, type(error).__name__, str(error))

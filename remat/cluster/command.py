@@ -19,6 +19,7 @@ from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
 from remat.solver.cluster.mesh import SCHEDULES, Asked
 
 CLUSTER_PANEL, FIX_PANEL = "Cluster and step", "Fix a choice"
+WITH_A_MODEL = "(required with a model)"
 
 
 def _given(flag: str, text: str, panel: str) -> typer.models.OptionInfo:
@@ -33,9 +34,15 @@ ModelOrClusterPlan = Annotated[
         show_default=False,
     ),
 ]
-Gpus = Annotated[int, _given("--gpus", "of the whole cluster", CLUSTER_PANEL)]
-Batch = Annotated[int, _given("--batch", "sequences of a step, over all GPUs", CLUSTER_PANEL)]
-Seq = Annotated[int, _given("--seq", "tokens of a sequence", CLUSTER_PANEL)]
+# No option of click's is required for a model and left out for a plan: the help says so itself.
+Gpus = Annotated[
+    int | None, _given("--gpus", f"of the whole cluster {WITH_A_MODEL}", CLUSTER_PANEL)
+]
+Batch = Annotated[
+    int | None,
+    _given("--batch", f"sequences of a step, over all GPUs {WITH_A_MODEL}", CLUSTER_PANEL),
+]
+Seq = Annotated[int | None, _given("--seq", f"tokens of a sequence {WITH_A_MODEL}", CLUSTER_PANEL)]
 OnDevice = Annotated[str, _given("--device", "a GPU of the table, such as h100", CLUSTER_PANEL)]
 NodeSize = Annotated[int, _given("--node-size", "GPUs of a node", CLUSTER_PANEL)]
 GpuBudget = Annotated[
@@ -75,9 +82,9 @@ RunnersUp = Annotated[
 def plan_cluster_verb(
     session: Session,
     model: ModelOrClusterPlan,
-    gpus: Gpus = 0,
-    batch: Batch = 0,
-    seq: Seq = 0,
+    gpus: Gpus = None,
+    batch: Batch = None,
+    seq: Seq = None,
     device: OnDevice = "h100",
     node_size: NodeSize = 8,
     budget: GpuBudget = "auto",
@@ -101,9 +108,10 @@ def plan_cluster_verb(
             require_world(plan, gpus, model)
         _show(session, plan, "")
         return
-    for flag, number in {"--gpus": gpus, "--batch": batch, "--seq": seq}.items():
-        if not number:
-            raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {flag}")
+    if not gpus or not batch or not seq:
+        required = {"--gpus": gpus, "--batch": batch, "--seq": seq}
+        missing = " and ".join(flag for flag, number in required.items() if not number)
+        raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {missing}")
     asked = Asked(tp, cp, pp, microbatch, chunks, shard, schedule)
     request = ClusterRequest(
         gpus, batch, seq, device, node_size, budget, links, asked, blocks, receive_ring

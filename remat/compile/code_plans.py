@@ -17,8 +17,8 @@ from torch import nn
 
 from remat.budgets import parse_budget
 from remat.compile.target_search import fastest_within
-from remat.formats import bytes_text
-from remat.graph_capture.errors import BudgetError
+from remat.formats import budget_text, bytes_text
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError
@@ -111,11 +111,11 @@ def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) 
         # What was asked for is what binds the code, not the target that it was reached by.
         result = msgspec.structs.replace(best.solved.result, budget_bytes=limit_bytes)
         return msgspec.structs.replace(best.solved, result=result)
-    least_mib = -(-min(peaks) // 2**20)
     raise BudgetError(
         f"compiled, no plan was found that keeps to {bytes_text(limit_bytes)}: the lowest peak of "
         f"Inductor's code for {len(peaks)} plans is {bytes_text(min(peaks))}. Give "
-        f'budget="{least_mib}MiB", or leave out compile=True, where the schedule\'s peak is kept'
+        f"{option('budget', budget_text(min(peaks)))}, or leave out compile=True, where the "
+        "schedule's peak is kept"
     )
 
 

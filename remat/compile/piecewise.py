@@ -22,7 +22,7 @@ from remat.compile.pieces import Whole, whole_of
 from remat.compile.report import CompiledPlan, remember
 from remat.compile.search import Candidate
 from remat.compile.shared_budget import Frame, SharedBudget
-from remat.formats import bytes_text
+from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
@@ -165,7 +165,7 @@ class PlannedPieces:
             "pieces into which DDP's buckets cut the model; "
             f"{bytes_text(self._held_bytes)} of it are parameters, buffers, inputs and what "
             "earlier graphs hold, and the gradients of later pieces count while an earlier one "
-            f'runs. Give options={{"budget": "{-(-least_bytes // 2**20)}MiB"}}, a smaller batch, '
+            f'runs. Give options={{"budget": "{budget_text(least_bytes)}"}}, a smaller batch, '
             '"budget": "min", a larger "replays" to look further, or torch._dynamo.config.'
             f"optimize_ddp = False, by which nothing is cut{_held_once(self._whole)}"
         )

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from remat.compile.given_up import warn_of_eager_ops
 from remat.compile.one_shape import libraries_bytes
 from remat.compile.whole_model import WholeModel
-from remat.formats import bytes_text
+from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.guards.compiled_autograd import refuse_compiled_autograd
@@ -189,7 +189,7 @@ class SharedBudget:
             f"the model breaks into {len(set(frames))} graphs, and graph {frames[highest][0]} "
             f"needs {bytes_text(peaks[highest])} with the parameters and gradients of those after "
             f"it, above the budget of {bytes_text(budget_bytes)}: it was planned before they were "
-            f'known. Give options={{"budget": "{-(-enough // 2**20)}MiB"}}, for which nothing need '
+            f'known. Give options={{"budget": "{budget_text(enough)}"}}, for which nothing need '
             "be computed again, or compile with fullgraph=True to find and remove the breaks"
         )
 

@@ -28,7 +28,7 @@ from remat.compile.options import CompileOptions
 from remat.compile.place import Place, Taken
 from remat.compile.search import CLOSE, Candidate, PlanSearch, is_good_enough
 from remat.compile.start_key import start_key
-from remat.formats import bytes_text
+from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.one_plan import is_alone, one_plan
@@ -220,6 +220,6 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
         f"budget {bytes_text(budget_bytes)} is below {bytes_text(least)}, the lowest peak of "
         f"{len(candidates)} compiled plans that were replayed; "
         f"{bytes_text(held_bytes)} of it are parameters, buffers, inputs and what earlier graphs "
-        f'hold. Give options={{"budget": "{-(-least // 2**20)}MiB"}}, a smaller batch, '
+        f'hold. Give options={{"budget": "{budget_text(least)}"}}, a smaller batch, '
         '"budget": "min", or a larger "replays" to look further'
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_WITHOUT_DEFAULT = (inspect.Parameter.POSITIONAL_ONLY, *_BY_KEYWORD)
 _KEYS = ("model", "args", "kwargs", "loss_fn", "target")
 _RETURNS = (
     "a factory returns (model, args), (model, args, kwargs), or a dict with model, args and, "
@@ -106,14 +107,24 @@ def call(
 
 
 def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[str, int]) -> None:
-    """Raise `FactoryError` unless the factory takes each of the sizes as a keyword."""
+    """Raise `FactoryError` unless the factory takes each of the sizes, and needs nothing else."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return
+    keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
+    needed = [
+        one.name
+        for one in parameters.values()
+        if one.default is one.empty and one.kind in _WITHOUT_DEFAULT and one.name not in sizes
+    ]
+    if needed:
+        raise FactoryError(
+            f"{title} needs {', '.join(needed)}, and is called without: give defaults, or write "
+            "def factory(): return model, (x,), which calls it"
+        )
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
-    keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
     for size in sizes:
         if size not in keywords:
             has = f"it takes {', '.join(keywords)}" if keywords else "it takes none"
@@ -149,4 +160,11 @@ def _parts(built: Any, name: str) -> dict[str, Any]:
         return dict(parts)
     if isinstance(built, tuple) and len(cast("tuple[Any, ...]", built)) in (2, 3):
         return dict(zip(_KEYS, cast("tuple[Any, ...]", built), strict=False))
+    from torch import nn
+
+    if isinstance(built, nn.Module):
+        raise FactoryError(
+            f"{name} returned a model without a batch, a {type(built).__name__}: write "
+            f"def factory(): return {name.rpartition(':')[2]}(), (x,)"
+        )
     raise FactoryError(f"{name} returned a {type(built).__name__}: {_RETURNS}")

@@ -17,10 +17,19 @@ from types import ModuleType
 from typing import Any, cast
 
 from remat.graph_capture.errors import FactoryError
-from remat.job.plain_file import MODEL, factory_of, give_something, unseen_text
+from remat.job.plain_file import (
+    MODEL,
+    factory_of,
+    returns_nothing,
+    unseen_text,
+    written_functions,
+)
 
 DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""
+_WRITE = (
+    f"write def {DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
+)
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,11 @@ def _near_files(path: Path) -> str:
 
 def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
+    if returns_nothing(found):
+        raise FactoryError(
+            f"{name} of {where} returns nothing, so it was not called. A factory returns the model "
+            f"and its batch: {_WRITE}"
+        )
     if callable(found):
         return cast("Callable[..., Any]", found)
     if found is not None:
@@ -168,19 +182,28 @@ def _default_of(module: ModuleType, where: str) -> str:
     if hasattr(module, DEFAULT):
         return DEFAULT
     own = _own_functions(module)
-    giving = [name for name in own if name in give_something(module)]
+    written = written_functions(module)
+    building = [name for name in own if name in written and written[name].may_build]
     unseen = unseen_text(module, where)
-    if unseen or not giving:
-        other = "and no other" if not own else f"and nothing is returned by {', '.join(own)}"
-        why = unseen or f"{where} has no function {DEFAULT}, {other}"
+    if unseen or not building:
+        is_given = [name for name in own if name in written and written[name].gives]
+        nothing = f"and nothing is returned by {', '.join(own)}" if own else "and no other"
+        other = f"and {', '.join(own)} train, or build no model" if is_given else nothing
+        raise FactoryError(f"{unseen or f'{where} has no function {DEFAULT}, {other}'}: {_WRITE}")
+    has = f"{where} has no function {DEFAULT}. It has {', '.join(own)}"
+    with_batch = [name for name in building if written[name].has_batch]
+    alone = [name for name in building if written[name].is_of_a_model]
+    if alone and not with_batch:
+        name, given = alone[0], "" if _is_called_with_nothing(own[alone[0]]) else "..."
         raise FactoryError(
-            f"{why}: write def {DEFAULT}(): return model, (x,); or name the model `model` and its "
-            "batch `batch`"
+            f"{has}: {name} returns a model without a batch, so write def {DEFAULT}(): return "
+            f"{name}({given}), (x,)"
         )
-    ready = [name for name in giving if _is_called_with_nothing(own[name])]
+    proposed = with_batch or building
+    ready = [name for name in proposed if _is_called_with_nothing(own[name])]
     raise FactoryError(
-        f"{where} has no function {DEFAULT}. It has {', '.join(own)}: name the one that returns "
-        f"the model and its batch, such as {where}:{next(iter(ready or giving))}"
+        f"{has}: name the one that returns the model and its batch, such as "
+        f"{where}:{next(iter(ready or proposed))}"
     )
 
 

@@ -142,6 +142,21 @@ def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) 
         )  # fmt: skip
 
 
+def _named_beside(
+    result: Result, traced: Trace, graph: TrainingGraph, request: Request, stopwatch: Stopwatch
+) -> Result:
+    """`result`; where nothing fits, with what a head in pieces would need by tolerance."""
+    if result.schedule is not None:
+        return result
+    from remat.levers.by_tolerance import naming_tolerance
+
+    within = replace(request, budget=f"{result.budget_bytes}B")
+    return naming_tolerance(
+        result, traced, graph, lambda one: price_trace(one, request, stopwatch),
+        lambda graph: solve_request(graph, within, stopwatch),
+    )  # fmt: skip
+
+
 def solver_text(budget: str, state: solvers.Progress) -> str:
     """What is shown while it solves: best schedule, bound and gap, and what comes next."""
     best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
@@ -230,7 +245,9 @@ def _before_the_check(
     eager = unmodified(graph)
     known = ("unmodified", eager), ("chen_sqrt", chen)
     rows = tuple(predicted_row(graph, name, result, eager.time_us) for name, result in known)
-    result = solve_request(graph, request, stopwatch)
+    result = _named_beside(
+        solve_request(graph, request, stopwatch), traced, graph, request, stopwatch
+    )
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
         return report, traced, chen

@@ -148,7 +148,11 @@ class Request:
     )
     states_over: int = field(
         default=0,
-        metadata={"help": "of fsdp2 and zero1: ranks that share one optimizer state", "min": 0},
+        metadata={
+            "help": "of fsdp2 and zero1: ranks that share one optimizer state",
+            "min": 0,
+            "show_default": "all that share parameters",
+        },
     )
     profile: Profile | Path | None = field(
         default=None,

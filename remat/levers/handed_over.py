@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, option
 from remat.levers.refused_updates import refuse_parts, require_own_storages
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def planned_hand_over(
 
     if optimizer == "none":
         raise CaptureError(
-            "updates during backward are those of an optimizer: name it, --optimizer sgd, momentum "
-            "or adamw"
+            f"updates during backward are those of an optimizer: name it, "
+            f"{option('optimizer', 'sgd')}, momentum or adamw"
         )
     if is_in_table(device):
         names = _parameters(model, loss_fn)

@@ -10,7 +10,7 @@ import msgspec
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.device_table import CPU, device_table, is_in_table
 from remat.graph_capture.devices.lower_tiers import lower_tiers
-from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError
+from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.links import Link, Links
 from remat.graph_capture.optimizer_step.update import MOMENTS, StateKind
@@ -58,8 +58,8 @@ class StepRequest:
             )
         if self.host is None:
             raise BudgetError(
-                "a whole step is planned over the device and its host: give host='120GiB' too, or "
-                "leave out microbatches"
+                "a whole step is planned over the device and its host: give "
+                f"{option('host', '120GiB')} too, or leave out {option('microbatches')}"
             )
         if self.optimizer not in MOMENTS:
             raise CaptureError(
@@ -73,8 +73,8 @@ class StepRequest:
             )
         if self.nvme_gb_s is not None and (self.nvme is None or self.nvme_gb_s <= 0):
             raise BudgetError(
-                f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give nvme='/mnt/nvme:200GiB' "
-                "too, and a rate above 0"
+                f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give "
+                f"{option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0"
             )
         lower_tiers(self.host, self.nvme, self.device)
 

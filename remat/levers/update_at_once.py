@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
@@ -156,6 +157,7 @@ def training_step(
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.trace import trace
+    from remat.levers.by_tolerance import naming_tolerance
     from remat.ranks.required_group import ONE_RANK, require_group
     from remat.rewriter.gradients.updating import Updates
     from remat.rewriter.rewriting import refuse_rewritten, rewrite
@@ -186,12 +188,16 @@ def training_step(
     )  # fmt: skip
     require_no_other_reader(traced, optimizer)
     require_group(traced.joint.module, None, ONE_RANK.format(what="remat.training_step"))
-    graph = price(traced, profile=known)
-    result = solve(
-        graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options
-    )  # fmt: skip
+    priced = functools.partial(price, profile=known)
+    solved: Any = functools.partial(
+        solve, solver=solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options
+    )
+    graph = priced(traced)
+    result = solved(graph, budget)
     if result.schedule is None:
-        raise BudgetError(infeasible_text(result))
+        again = functools.partial(solved, budget=result.budget_bytes)
+        lost = naming_tolerance(result, traced, graph, priced, again)
+        raise BudgetError(infeasible_text(lost))
     updates = Updates(optimizer, type(model).__name__, accumulates=accumulate)
     module = rewrite(
         model, result.schedule, trace=traced, updates=updates, **facts_of(Solved(graph, result))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.budgets import parse_budget
 from remat.formats import bytes_text
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.optimizer_step.update import Update
 from remat.levers.step_request import StepRequest
@@ -133,7 +133,8 @@ def planned_from(
     """The plan of a step from the captured graph of one batch, which has links."""
     if graph.links is None:
         raise BudgetError(
-            f"the graph of {graph.name} has no links to a host: capture it with host='120GiB'"
+            f"the graph of {graph.name} has no links to a host: capture it with "
+            f"{option('host', '120GiB')}"
         )
     told("looking at the layers")
     task = StepTask(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from remat.graph_capture.errors import GlobError
+from remat.graph_capture.errors import GlobError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.inspection import By, Inspection
 from remat.schedules.as_planned import as_planned
@@ -43,7 +43,7 @@ def inspect(
     if at_peak and schedule is None:
         raise GlobError(
             "only values at the peak are asked for, and without a plan there is no peak: name one "
-            "(--plan plan.json) or a budget (--budget 8GiB)"
+            f"({option('plan')}) or a budget ({option('budget', '8GiB')})"
         )
     graph = as_planned(graph, schedule) if schedule else graph
     rows = matching(value_rows(graph, schedule), (only,) if isinstance(only, str) else only)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
+from remat.graph_capture.errors import option
 from remat.questions.tables import (
     plain_table,
     rendered,
@@ -104,7 +105,7 @@ def _marked(found: Inspection) -> Text:
 
 
 def _left_out(count: int, top: int) -> Text:
-    more = f"{count - top} smaller rows left out: --top {count}" if count > top else ""
+    more = f"{count - top} smaller rows left out: {option('top', count)}" if count > top else ""
     return Text(more, style="dim")
 
 

@@ -13,7 +13,7 @@ from remat.graph_capture.devices.device_table import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError
+from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.schedules.buffers import buffers_of
@@ -56,7 +56,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
     if not has_cuda_allocator(graph.device):
         raise DeviceError(
             f"reserved bytes are those of CUDA devices, and the graph is of {graph.device}: "
-            "capture it for one, such as device='h100'"
+            f"capture it for one, such as {option('device', 'h100')}"
         )
     if plan is None:
         plan = unmodified(graph)

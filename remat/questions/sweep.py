@@ -9,7 +9,7 @@ import msgspec
 
 from remat.budgets import parse_budget, unmodified
 from remat.formats import bytes_text, percent_text, time_text
-from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
@@ -145,7 +145,9 @@ def sweep_hosts(
 
 def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
     if graph.links is None:
-        raise BudgetError("this graph has no links to a host: capture it with host='64GiB'")
+        raise BudgetError(
+            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
+        )
     links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
     return msgspec.structs.replace(graph, links=links)
 

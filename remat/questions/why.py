@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.questions.solved_options import PINS, asked_again, pins_of, planned
 from remat.schedules.as_planned import as_planned
@@ -118,9 +119,10 @@ def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s
 def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
     """Why there is no choice; empty where there is one."""
     if runs > 1:
-        return f"pinned by --recompute '{pins.again[op.name]}'" if op.name in pins.again else ""
+        pin = pins.again.get(op.name)
+        return f"pinned by {option('recompute', pin)}" if pin else ""
     if op.name in pins.kept:
-        return f"pinned by --keep '{pins.kept[op.name]}'"
+        return f"pinned by {option('keep', pins.kept[op.name])}"
     return why_not_again(op, set(graph.outputs))
 
 

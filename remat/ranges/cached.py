@@ -10,11 +10,11 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import nn
 
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, TooLargeError
 from remat.graph_capture.shapes.guards import RangeError
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.signature import Signature
-from remat.ranges.varying import VaryingSizes
+from remat.ranges.varying import VaryingSizes, Wanted
 from remat.rewriter.user_module.ranged import RangedModule
 
 MOST_PARTS = 4
@@ -36,20 +36,21 @@ def planned_over(
     ------
     TooLargeError : not even the batch fits; or what the user has said is to come does not.
     """
-    wanted = sizes.wanted(batch)
-    dynamic, why = wanted.dynamic, ""
-    for _ in range(MOST_NARROWED):
-        if dynamic is None:
-            break
+    why, too_large = "", None
+    while True:
         try:
-            planned = make(dynamic, as_far_as_fits=wanted.is_guess)
-        except CaptureError as error:
-            why = str(error)
-            is_range = isinstance(error, RangeError)
-            dynamic = _with_part(dynamic, error, batch) if is_range else None
-        else:
+            planned, failed = _within_guards(sizes.wanted(batch), batch, make)
+        except TooLargeError as error:
+            planned, failed, too_large = None, "", too_large or error
+        if planned is not None:
             sizes.planned(batch, type(planned)._remat_family.symbols)
             return planned
+        why = why or failed
+        if not (failed or too_large) or not sizes.follow_otherwise(batch):
+            break
+    if too_large is not None:
+        sizes.follow_as_at_first(batch)
+        raise too_large
     if why:
         sizes.cannot_vary(batch, why)
         warnings.warn(
@@ -57,6 +58,23 @@ def planned_over(
             stacklevel=9,
         )
     return None
+
+
+def _within_guards(
+    wanted: Wanted, batch: Any, make: Callable[..., RangedModule]
+) -> tuple[RangedModule | None, str]:
+    """A plan for the ranges that are wanted, or parts of them; else None, and why not."""
+    dynamic, why = wanted.dynamic, ""
+    for _ in range(MOST_NARROWED):
+        if dynamic is None:
+            break
+        try:
+            return make(dynamic, as_far_as_fits=wanted.is_guess), ""
+        except CaptureError as error:
+            why = str(error)
+            is_range = isinstance(error, RangeError)
+            dynamic = _with_part(dynamic, error, batch) if is_range else None
+    return None, why
 
 
 def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | None:

@@ -1,12 +1,14 @@
 """Which sizes of batches vary: learned from the batches of a run, or named by the user.
 
 Places whose sizes were equal in all batches have one name, as lengths of tokens and of targets.
-A place that had one size so far is fixed. What the next batch shows otherwise is learned from it.
+A place that had one size so far is fixed, unless it follows one that the user has named: sizes that
+are equal may be equal by chance, so there are several ways to follow, and a model shows which is
+its own. What the next batch shows otherwise is learned from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat.graph_capture.shapes.ranges import Symbol
@@ -17,6 +19,15 @@ At = tuple[int, int]
 """A leaf and a dimension."""
 LEAST = 2
 """Torch runs other ops for sizes of 0 and 1, so that no range holds them."""
+Follows = Callable[[At, At], bool]
+WAYS: tuple[Follows, ...] = (
+    lambda at, named: at[0] != named[0] and at[1] == named[1],
+    lambda at, named: at[0] != named[0],
+    lambda at, named: True,
+    lambda at, named: False,
+)
+"""Which places of one size follow a named one, the likeliest first: the same dimension of other
+tensors, any dimension of them, or also one of the same tensor; and none."""
 GROWTH = 2
 """How many times the size that was the largest a range reaches once it has to be extended."""
 
@@ -40,6 +51,7 @@ class LearnedSizes:
     planned: dict[str, Symbol] = field(default_factory=dict[str, Symbol])
     unfit: str = ""
     _groups: dict[At, str] = field(default_factory=dict[At, str])
+    _way: int = 0
 
     def learn(self, shapes: Shapes) -> bool:
         """Take note of a batch; return whether other places vary than was thought before."""
@@ -52,6 +64,22 @@ class LearnedSizes:
         self.told.append(shapes)
         self._groups = self._grouped()
         return self._groups != before
+
+    def follow_otherwise(self) -> bool:
+        """Have other places follow those that the user named; False where no way is left."""
+        if self.given is not None:
+            return False
+        before = self._groups
+        while self._groups == before and self._way < len(WAYS) - 1:
+            self._way += 1
+            self._groups = self._grouped()
+        return self._groups != before
+
+    def follow_as_at_first(self) -> None:
+        """Have other places follow in the likeliest way, as no other one was better."""
+        if self.given is None:
+            self._way = 0
+            self._groups = self._grouped()
 
     def symbols_at(self, shapes: Shapes) -> dict[At, str]:
         """The symbol of each place that varies, but for sizes that no range holds.
@@ -82,7 +110,8 @@ class LearnedSizes:
         named = self.given[at] if self.given else Symbol(name, LEAST, 0)
         low, multiple = min(named.low, size), named.multiple
         seen = [_size(one, at) for one in self.told]
-        high = max(size, named.high, self.upto.get(at, 0) // multiple * multiple, *seen)
+        upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
+        high = max(size, named.high, upto // multiple * multiple, *seen)
         if before is None:
             return Symbol(name, low, max(high, low + multiple), multiple), False
         low = min(low, before.low)
@@ -102,14 +131,26 @@ class LearnedSizes:
 
     def _grouped(self) -> dict[At, str]:
         """Places that have varied, or that the user says do, those of equal sizes by one name."""
+        places = _all_places(self.told[0])
+        sizes = {at: tuple(_size(one, at) for one in self.told) for at in places}
         first: dict[tuple[int, ...], str] = {}
         found: dict[At, str] = {}
-        for at in _all_places(self.told[0]):
-            sizes = tuple(_size(one, at) for one in self.told)
-            if len(set(sizes)) == 1 and at not in self.upto:
-                continue
-            found[at] = first.setdefault((*sizes, self.upto.get(at, 0)), self.names[at])
+        for at in places:
+            has_varied = len(set(sizes[at])) > 1
+            named = at if at in self.upto else self._followed(at, sizes, has_varied=has_varied)
+            if named is not None or has_varied:
+                group = (*sizes[at], self.upto[named] if named else 0)
+                found[at] = first.setdefault(group, self.names[named or at])
         return found
+
+    def _followed(
+        self, at: At, sizes: Mapping[At, tuple[int, ...]], *, has_varied: bool
+    ) -> At | None:
+        """The place that the user named and that another one goes with."""
+        equal = [one for one in self.upto if sizes.get(one) == sizes[at]]
+        if not has_varied:
+            equal = [one for one in equal if WAYS[self._way](at, one)]
+        return min(equal, key=lambda one: one[1] != at[1], default=None)
 
 
 def _all_places(shapes: Shapes) -> Sequence[At]:

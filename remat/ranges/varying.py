@@ -90,6 +90,14 @@ class VaryingSizes:
         kind, _ = self._kind(batch)
         kind.planned |= {symbol.name: symbol for symbol in symbols}
 
+    def follow_otherwise(self, batch: Any) -> bool:
+        """Have other places follow those of `upto`; False where no way to do so is left."""
+        return self._kind(batch)[0].follow_otherwise()
+
+    def follow_as_at_first(self, batch: Any) -> None:
+        """Have other places follow those of `upto` as before `follow_otherwise`."""
+        self._kind(batch)[0].follow_as_at_first()
+
     def cannot_vary(self, batch: Any, why: str) -> None:
         """Take note that sizes of batches like this one need a plan each."""
         self._kind(batch)[0].unfit = why

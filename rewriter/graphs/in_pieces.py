@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.errors import RewriteError, ScheduleError
+from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.splitting.regions import AND, COUNTS, find_regions
 from remat.graph_capture.splitting.same_bits import is_known_to_give_them
@@ -64,5 +64,5 @@ def _require_eagers_bits(captured: Trace, wanted: Iterable[Pieces]) -> None:
                 raise RewriteError(
                     f"{found.name} in {found.pieces} pieces gives other bits than eager here, as "
                     "kernels sum a part of the rows in another order: plan here, or with "
-                    "split='tolerance' or split='none'"
+                    f"{option('split', 'tolerance')} or {option('split', 'none')}"
                 )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.errors import TierError
+from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.unnamed_files.endings import Ending
 from remat.rewriter.tiers.copying import Copy
 
@@ -163,5 +163,6 @@ def _runtime() -> Any:
 def _refused(size_bytes: int, why: str) -> TierError:
     return TierError(
         f"the host cannot pin {size_bytes} bytes for what this plan copies there ({why}): give a "
-        "smaller host=, raise the limit on locked memory (ulimit -l), or solve without offloading"
+        f"smaller {option('host')}, raise the limit on locked memory (ulimit -l), or solve "
+        "without offloading"
     )

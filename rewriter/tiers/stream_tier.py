@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.errors import TierError
+from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.links import Links
 from remat.graph_capture.unnamed_files.files import File, Folder
 from remat.graph_capture.unnamed_files.host_folder import host_folder
@@ -78,7 +78,7 @@ class StreamTier:
             raise TierError(
                 f"the values that this plan copies to the host lie in {places.size_bytes} bytes of "
                 f"pinned memory, with gaps, and the host has room for {links.host_bytes}: plan "
-                "with a smaller host= and train with this one"
+                f"with a smaller {option('host')} and train with this one"
             )
         self.places, self.device = places, torch.device(device)
         self._ranges, self._nvme_bytes = PinnedRanges(places.size_bytes), nvme_bytes

@@ -7,6 +7,7 @@ where it is broken. The rules of order stand in `order.py`, the clocks in `clock
 
 from __future__ import annotations
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.links import TIERS, WAYS, Links, Tier
 from remat.schedules.judge.clocks import Clocks
@@ -103,7 +104,8 @@ class Replay:
         way = self.links.link(link) if self.links and link else None
         if way is None or link is None:
             refuse(i, f"{name} goes from {source} to {to}, and the graph has no such link: "
-                    "capture with host= (and nvme=), or solve without")  # fmt: skip
+                    f"capture with {option('host')} (and {option('nvme')}), or solve "
+                    "without")  # fmt: skip
         if name not in self.live[source] or name in self.live[to]:
             refuse(i, f"{name} is not on the {source}, or is on the {to} already: no copy")
         room_us, size_bytes = self._add(i, to, name), self.size[name]

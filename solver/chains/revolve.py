@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.chains.binomial import binomial_actions, mixed_actions
@@ -70,7 +70,9 @@ class Revolve:
         SolverError : states wait on the host, and the graph has no links.
         """
         if self.disk_slots and graph.links is None:
-            raise SolverError("disk_slots needs a link to the host: capture with host='64GiB'")
+            raise SolverError(
+                f"disk_slots needs a link to the host: capture with {option('host', '64GiB')}"
+            )
         search = Search.of(self, "revolve", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.links import Links
 from remat.solver.offload.arrivals import Base
@@ -38,8 +38,8 @@ def links_of(graph: TrainingGraph, solver: str) -> Links:
     """
     if graph.links is None:
         raise SolverError(
-            f"solver '{solver}' needs a link to the host: capture with host='64GiB', "
-            "or take solver auto"
+            f"solver '{solver}' needs a link to the host: capture with "
+            f"{option('host', '64GiB')}, or take solver auto"
         )
     require_no_homes(graph, solver)
     return graph.links

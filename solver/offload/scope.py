@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.result import Result
 from remat.solver.table import solver_class
@@ -39,13 +39,13 @@ def require_planned_with_copies(solver: str, *, recompute: bool, order: object) 
         return
     if recompute:
         raise SolverError(
-            "recompute= (--recompute) is not planned with copies to the host: leave it out, or "
-            "leave out host="
+            f"{option('recompute')} is not planned with copies to the host: leave it out, or "
+            f"leave out {option('host')}"
         )
     if order == "free":
         raise SolverError(
             "order free is not planned with copies to the host: take order fixed, or leave out "
-            "host="
+            f"{option('host')}"
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.links import Link, Links
 from remat.schedules.schedule import Fetch, Free, Offload, Step
 from remat.solver.offload.arrivals import Bytes
@@ -63,7 +63,9 @@ def nvme_links(links: Links) -> tuple[Link, Link]:
     SolverError : there are none.
     """
     if links.write is None or links.read is None:
-        raise SolverError("no link to NVMe: capture with nvme=, or let values wait on the host")
+        raise SolverError(
+            f"no link to NVMe: capture with {option('nvme')}, or let values wait on the host"
+        )
     return links.write, links.read
 
 

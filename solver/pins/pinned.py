@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import simulate
@@ -116,7 +117,7 @@ def freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGra
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
     """`graph` in which the ops of `kept` must not run twice."""
     ops = [
-        msgspec.structs.replace(op, pinned=f"{KEPT} --keep '{kept[op.name]}'")
+        msgspec.structs.replace(op, pinned=f"{KEPT} {option('keep', kept[op.name])}")
         if op.name in kept and not op.pinned
         else op
         for op in graph.ops

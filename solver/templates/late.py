@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import OUT_OF_TIME, Result
@@ -36,5 +37,5 @@ def by_a_simple_rule(
         floor=late.floor,
         message=f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search before it had a schedule; "
         f"this one is of a simple rule, {best.solver}. Allow a longer one for a faster one "
-        "(time_limit_s, --time-limit)",
+        f"({option('time_limit_s')})",
     )

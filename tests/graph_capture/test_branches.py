@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,12 @@ def ctc(y: Tensor) -> Tensor:
 
 def packed(y: Tensor) -> Tensor:
     return nn.utils.rnn.pack_padded_sequence(y[None], LENGTHS, batch_first=True).data
+
+
+def with_new_data(y: Tensor) -> Tensor:
+    z = y * 2
+    z.data = torch.zeros(ROWS, 8)
+    return z
 
 
 REFUSED: dict[str, tuple[Step, str]] = {
@@ -91,3 +98,38 @@ def test_the_op_that_looks_has_its_way_out(kind: str) -> None:
 @pytest.mark.parametrize("kind", WAYS_OUT)
 def test_the_way_out_is_captured(kind: str) -> None:
     assert captured(WAYS_OUT[kind]).n_forward
+
+
+UNTRACEABLE: dict[str, tuple[Step, str]] = {
+    "branch": (lambda y: y * 2 if y.sum() > 0 else y, "DataDependentOutputException"),
+    "rows of a mask": (lambda y: y[y > 0], "DynamicOutputShapeException"),
+    "a size": (lambda y: y[: int(y.sum())], "DataDependentOutputException"),
+    "a function of the user's fails": (lambda y: y @ torch.ones(3, 3), "RuntimeError"),
+    "refused by us amid the trace": (with_new_data, "CaptureError"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, {"input": {0: "batch"}}], ids=["one size", "range"])
+@pytest.mark.parametrize("kind", UNTRACEABLE)
+def test_a_traceback_has_no_frames_of_torch_and_the_cause_has_them(
+    kind: str, dynamic: dict[str, dict[int, str]] | None
+) -> None:
+    step, raised = UNTRACEABLE[kind]
+    with pytest.raises(CaptureError, match=r"test_branches\.py:") as caught:
+        remat.capture(nn.Sequential(Model(step)), (torch.ones(ROWS, 8),), dynamic=dynamic)
+    error = caught.value
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("\n") < 30
+    assert "site-packages/torch" not in shown
+    assert "The frames of torch and of the model are at the `cause` of this error." in shown
+    assert error.cause is not None
+    assert type(error.cause).__name__ == raised
+    assert __file__ in {frame.filename for frame in traceback.extract_tb(error.cause.__traceback__)}
+
+
+def test_a_block_that_fails_keeps_the_cause() -> None:
+    model = nn.Sequential(Model(UNTRACEABLE["branch"][0]))
+    with pytest.raises(CaptureError) as caught:
+        remat.rematerialize_blocks(model, "0", (torch.ones(ROWS, 8),), budget="60%")
+    assert "DataDependent" in type(caught.value.cause).__name__
+    assert len(traceback.format_exception(caught.value)) < 30

@@ -96,7 +96,7 @@ def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
     assert least.result.peak_bytes == least.result.budget_bytes
     with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
         remat.rematerialize_blocks(model, "layers.*", (x,), budget=least.result.peak_bytes // 2)
-    assert "Try --budget" in str(caught.value)
+    assert "Try budget=" in str(caught.value)
 
 
 def test_nothing_of_the_users_is_changed() -> None:

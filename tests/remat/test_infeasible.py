@@ -16,7 +16,7 @@ NO_CLOCK = (
     "norms_and_activations", "exhaustive",
 )  # fmt: skip
 """Solvers that are done before they look at the clock, and the one that refuses the graph."""
-LIMIT = "the time limit of 0 s ended the search: allow a longer one (time_limit_s, --time-limit)"
+LIMIT = "the time limit of 0 s ended the search: allow a longer one (time_limit_s=)"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_limit_of_a_part_is_not_named(said: str) -> None:
     part = naming_the_limit(lost, 0.8)
     assert "0.8 s" in part.message
     assert naming_the_limit(part, 60.0) == naming_the_limit(lost, 60.0)
-    assert naming_the_limit(lost, 60.0).message.endswith(said or "--time-limit)")
+    assert naming_the_limit(lost, 60.0).message.endswith(said or "time_limit_s=)")
 
 
 def test_what_is_too_small_is_still_said_to_be() -> None:

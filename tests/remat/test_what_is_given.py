@@ -126,3 +126,55 @@ def test_lists_mappings_and_losses_that_can_be_called_are_taken() -> None:
     assert remat.capture(model(), kwargs={"input": X}).ops
     cache = remat.plan_cache(model(), budget="100%", optimizer="adamw", order="fixed", solver="cut")
     cache(X).sum().backward()
+
+
+class Masked(nn.Module):
+    """Takes a second argument that need not be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.linear(x)
+        return y if mask is None else y * mask
+
+
+CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a target among the arguments": (
+        model, {"args": (X, X), "loss_fn": mse_loss},
+        r"^give what the loss compares with as target, not in args: args=\(x,\), target=y",
+    ),
+    "a target as an optional argument": (
+        Masked, {"args": (X, X), "loss_fn": mse_loss}, "missing .*'target'. Give target",
+    ),
+    "a loss module without its target": (
+        model, {"args": (X,), "loss_fn": nn.MSELoss()}, "loss_fn MSELoss is called .*Give target",
+    ),
+    "a target that the loss does not take": (
+        model, {"args": (X,), "loss_fn": lambda out: out.sum(),
+                "target": X}, "or leave out target",
+    ),
+    "too many": (model, {"args": (X, X)}, "Leave the others out; what a loss takes goes with"),
+    "an unknown name": (
+        model, {"args": (X,), "kwargs": {"mask": X}}, "unexpected keyword argument 'mask'. Give",
+    ),
+    "too few": (model, {}, "missing a required argument: 'input'. Give in args, or by name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ["capture", "rematerialize"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_that_forward_or_the_loss_cannot_take_says_what_to_give(
+    kind: str, entry: str
+) -> None:
+    made, given, text = CALLS[kind]
+    budget = {"budget": "min"} if entry == "rematerialize" else {}
+    with pytest.raises(CaptureError, match=text):
+        getattr(remat, entry)(made(), **given, **budget)
+
+
+def test_a_cache_that_is_called_with_the_target_says_how() -> None:
+    cache = remat.plan_cache(model(), budget="min", loss_fn=mse_loss)
+    with pytest.raises(CaptureError, match=r"model\(x, target=y\) at each step"):
+        cache(X, X)

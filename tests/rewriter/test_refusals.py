@@ -255,11 +255,43 @@ def test_another_batch_is_refused() -> None:
             module(*other)
 
 
+def test_each_fact_that_differs_has_its_own_way_out() -> None:
+    _, module, (x,) = rewritten("plain")
+    for other, way in [
+        (x[:3], "drop or pad the last batch"),
+        (x[None], "A plan holds for one number of dimensions"),
+        (x.long(), r"pass it \.to\(torch\.float32\)"),
+        (x.to("meta"), r"pass it \.to\('cpu'\)"),
+        (torch.empty_strided((BATCH, WIDTH), (1, BATCH)), r"pass it \.contiguous\(\)"),
+        (x.clone().requires_grad_(), r"makes no gradient of it: pass \.detach\(\)"),
+        (3, "Pass a tensor there, as at capture"),
+    ]:
+        with pytest.raises(SignatureError, match=way) as caught:
+            module(other)
+        assert ("last batch" in str(caught.value)) == (way == "drop or pad the last batch")
+    for more, text in [
+        (((x, x), {}), r"other ones \(with args\[1\]\)\. Call it as at capture"),
+        (((x,), {"mask": x}), r"other ones \(with kwargs\['mask'\]\)"),
+        (((), {"x": x}), r"other ones \(with kwargs\['x'\], without args\[0\]\)"),
+    ]:
+        with pytest.raises(SignatureError, match=text):
+            module(*more[0], **more[1])
+
+
+def test_an_input_whose_gradient_is_planned_has_to_require_one() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    graph = capture(model, (x.clone().requires_grad_(),))
+    module = rewrite(model, schedule_of(graph, "store_all"))
+    with pytest.raises(SignatureError, match=r"call \.requires_grad_\(\) on it"):
+        module(x)
+
+
 def test_another_python_argument_is_refused() -> None:
     model, args, kwargs, loss_fn, target = make("nested_outputs_and_kwargs")
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
     module = rewrite(model, schedule_of(graph, "store_all"))
-    with pytest.raises(RewriteError, match=r"kwargs\['scale'\] = 2.0 and is called with 3.0"):
+    text = r"kwargs\['scale'\] = 2.0 and is called with 3.0. A plan holds for one value of what"
+    with pytest.raises(RewriteError, match=text):
         module(*args, **{**kwargs, "scale": 3.0})
 
 

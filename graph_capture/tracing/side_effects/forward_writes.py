@@ -18,8 +18,9 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
     place_of_hooks,
 )
-from remat.graph_capture.python_state.places import MISSING, PLAIN, is_same
+from remat.graph_capture.python_state.places import MISSING, PLAIN, Place, is_same
 from remat.graph_capture.python_state.watch import Change, PythonState
+from remat.graph_capture.python_state.writers import Writer, other_threads
 from remat.graph_capture.refuse import hook_tables, registered_hook
 from remat.graph_capture.tracing.side_effects.carried import Carried, Settled, short, storages_in
 from remat.graph_capture.tracing.untouched import ModuleAttributes, Written
@@ -128,7 +129,12 @@ class ForwardWrites:
         texts = {carried.text for carried in self.carried}
         texts |= {settled.place.text for settled in self.settled}
         late = [one.text for one in self._attributes.written() if one.text not in texts]
-        late += [one.text for one in self._state.changes() if one.text not in self._in_forward]
+        late += [
+            one.text
+            for one in self._state.changes()
+            if one.text not in self._in_forward
+            and self._state.writer(one.place, in_backward=True) is Writer.FORWARD
+        ]
         if late:
             raise CaptureError(
                 f"backward of {self._kind} changes {late[0]}, as by a hook that forward sets on a "
@@ -141,17 +147,24 @@ class ForwardWrites:
         texts += [settled.place.text for settled in self.settled]
         changes = self._state.changes()
         self._in_forward = {change.text for change in changes}
+        beside: list[Place] = []
         for change in changes:
             if any(text in change.text for text in texts):
                 continue
             if isinstance(change.place, (Hidden, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
+            if (writer := self._state.writer(change.place)) is Writer.THREAD_ALONE:
+                beside.append(change.place)
+                continue
+            if writer is Writer.THREAD:
+                raise CaptureError(_beside_text(self._kind, change))
             if _is_first_value(change.before, change.now):
                 self.settled.append(Settled(change.place, change.now))
             elif memo := added_to_library(change):
                 self.memos.append(memo)
             else:
                 raise self._changed(change)
+        self._state.leave_out(beside)
 
     def _changed(self, change: Change) -> CaptureError:
         return CaptureError(
@@ -170,6 +183,15 @@ class ForwardWrites:
             f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
             "tensor there, which each step sets, or register a buffer, or set it outside forward"
         )
+
+
+def _beside_text(kind: str, change: Change) -> str:
+    return (
+        f"another thread ({other_threads()}) changes {change.text}, which forward of {kind} may "
+        f"read: it was {short(change.before)} and is {short(change.now)} after it. A plan holds "
+        "for one value: end that thread before you plan and train, or read the value outside "
+        "forward"
+    )
 
 
 def _taken_text(kind: str, text: str) -> str:

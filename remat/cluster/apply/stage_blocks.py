@@ -118,7 +118,7 @@ def traced_blocks(
         try:
             traced = trace(block, args, given.kwargs, optimizer="none", split="none")
         except CaptureError as error:
-            raise CaptureError(f"block {path}: {error}") from error
+            raise CaptureError(f"block {path}: {error}").caused_by(error) from None
         graph = with_own_sizes(price_modelled(traced, plan.device, ranks=links), traced)
         name = border_value(traced)
         found[path] = TracedBlock(

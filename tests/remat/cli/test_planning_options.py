@@ -50,3 +50,11 @@ def test_budgets_are_named_one_by_one_or_together(remat: Remat, verb: str) -> No
     bad = remat(*words, "--budget", "8 gigs")
     assert bad.exit_code == 2
     assert "unknown unit 'gigs'" in bad.stderr
+
+
+def test_no_option_shows_a_default_that_stands_for_another(remat: Remat) -> None:
+    group = typer.main.get_command(app)
+    for verb in group.commands:  # type: ignore[attr-defined]
+        assert "default: 0" not in remat(verb, "--help").stdout, verb
+    said = " ".join(remat("plan-cluster", "--help").stdout.replace("│", "").split())
+    assert said.count("(required with a model)") == 3

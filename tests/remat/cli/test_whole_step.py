@@ -57,7 +57,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
     [
         (("--microbatches", "0"), "microbatches 0 leave nothing to train on"),
         (("--optimizer", "none"), "optimizer 'none' has no update to plan"),
-        (("--host", ""), "give host='120GiB' too"),
+        (("--host", ""), "give --host 120GiB too"),
         (("--nvme-gb-s", "5"), "a rate of 5 GB/s is that of NVMe"),
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
         (

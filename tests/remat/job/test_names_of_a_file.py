@@ -52,3 +52,65 @@ def test_a_function_that_returns_nothing_is_no_example(tmp_path: Path, call: str
 def test_a_return_of_an_inner_function_is_not_its_own(tmp_path: Path) -> None:
     text = "def train():\n    def closure(): return 3\n    closure()\ndef build(): return 3"
     assert refusal(tmp_path, text).endswith("such as script.py:build")
+
+
+TRAIN = """
+def train(epochs=1):
+    open("trained", "w").close()
+    for _ in range(epochs):
+        loss = net()(torch.ones(3, 4)).sum()
+        loss.backward()
+    return loss
+
+def main():
+    return train(), 3
+
+def evaluate(model): return model(torch.ones(3, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("def build(): return net(), (torch.ones(3, 4),)", "such as script.py:build"),
+        ("def build(n=3): return {'model': net(), 'args': ()}", "such as script.py:build"),
+        (
+            "def get_model(cfg): return nn.Linear(4, cfg)",
+            "get_model returns a model without a batch, so write def factory(): return "
+            "get_model(...), (x,)",
+        ),
+        ("def make_net(): return nn.Linear(4, 2)", "return make_net(), (x,)"),
+        ("", "name the model `model` and its batch `batch`"),
+    ],
+)
+def test_what_trains_is_not_proposed_nor_run(
+    tmp_path: Path, text: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refusal(tmp_path, f"{TRAIN}\n{text}")
+    assert said.endswith(ends)
+    assert "script.py:train" not in said
+    assert not (tmp_path / "trained").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def job():\n    open('ran', 'w').close()", "job of script.py returns nothing, so it was"),
+        ("def job():\n    open('ran', 'w').close()\n    return None", "returns nothing"),
+        ("def job(cfg):\n    return cfg, ()", "needs cfg, and is called without: give defaults"),
+        ("def job(*, n):\n    return n, ()", "needs n, and is called without"),
+        ("class job(nn.Linear):\n    def __init__(self): super().__init__(2, 2)",
+         "job returned a model without a batch, a job: write def factory(): return job(), (x,)"),
+    ],
+)  # fmt: skip
+def test_a_function_that_is_named_and_builds_nothing(
+    tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "script.py"
+    file.write_text(f"from torch import nn\n{text}\n")
+    with pytest.raises(FactoryError) as caught:
+        load(f"{file}:job")
+    assert says in str(caught.value).replace(str(file), "script.py")
+    assert not (tmp_path / "ran").exists()

@@ -183,7 +183,7 @@ def test_what_leaves_no_choice_is_said_and_not_solved() -> None:
     ample_bytes = peak_bytes_of(graph) * 19 // 20
     kept = solve(graph, ample_bytes, "cut", keep=["blocks.0.mlp"], time_limit_s=AMPLE_S)
     (pinned, *_) = why(graph, kept, ["blocks.0.mlp.1"])
-    assert pinned.forced == "pinned by --keep 'blocks.0.mlp'"
+    assert pinned.forced == "pinned by keep='blocks.0.mlp'"
     with pytest.raises(GlobError, match=r"'blocks\.7' matches no module"):
         why(graph, result, ["blocks.7"])
 
@@ -203,8 +203,8 @@ def test_what_was_forced_names_draws_handed_over_values_and_pins() -> None:
     )
     assert pinned.schedule is not None
     said = [one.reason for one in forced(graph, pinned.schedule)]
-    assert "pinned by --keep '*.attn'" in said
-    assert "pinned by --recompute '*.mlp.1'" in said
+    assert "pinned by keep='*.attn'" in said
+    assert "pinned by recompute='*.mlp.1'" in said
 
 
 def test_what_a_batch_norm_forces_is_told_once_for_all_of_them() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import remat
 from remat.graph_capture.errors import CaptureError, TooLargeError
@@ -208,3 +209,104 @@ def test_where_an_op_chooses_by_the_size_each_part_has_a_family() -> None:
     for count in (4, 8, 20, 40, 6, 17):
         assert same_bits(sized.model, cache, sized.batch(batch=count))
     assert planned_ranges(cache) == ["x_0 from 2 to 8", "x_0 from 16 to 40"]
+
+
+class Follower(nn.Module):
+    """Rows whose targets, and whatever else, come in other arguments of the same length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(width, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
+        logits = self.outer(self.inner(x).tanh())
+        if mask is not None:
+            logits = mask @ logits
+        return logits if y is None else cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def classes(*size: int) -> Tensor:
+    return torch.randint(0, 16, size)
+
+
+FOLLOWED: dict[str, tuple[dict[int, int], Any, int]] = {
+    "kwargs": ({1: 40}, lambda n: ((torch.randn(2, n, 8),), {"y": classes(2, n)}), 8),
+    "target": ({1: 40}, lambda n: ((torch.randn(2, n, 8),), {"target": classes(2, n)}), 8),
+    "other dimension": ({1: 40}, lambda n: ((torch.randn(1, n, 8), classes(n)), {}), 8),
+    "three": (
+        {0: 40}, lambda n: ((torch.randn(n, 8), classes(n)), {"mask": torch.randn(n, n)}), 8
+    ),
+    "as many features": ({0: 40}, lambda n: ((torch.randn(n, 24), classes(n)), {}), 24),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_sizes_that_are_equal_vary_with_the_one_that_upto_names(kind: str) -> None:
+    upto, made, width = FOLLOWED[kind]
+    model = Follower(width)
+    loss_fn = sequence_loss if kind == "target" else None
+    cache = cached(model, loss_fn=loss_fn, upto={"x": upto}, time_limit_s=5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="sizes of batches cannot vary")
+        for count in (24, 12, 33, 40):
+            args, kwargs = made(count)
+            expected = Follower(width)
+            target = kwargs.pop("target", None)
+            given = kwargs if target is None else {**kwargs, "target": target}
+            cache.zero_grad()
+            loss = cache(*args, **given)
+            result = expected(*args, **kwargs)
+            if target is not None:
+                result = sequence_loss(result, target)
+            loss.backward()
+            result.backward()
+            assert torch.equal(loss, result)
+            pairs = zip(model.parameters(), expected.parameters(), strict=True)
+            assert all(torch.equal(own.grad, other.grad) for own, other in pairs)  # type: ignore[arg-type]
+    assert len(plans_of(cache)) == 1
+
+
+def sequence_loss(output: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_size_that_was_equal_by_chance_is_told_apart_by_the_next_batch() -> None:
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, bank: Tensor) -> Tensor:
+            return (self.linear(x) @ self.linear(bank).T).tanh().sum()
+
+    model = Bank()
+    cache = cached(model, upto={"x": {0: 40}}, time_limit_s=5)
+    bank = torch.randn(24, 8)
+    for count in (24, 30, 7, 24):
+        (x,) = rows(count, 8)
+        cache.zero_grad()
+        cache(x, bank).backward()
+        own = model.linear.weight.grad
+        expected = torch.autograd.grad(model(x, bank), model.linear.weight)[0]
+        assert torch.equal(own, expected)  # type: ignore[arg-type]
+    assert planned_ranges(cache) == ["x_0 from 2 to 40"]
+
+
+def test_what_does_not_fit_for_a_size_that_follows_by_chance_fits_without() -> None:
+    """With 400 rows of the bank, 400 x 400 products would not fit."""
+
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, bank: Tensor) -> Tensor:
+            return (self.linear(x) @ self.linear(bank).T).tanh().sum()
+
+    cache = cached(Bank(), "600KiB", upto={"x": {0: 400}}, time_limit_s=5)
+    cache(torch.randn(24, 8), torch.randn(24, 8)).backward()
+    assert planned_ranges(cache) == ["x_0 from 2 to 400"]
+    both = cached(Bank(), "600KiB", upto={"x": {0: 400}, "bank": {0: 400}}, time_limit_s=5)
+    with pytest.raises(TooLargeError):
+        both(torch.randn(24, 8), torch.randn(24, 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.graph_capture.shapes.ranges import Symbol
-from remat.ranges.learned import LearnedSizes, Shapes
+from remat.ranges.learned import At, LearnedSizes, Shapes
 
 NAMES = {(i, dim): f"{name}_{dim}" for i, name in enumerate(("x", "y")) for dim in range(2)}
 
@@ -64,6 +64,34 @@ def test_the_largest_sizes_to_come_vary_from_the_first_batch_on() -> None:
     known = LearnedSizes(NAMES, upto={(0, 1): 512, (1, 1): 512})
     assert ranges(known, both(4, 48)) == {"x_1": (2, 512)}
     assert known.ranges_for(both(4, 300)) == ({"x_1": Symbol("x_1", 2, 512)}, False)
+
+
+def test_equal_sizes_follow_the_one_that_is_named_whatever_their_order() -> None:
+    for named in ((0, 1), (1, 1)):
+        known = LearnedSizes(NAMES, upto={named: 512})
+        name = NAMES[named]
+        assert ranges(known, both(4, 48)) == {name: (2, 512)}
+        assert known.symbols_at(both(4, 48)) == {(0, 1): name, (1, 1): name}
+        assert not known.learn(both(4, 300))
+        assert known.learn(((4, 30), (4, 31), None))
+        assert known.symbols_at(both(4, 48)) == {(0, 1): "x_1", (1, 1): "y_1"}
+
+
+def test_a_size_that_is_equal_by_chance_follows_in_each_way_until_none_does() -> None:
+    known = LearnedSizes(NAMES, upto={(0, 0): 512})
+    square = both(64, 64)
+    ways: list[set[At]] = []
+    known.learn(square)
+    ways.append(set(known.symbols_at(square)))
+    while known.follow_otherwise():
+        ways.append(set(known.symbols_at(square)))
+    x, y = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
+    assert ways == [{x[0], y[0]}, {x[0], *y}, {*x, *y}, {x[0]}]
+    known.follow_as_at_first()
+    assert set(known.symbols_at(square)) == ways[0]
+    assert not known.learn(both(100, 64))
+    assert known.learn(((100, 64), (64, 64), None))
+    assert known.symbols_at(square) == {x[0]: "x_0"}
 
 
 def test_names_that_are_given_are_taken_and_nothing_is_learned() -> None:

@@ -270,7 +270,7 @@ def test_what_cannot_run_again_is_left_alone_or_refused() -> None:
     with pytest.raises(SolverError, match=f"{last.name}: the step hands over its value"):
         solve(graph, UNLIMITED_BYTES, recompute="head")
     kept = kept_graph(graph, dict.fromkeys(["f0"], "test"))
-    with pytest.raises(SolverError, match="f0: it must not run twice: kept by --keep 'test'"):
+    with pytest.raises(SolverError, match="f0: it must not run twice: kept by keep='test'"):
         solve(kept, UNLIMITED_BYTES, recompute="blocks.0.norm")
     assert last.name not in Pins.of(graph, (), "*").again
 
