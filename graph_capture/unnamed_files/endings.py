@@ -8,6 +8,7 @@ later call does the rest.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -43,18 +44,23 @@ class Closer:
     """Closes the descriptor of each object that has ended, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[Ending[int]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Ending[int] | None] = queue.SimpleQueue()
         self._open: dict[int, Ending[int]] = {}
-        threading.Thread(target=self._run, name="remat-closing", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="remat-closing", daemon=True)
+        self._thread.start()
 
     def watch(self, thing: Any, descriptor: int) -> None:
         """Close `descriptor` once `thing` has ended; at the end of the process the system does."""
         ending = Ending(thing, self._ended.put, descriptor)
         self._open[id(ending)] = ending
 
+    def end(self) -> None:
+        """Close those whose objects have ended by now, and end the thread."""
+        self._ended.put(None)
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            ending = self._ended.get()
+        while (ending := self._ended.get()) is not None:
             os.close(ending.fact)
             del self._open[id(ending)], ending
 
@@ -71,6 +77,12 @@ def closer() -> Closer:
         return _closers[0]
 
 
+def _end() -> None:
+    """What ends later, in another function of `atexit`, the system closes."""
+    for one in _closers:
+        one.end()
+
+
 def _forget() -> None:
     """A forked process has the thread of its parent in name only."""
     global _starting
@@ -80,3 +92,4 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget)
+atexit.register(_end)

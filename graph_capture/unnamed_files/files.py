@@ -130,9 +130,10 @@ class Folder:
         try:
             if not self.is_direct:
                 return descriptor
-            again = os.open(name, flags)
-            os.close(descriptor)
-            return again
+            try:
+                return os.open(name, flags)
+            finally:
+                os.close(descriptor)
         finally:
             os.unlink(name)
 

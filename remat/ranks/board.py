@@ -23,6 +23,8 @@ BEAT_S = 2.0
 SILENT_S = 60.0
 """A rank that has shown none for so long has ended, or its process stands still."""
 PAUSE_S = 0.02
+LAST_BEAT_S = 5.0
+"""Longest wait for the last sign of life to reach the store."""
 LINGER_S = 10.0
 """How long a rank stays for the others to read its last word: the store may end with it."""
 
@@ -102,8 +104,13 @@ class Board:
             time.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """Show no more signs of life."""
+        """Show no more signs of life.
+
+        Python ends a thread that comes back from the store while the process ends, which in torch's
+        C++ aborts it. So it is waited for, unless the store is out of reach.
+        """
         self._ended.set()
+        self._beat.join(LAST_BEAT_S)
 
     def _show_life(self) -> None:
         store = self._store.clone()

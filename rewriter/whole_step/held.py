@@ -53,6 +53,7 @@ class Held:
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Hold these from now on, whose bytes are in memory; files hold none of them."""
         found = list(tensors)
+        self.settle()
         self.copied.clear()
         if [id(one) for one in found] == [id(one) for one in self.tensors]:
             return
@@ -119,12 +120,14 @@ class Held:
             self.is_in_memory = True
 
     def leave(self) -> None:
-        """Wait for copies out of memory, then give it back."""
+        """Wait for copies out of memory and into it, then give it back.
+
+        A copy that nobody has waited for would write to memory that is another's by then.
+        """
         if not self.tensors:
             return
-        for copy in self._leaving:
-            copy.wait()
-        self._leaving.clear()
+        self._wait_for_all()
+        self._arriving.clear()
         if not self.copied:
             raise TierError(f"{self.name} would be dropped, and no file holds it")
         self.is_in_memory = False
@@ -133,11 +136,14 @@ class Held:
 
     def forget_below(self, tier: Tier) -> None:
         """Nothing needs what a tier holds any more; its file is kept, to be written again."""
-        for copy in self._leaving:
-            copy.wait()
-        self._leaving.clear()
+        self._wait_for_all()
         self.copied.discard(tier)
         self._files.pop(tier, None)
+
+    def _wait_for_all(self) -> None:
+        for copy in (*self._leaving, *self._arriving):
+            copy.wait()
+        self._leaving.clear()
 
     def settle(self) -> None:
         """Wait for all copies, whatever comes of them."""
@@ -158,6 +164,7 @@ class Held:
 
     def close(self) -> None:
         """Let go of all files; the bytes are in memory."""
+        self.settle()
         self.copied.clear()
         self._files.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from remat.graph_capture.errors import TierError
 from remat.graph_capture.unnamed_files.files import CHUNK_BYTES, HOST_FOLDER, File, Folder
 from remat.graph_capture.unnamed_files.host_folder import host_folder
 from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES
+from tests.limits import AMPLE_S
 from tests.rewriter.tiers.plans import is_clean
 
 SIZES = st.one_of(
@@ -186,3 +188,25 @@ def test_the_folder_of_the_host_is_the_systems_or_that_of_the_variable(
     assert host_folder() == tempfile.gettempdir()
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
     assert host_folder() == str(tmp_path)
+
+
+def test_ways_that_a_folder_does_not_know_leave_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def plain_only(path: Any, flags: int, *mode: int) -> int:
+        if flags & (os.O_DIRECT | os.O_TMPFILE & ~os.O_DIRECTORY):
+            raise OSError(errno.EINVAL, "not known here")
+        return real(path, flags, *mode)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", plain_only)
+        folders = [Folder(str(tmp_path), "host") for _ in range(4)]
+    assert not any(one.is_direct or one.is_nameless for one in folders)
+    del folders
+    until_s = time.monotonic() + AMPLE_S  # they are closed by a thread
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before
