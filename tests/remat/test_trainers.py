@@ -1,7 +1,7 @@
 """The recipes of `examples/trainers`, each run as written, with and without its one line.
 
 With the line, every step of the script is a planned one, whose peak is within the budget; without
-it, none is. Losses and weights are equal to the last bit. `tests/planned_steps.py` says what counts
+it, none is. Losses and weights are equal to the last bit. `tests/remat/planned_steps.py` says what counts
 as a planned step, and what its peak is.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from remat.several_shapes import PlanCache
 from tests.distributed.launch import torchrun
 from tests.paths import ROOT
-from tests.planned_steps import Watched, watched
+from tests.remat.planned_steps import Watched, watched
 from tests.rows import rows
 
 PAGE = (ROOT / "docs" / "how-to" / "trainers.md").read_text()
@@ -199,7 +199,7 @@ def test_a_trainer_may_switch_checkpointing_on_by_either_name(
 
 
 WATCHING = """
-from tests.planned_steps import watched
+from tests.remat.planned_steps import watched
 
 _watching = watched()
 _steps = _watching.__enter__()
