@@ -1,8 +1,8 @@
 """The recipes of `examples/trainers`, each run as written, with and without its one line.
 
 With the line, every step of the script is a planned one, whose peak is within the budget; without
-it, none is. Losses and weights are equal to the last bit. `tests/remat/planned_steps.py` says what counts
-as a planned step, and what its peak is.
+it, none is. Losses and weights are equal to the last bit. `planned_steps.py` says what counts as a
+planned step, and what its peak is.
 """
 
 from __future__ import annotations
