@@ -1,0 +1,1 @@
+"""Steps of ranks that are measured by the profiler."""
