@@ -1,7 +1,7 @@
 """nanoGPT's loop: `python examples/trainers/nanogpt_loop.py`, or under `torchrun`.
 
 Gradients of several batches are summed, in bfloat16, and clipped. With ``accumulate=True`` the plan
-counts those that are there before a batch. Under `torchrun`, DDP exchanges them with the last batch,
+counts those that are there before a batch. Under `torchrun`, DDP exchanges them with the last one,
 and each rank plans by itself at its first step. `GPT` is a model whose forward returns logits and
 loss, as nanoGPT's does.
 """
