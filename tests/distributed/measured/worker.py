@@ -1,6 +1,6 @@
 """Many measured steps of a planned model under DistributedDataParallel, with and without copies.
 
-Run as ``torchrun --nproc-per-node 2 tests/distributed/profiled_worker.py FOLDER STEPS``.
+Run as ``torchrun --nproc-per-node 2 tests/distributed/measured/worker.py FOLDER STEPS``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 import remat
 from remat.graph_capture.memory_events import measure_peak
 from remat.graph_capture.unnamed_files.files import HOST_FOLDER
