@@ -61,7 +61,7 @@ def _watched(
     """Allocations in the order of their times, in ns and bytes, and the span of each region."""
     # Garbage that is collected meanwhile was live before: it would count as given back.
     count = 0
-    with without_garbage(), _without_its_log(), _profiling_ops() as found:
+    with without_garbage(), _without_its_log(), _ops_profiled() as found:
         for i, region in enumerate(regions):
             with _C._profiler._RecordFunctionFast(f"{_MARK}{i}"):
                 kept = region()
@@ -83,7 +83,7 @@ def _watched(
 
 
 @contextmanager
-def _profiling_ops() -> Generator[list[Any]]:
+def _ops_profiled() -> Generator[list[Any]]:
     """Profile this thread; the list has the profiler's results once the block has ended.
 
     Ops are recorded. Collectives of gloo are not, which are marked by hand (``USER_SCOPE``): torch

@@ -42,7 +42,7 @@ _NORMS: dict[Any, int] = {
     aten._native_batch_norm_legit.no_stats: 1,
 }
 """The place of the weight among the arguments of each norm."""
-_BOUND: dict[Any, Callable[[fx.Node], int]] = {
+_BOUND: dict[Any, Callable[[Any], int]] = {
     aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
     aten.embedding_dense_backward.default: lambda node: node.args[2],
     aten._embedding_bag.default: lambda node: node.args[0].meta["val"].shape[0],
@@ -94,7 +94,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         if leaf is indices or target_name(node).startswith(_CHECKED):
             return _sample_tensor(value, _index_bound(node))
         source = _maker(leaf)
-        return _zeros_like(value) if source is None else _made_by(source, leaf, constants)
+        return _all_zero(value) if source is None else _made_by(source, leaf, constants)
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
@@ -151,16 +151,16 @@ def _index_bound(node: fx.Node) -> int:
 
 
 def _sample_tensor(like: Tensor, bound: int) -> Tensor:
-    flat = _flat_like(like)
+    flat = _storage_for(like)
     _fill(flat, bound)
     return _as(like, flat)
 
 
-def _zeros_like(like: Tensor) -> Tensor:
-    return _as(like, _flat_like(like).zero_())
+def _all_zero(like: Tensor) -> Tensor:
+    return _as(like, _storage_for(like).zero_())
 
 
-def _flat_like(like: Tensor) -> Tensor:
+def _storage_for(like: Tensor) -> Tensor:
     n_elements = like.untyped_storage().nbytes() // like.element_size()
     return torch.empty(n_elements, dtype=like.dtype, device=like.device)
 

@@ -32,7 +32,7 @@ def names(results):
 
 with profile(use_cpu=True, use_kineto=True) as torchs:
     reduced()
-with memory_events._profiled() as ours:
+with memory_events._ops_profiled() as ours:
     reduced()
 assert "gloo:all_reduce" in names(torchs.kineto_results)
 assert "gloo:all_reduce" not in names(ours[0])

@@ -19,5 +19,5 @@ def test_no_rank_dies_while_its_steps_are_measured(
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     for name, value in debug_malloc().items():
         monkeypatch.setenv(name, value)
-    for found in ranks("profiled/worker.py", tmp_path, 2, str(STEPS)):
+    for found in ranks("measured/worker.py", tmp_path, 2, str(STEPS)):
         assert all(peak > 0 for peak in found.values())

@@ -1,6 +1,6 @@
 """Many measured steps of a planned model under DistributedDataParallel, with and without copies.
 
-Run as ``torchrun --nproc-per-node 2 tests/distributed/profiled/worker.py FOLDER STEPS``.
+Run as ``torchrun --nproc-per-node 2 tests/distributed/measured/worker.py FOLDER STEPS``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Steps of two ranks, measured many times."""

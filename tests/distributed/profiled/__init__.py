@@ -1,1 +1,0 @@
-"""Steps of ranks that are measured by the profiler."""
