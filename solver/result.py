@@ -8,7 +8,7 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import gap_of, simulate
 from remat.schedules.simulation import Simulation
 from remat.solver.kept import Attention, attention_of
 
@@ -45,7 +45,8 @@ class Result(msgspec.Struct, frozen=True):
     schedule : a schedule whose simulated peak is within the budget, or None.
     peak_bytes, time_us, overhead : of `schedule`, from `simulate`; 0 where there is none.
     lower_bound_us : no schedule of this budget, in the captured order of first
-        computations, takes less time; with the option `order` free, none in any order.
+        computations, takes less time; with the option `order` free, none in any order. 0 where
+        nothing is proved.
     solver, wall_s : who solved it, and how long that took.
     least_feasible_bytes : where infeasible, the least budget known to be feasible.
     least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
@@ -75,14 +76,15 @@ class Result(msgspec.Struct, frozen=True):
     message: str = ""
 
     @property
-    def gap(self) -> float:
-        """How far the schedule may be from the best: time over bound, minus one."""
-        if self.schedule is None or self.lower_bound_us <= 0:
-            return 0.0
-        return self.time_us / self.lower_bound_us - 1
+    def gap(self) -> float | None:
+        """How far the schedule may be from the best: time over bound, minus one.
+
+        None where there is no schedule or no bound.
+        """
+        return gap_of(self.time_us, self.lower_bound_us) if self.schedule is not None else None
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text, percent_text, time_text
+        from remat.formats import bytes_text, percent_text, proved_text, time_text
         from remat.html_figures import figures_html
 
         figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
@@ -92,7 +94,7 @@ class Result(msgspec.Struct, frozen=True):
                 ("peak", bytes_text(self.peak_bytes)),
                 ("step", time_text(self.time_us)),
                 ("overhead", percent_text(self.overhead)),
-                ("gap", percent_text(self.gap)),
+                ("gap", proved_text(self.gap)),
                 ("attention", str(self.attention or "")),
             ]
         elif self.least_feasible_bytes:
@@ -102,11 +104,11 @@ class Result(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         if self.schedule is None:
             return f"Result({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"
+        gap = "no bound" if self.gap is None else f"gap {100 * self.gap:.2f} %"
         return (
             f"Result({self.status}, {self.solver}: peak {self.peak_bytes} of "
             f"{self.budget_bytes} bytes, overhead {100 * self.overhead:.2f} %, "
-            f"gap {100 * self.gap:.2f} %, {self.wall_s:.1f} s"
-            + (f", {self.attention})" if self.attention else ")")
+            f"{gap}, {self.wall_s:.1f} s" + (f", {self.attention})" if self.attention else ")")
         )
 
 

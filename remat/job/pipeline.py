@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
-from remat.budgets import UNBOUNDED_BYTES, unmodified
+from remat.budgets import UNBOUNDED_BYTES, unmodified_step
 from remat.checks import failures, unless_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
@@ -227,15 +227,18 @@ def _before_the_check(
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
     chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
-    eager = unmodified(graph)
-    known = ("unmodified", eager), ("chen_sqrt", chen)
-    rows = tuple(predicted_row(graph, name, result, eager.time_us) for name, result in known)
+    eager = unmodified_step(graph)
+    base_us = eager.result.time_us
+    rows = (
+        predicted_row(eager.graph, "unmodified", eager.result, base_us),
+        predicted_row(graph, "chen_sqrt", chen, base_us),
+    )
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
         return report, traced, chen
     report = replace(
-        report, rows=(*rows, predicted_row(graph, "this plan", result, eager.time_us)),
+        report, rows=(*rows, predicted_row(graph, "this plan", result, base_us)),
         recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),

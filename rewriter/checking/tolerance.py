@@ -16,7 +16,7 @@ FLOAT32_BYTES = 4
 
 
 Rounding = Literal["", "inductor", "pieces"]
-"""What rounds otherwise than eager: Inductor's code, pieces that sum in another order, or nothing."""
+"""What rounds otherwise than eager: Inductor's code, pieces that sum in another order; or none."""
 
 
 def rounding_of(module: nn.Module) -> Rounding:

@@ -136,7 +136,10 @@ def require_eagers_bits(
     torch.manual_seed(0)
     dtype, of_loss = DTYPES[dtypes]
     for has_bias, is_weighted, smooths, reduction in losses:
-        one, label = head(shape, dtype, has_bias, ignored), (has_bias, is_weighted, smooths, reduction)
+        one, label = (
+            head(shape, dtype, has_bias, ignored),
+            (has_bias, is_weighted, smooths, reduction),
+        )
         weights = torch.rand(shape[2]).to(of_loss) if is_weighted else None
         loss, gradient, sums, of_sums, expected = eager(one, of_loss, weights, reduction, smooths)
         read = (*(one[name] for name in ("x", "weight", "bias", "target")), weights)
