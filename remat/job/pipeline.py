@@ -226,6 +226,14 @@ def _before_the_check(
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
+    report, chen = planned_report(graph, request, stopwatch)
+    return replace(report, recipe=traced.recipe if report.simulation else None), traced, chen
+
+
+def planned_report(
+    graph: TrainingGraph, request: Request, stopwatch: Stopwatch
+) -> tuple[Report, Result]:
+    """What is known of a graph without running a step, and the plan of ``chen_sqrt``."""
     chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
     eager = unmodified_step(graph)
     base_us = eager.result.time_us
@@ -236,11 +244,10 @@ def _before_the_check(
     result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
-        return report, traced, chen
+        return report, chen
     report = replace(
         report, rows=(*rows, predicted_row(graph, "this plan", result, base_us)),
-        recipe=traced.recipe,
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
-    return report, traced, chen
+    return report, chen
