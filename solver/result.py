@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_planned import fastest_us
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import gap_of, simulate
 from remat.schedules.simulation import Simulation
@@ -130,7 +131,7 @@ def judged(
     simulation = simulate(graph, schedule)
     if simulation.peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
-    bound_us = max(lower_bound_us, graph.time_us)
+    bound_us = max(lower_bound_us, fastest_us(graph))
     proved = simulation.time_us <= bound_us * (1 + 1e-9)
     return Result(
         status="optimal" if proved else ("time limit" if cut_short else "feasible"),
@@ -226,7 +227,7 @@ def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
         graph,
         msgspec.structs.replace(least, budget_bytes=budget_bytes),
         budget_bytes=budget_bytes,
-        lower_bound_us=graph.time_us,
+        lower_bound_us=0.0,
         wall_s=lost.wall_s,
         cut_short=True,
     )

@@ -12,6 +12,7 @@ from remat.placed import place as place_buffers
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
 from remat.questions.sweep import Budgets, in_bytes
 from remat.questions.sweep import sweep as sweep_graph
+from remat.schedules.as_planned import fastest_us
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
@@ -133,8 +134,12 @@ def _bound(
 
     The plan's bound holds at its budget and at every smaller one: less memory permits no more.
     """
-    best = Bound(budget_bytes, 0.0, graph.time_us, "")
-    if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
+    best = Bound(budget_bytes, 0.0, fastest_us(graph), "")
+    if (
+        plan is not None
+        and plan.lower_bound_us > best.lower_bound_us
+        and _is_below(budget_bytes, plan)
+    ):
         overhead = overhead_of(plan.lower_bound_us, graph.time_us)
         best = Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
     for name, front in fronts.items():

@@ -54,7 +54,7 @@ def test_a_kept_graph_or_plan_is_planned_within_the_split_that_is_asked_for(
 ) -> None:
     kept, plan = tmp_path / "graph.json", tmp_path / "plan.json"
     said("capture", job, "-o", str(kept))
-    said("solve", str(kept), "--budget", "min", "-o", str(plan))
+    said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
 
     def pieces(path: Path, *words: str) -> list[object]:
         found = json.loads(said("solve", str(path), "--budget", "min", *words, "--json"))

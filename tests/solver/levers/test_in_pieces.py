@@ -7,11 +7,14 @@ import pytest
 
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.schedules.as_planned import as_planned, in_pieces
+from remat.schedules.as_planned import as_planned, fastest_us, in_pieces
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
+from remat.solver.budgets.sweep import sweep
 from remat.solver.levers.in_pieces import solve_in_pieces
+from remat.solver.result import judged
+from tests.limits import AMPLE_S
 
 MIB = 1 << 20
 COUNTS = (2, 4, 8)
@@ -146,3 +149,14 @@ def test_any_order_and_our_solvers_take_pieces() -> None:
         assert result.schedule is not None
         assert result.schedule.pieces == (Pieces("head", 4),)
         assert result.solver == solver
+
+
+def test_pieces_that_are_faster_lower_the_bound_of_a_plan_without_them() -> None:
+    graph = region_graph(cost_of_pieces_us=-4.0)
+    kept = solve(graph, 1000 * MIB, "store_all").schedule
+    assert kept is not None
+    found = judged(graph, kept, budget_bytes=1000 * MIB, lower_bound_us=0.0)
+    assert found.lower_bound_us == fastest_us(graph) == pytest.approx(60 - 12)
+    assert found.status == "feasible"
+    front = sweep(graph, [100 * MIB, 1000 * MIB], time_limit_s=AMPLE_S)
+    assert all(point.result.lower_bound_us <= 48 * (1 + 1e-9) for point in front)
