@@ -78,7 +78,7 @@ def _verdict(report: Report) -> Table:
     result, graph, seconds = report.result, report.graph, report.seconds
     stages = ("capture", "profile", "solve", "check")
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("lower bound", _bound(graph, result))
+    table.add_row("lower bound", _bound_said(graph, result))
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     _add_reserved(table, report.rows)
@@ -145,7 +145,7 @@ def _add_prices(table: Table, graph: TrainingGraph) -> None:
         table.add_row("prices", prices_text(graph))
 
 
-def _bound(graph: TrainingGraph, result: Result) -> str:
+def _bound_said(graph: TrainingGraph, result: Result) -> str:
     """The bound as an overhead, and the gap. That of every op once needs no proof: it says so."""
     bound = bound_of(result.lower_bound_us, graph.time_us)
     if bound is None or result.gap is None:

@@ -39,7 +39,7 @@ def by_a_simple_rule(
         made += [policy.solve(graph, budget_bytes) for policy in policies]
     fitting = [one for one in made if one.schedule is not None]
     if not fitting:
-        return _with_lower_peak(lost, made)
+        return _naming_the_lowest(lost, made)
     best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes))
     return msgspec.structs.replace(
         best,
@@ -62,7 +62,7 @@ def _rule_text(lost: Result, rule: str, time_limit_s: float) -> str:
     )
 
 
-def _with_lower_peak(lost: Result, made: Sequence[Result]) -> Result:
+def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
     """`lost`, which names the least budget that it or a rule knows."""
     known = [one for one in made if one.least_schedule is not None]
     lowest = min(known, key=lambda one: one.least_feasible_bytes, default=None)

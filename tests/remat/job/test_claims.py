@@ -17,7 +17,6 @@ from rich.console import Console
 import remat
 from remat.budgets import unmodified_step
 from remat.formats import NO_BOUND, bytes_text, percent_text
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.json_report import report_json
 from remat.job.pipeline import Report, planned_report
@@ -28,24 +27,25 @@ from remat.schedules.as_planned import as_planned
 from remat.schedules.reserved import reserved_of
 from remat.schedules.simulate import simulate
 from remat.solver.result import Result
-from remat.solver.table import TABLE, TAKE_PIECES
+from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_PIECES
 
-DEVICE, BUDGETS, LIMIT_S = "h100", ("min", "60%", "85%"), 0.5
+DEVICE, BUDGETS, LIMIT_S = "h100", ("min", "60%", "85%"), 0.25
+# Other examples train the models of these.
 SIZES = {
     "gpt": {"GPT_LAYERS": "2", "GPT_WIDTH": "64", "GPT_HEADS": "2", "GPT_VOCAB": "8192"},
     "llama": {
-        "LLAMA_LAYERS": "2", "LLAMA_WIDTH": "64", "LLAMA_HEADS": "2", "LLAMA_KV_HEADS": "2",
+        "LLAMA_LAYERS": "1", "LLAMA_WIDTH": "64", "LLAMA_HEADS": "2", "LLAMA_KV_HEADS": "2",
         "LLAMA_HIDDEN": "512", "LLAMA_SEQ": "256", "LLAMA_VOCAB": "8192",
     },
     "resnet": {"RESNET_WIDTH": "8", "RESNET_BATCH": "16"},
     "unet": {"UNET_WIDTH": "4", "UNET_BATCH": "2", "UNET_IMAGE": "32"},
-    "train_cluster": {},
 }  # fmt: skip
 QUICK = {("gpt", "auto"), ("gpt", "norms_and_activations"), ("resnet", "full"), ("unet", "dtr")}
 CASES = [
     pytest.param(name, solver, marks=[] if (name, solver) in QUICK else pytest.mark.slow)
     for name in SIZES
     for solver in TABLE
+    if solver not in (*NEEDS_LINKS, "exhaustive")  # these take none of the graphs
 ]
 
 
@@ -59,7 +59,6 @@ def captured(name: str) -> TrainingGraph:
     return remat.capture(model, args, device=DEVICE, **made)
 
 
-@functools.cache
 def run(name: str, solver: str, budget: str) -> Report:
     asked = Request(budget=budget, solver=solver, device=DEVICE, time_limit_s=LIMIT_S)
     return planned_report(captured(name), asked, Stopwatch())[0]
@@ -74,10 +73,7 @@ def screen(report: Report) -> str:
 @pytest.mark.parametrize(("name", "solver"), CASES)
 def test_what_is_printed_is_what_the_judge_says(name: str, solver: str) -> None:
     for budget in BUDGETS:
-        try:
-            report = run(name, solver, budget)
-        except SolverError:  # it does not take this graph
-            continue
+        report = run(name, solver, budget)
         require_rows_of_the_judge(report)
         require_a_bound_or_none(report)
         if report.result.schedule is None:
