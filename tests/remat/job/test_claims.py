@@ -40,12 +40,15 @@ SIZES = {
     "resnet": {"RESNET_WIDTH": "8", "RESNET_BATCH": "16"},
     "unet": {"UNET_WIDTH": "4", "UNET_BATCH": "2", "UNET_IMAGE": "32"},
 }  # fmt: skip
-QUICK = {("gpt", "auto"), ("gpt", "norms_and_activations"), ("resnet", "full"), ("unet", "dtr")}
+QUICK = {("gpt", "auto"), ("gpt", "norms_and_activations"), ("resnet", "full"), ("unet", "auto")}
+LARGE_PROGRAMS = ("checkmate", "lp_rounding")
+"""They take minutes to set up programs for graphs of more than a hundred ops."""
 CASES = [
     pytest.param(name, solver, marks=[] if (name, solver) in QUICK else pytest.mark.slow)
     for name in SIZES
     for solver in TABLE
     if solver not in (*NEEDS_LINKS, "exhaustive")  # these take none of the graphs
+    if name == "gpt" or solver not in LARGE_PROGRAMS
 ]
 
 
