@@ -18,8 +18,7 @@ import numpy as np
 import remat
 from benchmarks.comparison.compared import mb, percent
 from benchmarks.comparison.fronts import Row, best_within
-from remat.budgets import unmodified
-from remat.graph_capture.derived.eager import as_unmodified
+from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import load
 from remat.schedules.schedule import Schedule
@@ -83,7 +82,8 @@ def draw(graph: TrainingGraph, schedule: Schedule, path: Path, ink: str) -> None
     mpl.use("agg")
     mpl.rcParams |= {"svg.hashsalt": "remat", "svg.fonttype": "path", "font.size": 9}
     figure, ax = plt.subplots(figsize=(7.6, 2.7))
-    eager = as_unmodified(graph), unmodified(graph).schedule
+    step = unmodified_step(graph)
+    eager = step.graph, step.result.schedule
     for (one, steps), name, label in (
         (eager, "unmodified", "the unmodified step"), ((graph, schedule), "plan", "the plan")
     ):  # fmt: skip

@@ -16,6 +16,7 @@ from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.as_planned import whole
 from remat.schedules.unmodified_steps import as_eager_frees, ops_as_eager_runs
+from remat.solved import Solved
 from remat.solver.budgets.worth import least_peak
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
@@ -154,3 +155,11 @@ def unmodified(graph: TrainingGraph) -> Result:
         )  # fmt: skip
 
     return kept_with(graph, "unmodified", kept_whole)
+
+
+def unmodified_step(graph: TrainingGraph) -> Solved:
+    """`unmodified` with the graph that its schedule goes with.
+
+    On `graph` itself that schedule would be given room for what eager writes in place.
+    """
+    return Solved(as_unmodified(whole(graph)), unmodified(graph))

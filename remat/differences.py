@@ -35,10 +35,15 @@ def cause_text(check: Check) -> str:
             "torch's random stream, such as a clock, a file or a generator of its own. Pass it as "
             "an argument, as a tensor"
         )
-    if check.tolerance:
+    if check.rounding == "inductor":
         return (
             f"Inductor's code may be off by {check.tolerance:g} of a result's norm: leave out "
             "compile=True, which gives eager's bits"
+        )
+    if check.rounding == "pieces":
+        return (
+            f"Pieces that sum in another order may be off by {check.tolerance:g} of a result's "
+            "norm: ask for eager's bits with split='exact' (--split exact)"
         )
     if check.other_line:
         return (

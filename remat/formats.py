@@ -5,6 +5,8 @@ from __future__ import annotations
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
+NO_BOUND = "no bound"
+"""What stands for a bound and a gap where nothing is proved."""
 
 
 def bytes_text(size_bytes: float) -> str:
@@ -65,6 +67,16 @@ def percent_text(fraction: float) -> str:
     """``12.3 %``; two decimals below one per cent, so that a small gap stays visible."""
     percent = 100 * fraction
     return f"{percent:.2f} %" if 0 < abs(percent) < 1 else f"{percent:.1f} %"
+
+
+def proved_text(fraction: float | None) -> str:
+    """A lower bound on the overhead, or a gap: as `percent_text`, and `NO_BOUND` for None."""
+    return NO_BOUND if fraction is None else percent_text(fraction)
+
+
+def gap_text(gap: float | None) -> str:
+    """``gap 12.3 %``, and `NO_BOUND` for None."""
+    return NO_BOUND if gap is None else f"gap {percent_text(gap)}"
 
 
 def percent_pair(predicted: float, measured: float | None) -> str:

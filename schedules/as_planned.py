@@ -11,6 +11,9 @@ from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
 from remat.schedules.schedule import Pieces, Schedule
 
+NONE = "none"
+"""The split in which nothing runs in pieces."""
+
 
 def as_planned(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
     """The graph that `schedule` was made for, from the captured one; `graph` itself if it is that.
@@ -57,6 +60,28 @@ def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph
 def whole(graph: TrainingGraph) -> TrainingGraph:
     """`graph` whose regions cannot run in pieces; its hash is the same."""
     return msgspec.structs.replace(graph, regions=()) if graph.regions else graph
+
+
+def fastest_us(graph: TrainingGraph) -> float:
+    """The time of every op once, whole or in the pieces that take least: a bound on any plan's."""
+    cost_us = {op.name: op.cost_us for op in graph.ops} if graph.regions else {}
+    saved_us = (
+        sum(cost_us[name] for name in region.ops) - sum(op.cost_us for _, op in choice.ops)
+        for region in graph.regions
+        for choice in region.choices
+    )
+    return graph.time_us - max(0.0, *saved_us) if graph.regions else graph.time_us
+
+
+def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
+    """`graph` with the pieces that a split allows: all where it is None or ``tolerance``."""
+    if split in (None, "tolerance") or not graph.regions:
+        return graph
+    regions = (
+        msgspec.structs.replace(r, choices=tuple(c for c in r.choices if c.exact and split != NONE))
+        for r in graph.regions
+    )
+    return msgspec.structs.replace(graph, regions=tuple(r for r in regions if r.choices))
 
 
 def choice_of(graph: TrainingGraph, wanted: Pieces) -> Choice:

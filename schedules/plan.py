@@ -95,7 +95,7 @@ class Prediction(msgspec.Struct, frozen=True):
     time_us: float
     overhead: float
     lower_bound_us: float
-    gap: float
+    gap: float | None
     prices: str
 
     def __post_init__(self) -> None:

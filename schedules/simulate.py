@@ -102,3 +102,18 @@ def overhead_of(time_us: float, base_us: float) -> float:
     For times of schedules and for lower bounds on them.
     """
     return max(time_us / base_us - 1, 0.0) if base_us else 0.0
+
+
+def bound_of(lower_bound_us: float, base_us: float) -> float | None:
+    """A lower bound as an overhead; None for a bound of 0 on a step that takes time: no bound."""
+    return None if lower_bound_us <= 0 < base_us else overhead_of(lower_bound_us, base_us)
+
+
+def gap_of(time_us: float, lower_bound_us: float) -> float | None:
+    """How far a time may be from the best: the time over the lower bound, minus one.
+
+    None without a bound, which 0 stands for. A step that takes no time is the best there is.
+    """
+    if lower_bound_us > 0:
+        return time_us / lower_bound_us - 1
+    return None if time_us > 0 else 0.0

@@ -7,6 +7,7 @@ A solver is one file with a frozen dataclass whose fields are its options, and o
 from __future__ import annotations
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_planned import whole
 from remat.solver.contract import Solver
 from remat.solver.interrupts import one_job
 from remat.solver.levers.late_updates import has_updates, solve_with_updates
@@ -20,7 +21,7 @@ from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Holding, Result, naming_the_limit
 from remat.solver.search import Listener, Progress
-from remat.solver.table import TABLE, make_solver, option_names, solver_class
+from remat.solver.table import TABLE, TAKE_PIECES, make_solver, option_names, solver_class
 from remat.solver.templates.late import by_a_simple_rule
 
 __all__ = [
@@ -87,6 +88,8 @@ def solve(
         order = options.get("order")
         require_planned_with_copies(solver, recompute=bool(as_globs(recompute)), order=order)
     with one_job():
+        if solver not in TAKE_PIECES:
+            graph = whole(graph)
         if graph.regions:
             from remat.solver.levers.in_pieces import solve_in_pieces
 
@@ -108,7 +111,7 @@ def solve(
         else:
             made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
             found = made.solve(graph, budget_bytes)
-            if solver == "auto":
+            if solver in TAKE_PIECES:
                 found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
         if can_copy(graph) and not plans_copies(solver):
             found = for_any_copies(graph, found)

@@ -8,8 +8,9 @@ import msgspec
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_planned import fastest_us
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import gap_of, simulate
 from remat.schedules.simulation import Simulation
 from remat.solver.kept import Attention, attention_of
 
@@ -45,7 +46,8 @@ class Result(msgspec.Struct, frozen=True):
     schedule : a schedule whose simulated peak is within the budget, or None.
     peak_bytes, time_us, overhead : of `schedule`, from `simulate`; 0 where there is none.
     lower_bound_us : no schedule of this budget, in the captured order of first
-        computations, takes less time; with the option `order` free, none in any order.
+        computations, takes less time; with the option `order` free, none in any order. 0 where
+        nothing is proved.
     solver, wall_s : who solved it, and how long that took.
     least_feasible_bytes : where infeasible, the least budget known to be feasible.
     least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
@@ -77,14 +79,15 @@ class Result(msgspec.Struct, frozen=True):
     message: str = ""
 
     @property
-    def gap(self) -> float:
-        """How far the schedule may be from the best: time over bound, minus one."""
-        if self.schedule is None or self.lower_bound_us <= 0:
-            return 0.0
-        return self.time_us / self.lower_bound_us - 1
+    def gap(self) -> float | None:
+        """How far the schedule may be from the best: time over bound, minus one.
+
+        None where there is no schedule or no bound.
+        """
+        return gap_of(self.time_us, self.lower_bound_us) if self.schedule is not None else None
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text, percent_text, time_text
+        from remat.formats import bytes_text, percent_text, proved_text, time_text
         from remat.html_figures import figures_html
 
         figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
@@ -94,7 +97,7 @@ class Result(msgspec.Struct, frozen=True):
                 ("peak", bytes_text(self.peak_bytes)),
                 ("step", time_text(self.time_us)),
                 ("overhead", percent_text(self.overhead)),
-                ("gap", percent_text(self.gap)),
+                ("gap", proved_text(self.gap)),
                 ("attention", str(self.attention or "")),
             ]
         elif self.least_feasible_bytes:
@@ -104,11 +107,11 @@ class Result(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         if self.schedule is None:
             return f"Result({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"
+        gap = "no bound" if self.gap is None else f"gap {100 * self.gap:.2f} %"
         return (
             f"Result({self.status}, {self.solver}: peak {self.peak_bytes} of "
             f"{self.budget_bytes} bytes, overhead {100 * self.overhead:.2f} %, "
-            f"gap {100 * self.gap:.2f} %, {self.wall_s:.1f} s"
-            + (f", {self.attention})" if self.attention else ")")
+            f"{gap}, {self.wall_s:.1f} s" + (f", {self.attention})" if self.attention else ")")
         )
 
 
@@ -130,7 +133,7 @@ def judged(
     simulation = simulate(graph, schedule)
     if simulation.peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
-    bound_us = max(lower_bound_us, graph.time_us)
+    bound_us = max(lower_bound_us, fastest_us(graph))
     proved = simulation.time_us <= bound_us * (1 + 1e-9)
     return Result(
         status="optimal" if proved else ("time limit" if cut_short else "feasible"),
@@ -227,7 +230,7 @@ def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
         graph,
         msgspec.structs.replace(least, budget_bytes=budget_bytes),
         budget_bytes=budget_bytes,
-        lower_bound_us=graph.time_us,
+        lower_bound_us=0.0,
         wall_s=lost.wall_s,
         cut_short=True,
     )

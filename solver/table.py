@@ -46,6 +46,10 @@ TABLE: dict[str, str] = {
 NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
 """Solvers that refuse a graph from which nothing may leave the device."""
 
+TAKE_PIECES = ("auto", "cut", "joint", "hierarchical", "retention", "exhaustive")
+"""Solvers that plan regions in pieces. The others are rules by hand and published methods: they see
+the captured step alone, as people write them and as their papers have them."""
+
 
 def solver_class(name: str) -> type[Any]:
     """The class behind a name of `TABLE`; its dataclass fields are the options.

@@ -14,7 +14,7 @@ import remat
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
-from remat.budgets import unmodified
+from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.result import Result
 
@@ -29,7 +29,8 @@ def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
     trainee = bench.trainee
     with bench.autocast():
         graph = remat.capture(trainee.model, trainee.args, device=bench.device)
-    rows = {"unmodified": _predicted(graph, unmodified(graph)), CHECKPOINTED: {}}
+    eager = unmodified_step(graph)
+    rows = {"unmodified": _predicted(eager.graph, eager.result), CHECKPOINTED: {}}
     variants = {"unmodified": methods.eager(trainee)}
     variants[CHECKPOINTED] = methods.checkpointed(trainee, 1)
     for budget in budgets:

@@ -25,8 +25,7 @@ import remat
 from benchmarks.cells.cell import cpu_name, versions
 from benchmarks.reserved.table import DOCS, write_recorded
 from examples import gpt, resnet, unet
-from remat.budgets import unmodified
-from remat.graph_capture.derived.eager import as_eager
+from remat.budgets import unmodified_step
 from remat.graph_capture.memory_events import without_garbage
 from remat.schedules.allocator.replay import replay
 from remat.schedules.buffers import Buffers, buffers_of
@@ -82,9 +81,9 @@ def rows(name: str) -> list[dict[str, Any]]:
     model, args = made.pop("model"), made.pop("args")
     graph = remat.capture(model, args, split="none", **made)
     found = remat.solve(graph, BUDGET, time_limit_s=20)
-    plain = unmodified(graph)
+    plain = unmodified_step(graph)
     assert found.schedule is not None
-    assert plain.schedule is not None
+    assert plain.result.schedule is not None
     fast = remat.rewrite(model, found.schedule)
     loss_fn, target = made.get("loss_fn"), made.get("target")
 
@@ -95,7 +94,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     def planned() -> None:
         (fast(*args) if loss_fn is None else fast(*args, target=target)).backward()
 
-    steps = (("unmodified", eager, buffers_of(as_eager(graph), plain.schedule)),
+    steps = (("unmodified", eager, buffers_of(plain.graph, plain.result.schedule)),
              (BUDGET, planned, buffers_of(graph, found.schedule)))  # fmt: skip
     return [row_of(name, what, model, run, buffers) for what, run, buffers in steps]
 

@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
 import remat
-from remat.budgets import unmodified
+from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.eager import as_eager
 from remat.job.factory import load
 from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
 from remat.schedules.views.module_groups import place_of
@@ -58,10 +57,11 @@ def plan() -> remat.Result:
 
 def live_bytes(ax: Axes) -> str:
     """What is live while the step runs."""
-    result, before = plan(), unmodified(graph())
+    result, step = plan(), unmodified_step(graph())
+    before = step.result
     assert result.schedule is not None
     assert before.schedule is not None
-    draw_live_bytes(ax, graph(), result.schedule, unmodified=(as_eager(graph()), before.schedule))
+    draw_live_bytes(ax, graph(), result.schedule, unmodified=(step.graph, before.schedule))
     return (
         f"One step of the example GPT, planned for {TITLE}: the unmodified step peaks at "
         f"{bytes_text(before.peak_bytes)}, the plan at {bytes_text(result.peak_bytes)} of a budget "

@@ -14,6 +14,9 @@ from remat.graph_capture.derived.own_checkpoints import DROPOUTS, MASK, with_own
 from remat.graph_capture.derived.sharding import element_bytes
 from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
 
+AS_EAGER = "room as eager takes it"
+"""Among the inputs of a graph whose sizes are those of `as_unmodified`."""
+
 
 def as_eager(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has.
@@ -40,7 +43,10 @@ def as_unmodified(graph: TrainingGraph) -> TrainingGraph:
     _write_over(eager, values)
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
-    return msgspec.structs.replace(eager, ops=ops, values=tuple(values.values()))
+    # Another hash, so that no schedule is replayed on the sizes of the other graph.
+    return msgspec.structs.replace(
+        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, AS_EAGER)
+    )
 
 
 def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:

@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2
 """Reductions, as torch numbers them."""
+NO_CLASS = -1
+"""The target of a row that the loss ignores, where a loss has only the class 0."""
 CLASSES_MULTIPLE = 64
 """Blocks of classes are multiples of it, so that each begins at a line of the caches."""
 
@@ -100,14 +102,17 @@ def _losses(one: HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _reduced(one: HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
-    """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class."""
-    target = torch.where(is_counted, 0, one.ignore_index)
+    """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class.
+
+    That class is 0, and may be the one that the user's loss ignores.
+    """
+    target = torch.where(is_counted, 0, NO_CLASS)
     if one.class_weight is None:
-        return aten.nll_loss_forward(picked, target, None, one.reduction, one.ignore_index)
+        return aten.nll_loss_forward(picked, target, None, one.reduction, NO_CLASS)
     of_row = one.class_weight[torch.where(is_counted, one.target, 0)].unsqueeze(1)
 
     def summed(of_rows: Tensor, reduction: int = SUM) -> Tensor:
-        return aten.nll_loss_forward(of_rows, target, None, reduction, one.ignore_index)[0]
+        return aten.nll_loss_forward(of_rows, target, None, reduction, NO_CLASS)[0]
 
     weighted = picked * of_row
     if one.reduction == NONE:

@@ -15,7 +15,7 @@ from remat.budgets import parse_budget
 from remat.cli import options
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
-from remat.formats import bytes_text, percent_text, time_text
+from remat.formats import bytes_text, percent_text, proved_text, time_text
 from remat.graph_capture.devices.lower_tiers import AUTO
 from remat.graph_capture.devices.sizes import written_bytes
 from remat.graph_capture.errors import BudgetError
@@ -26,7 +26,7 @@ from remat.job.request import Request
 from remat.job.stopwatch import Shown
 from remat.questions.sweep import Budgets, sweep, sweep_hosts
 from remat.questions.tables import plain_table
-from remat.schedules.simulate import overhead_of
+from remat.schedules.simulate import bound_of
 from remat.solver import make_solver
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import BudgetsDone, check_jobs
@@ -152,11 +152,11 @@ def _add_rows(table: Table, solver: str, front: Front) -> None:
     for budget_bytes, result in front.points:
         figures = (result.status, "-", "-", "-")
         if result.schedule is not None:
-            bound = overhead_of(result.lower_bound_us, front.base_us)
+            bound = bound_of(result.lower_bound_us, front.base_us)
             figures = (
                 bytes_text(result.peak_bytes),
                 percent_text(result.overhead),
-                percent_text(bound),
-                percent_text(result.gap),
+                proved_text(bound),
+                "-" if result.gap is None else percent_text(result.gap),
             )
         table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")

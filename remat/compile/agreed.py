@@ -24,12 +24,12 @@ class Choice(msgspec.Struct, frozen=True):
     ----------
     budget_bytes : that it was planned for.
     schedules : one, or one for each piece; None where torch's own cut is taken.
-    gaps : how far each can be from the best.
+    gaps : how far each can be from the best; None where nothing is proved.
     """
 
     budget_bytes: int
     schedules: tuple[Schedule | None, ...]
-    gaps: tuple[float, ...]
+    gaps: tuple[float | None, ...]
 
     @classmethod
     def of(cls, budget_bytes: int, found: Sequence[Candidate | None]) -> Choice:
@@ -37,7 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
         schedules = tuple(one.schedule if one else None for one in found)
         return cls(budget_bytes, schedules, tuple(one.gap if one else 0.0 for one in found))
 
-    def of_piece(self, k: int) -> tuple[Schedule | None, float]:
+    def of_piece(self, k: int) -> tuple[Schedule | None, float | None]:
         """What is chosen for the k-th piece, as `PlanSearch.of` takes it."""
         return self.schedules[k], self.gaps[k]
 

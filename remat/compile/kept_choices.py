@@ -30,7 +30,7 @@ from remat.graph_capture.graph_rules import MOST_BYTES
 from remat.graph_capture.prices.price_cache import Price, PriceCache, cache_folder
 from remat.rewriter.inductor.replay import Replay, StepBytes
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import gap_of, simulate
 
 SCHEMA_VERSION = 1
 FOLDER = "compiled"
@@ -83,8 +83,9 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found = simulate(self.graph, self.schedule)
         if self.lower_bound_us > (1 + 1e-9) * found.time_us:
             raise PlanError("its bound is above its time")
-        gap = found.time_us / self.lower_bound_us - 1 if self.lower_bound_us > 0 else 0.0
-        return Taken(self.stock, self.chosen, self.schedule, found.overhead, max(0.0, gap))
+        gap = gap_of(found.time_us, self.lower_bound_us)
+        gap = None if gap is None else max(0.0, gap)
+        return Taken(self.stock, self.chosen, self.schedule, found.overhead, gap)
 
     def step(self) -> StepBytes:
         """The bytes of its graph, with nothing beside them."""

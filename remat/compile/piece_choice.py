@@ -151,7 +151,9 @@ class PieceSearch:
         self.options = [[option] for option in self.stock]
         self._barred = [search and not search.may_take_stock for search in self.searches]
 
-    def followed(self, chosen: Iterable[tuple[Schedule | None, float]]) -> tuple[Option, ...]:
+    def followed(
+        self, chosen: Iterable[tuple[Schedule | None, float | None]]
+    ) -> tuple[Option, ...]:
         """The options of what another rank has chosen for each piece, and how good that is."""
         triples = zip(self.whole.pieces, self.searches, chosen, strict=True)
         return tuple(

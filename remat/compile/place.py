@@ -29,7 +29,7 @@ class Taken:
     chosen: Replay
     schedule: Schedule | None = None
     overhead: float = 0.0
-    gap: float = 0.0
+    gap: float | None = 0.0
     replays: int = 0
 
 

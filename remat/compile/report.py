@@ -28,7 +28,8 @@ class CompiledPlan(msgspec.Struct, frozen=True):
     held_bytes : of parameters, buffers, inputs, and what earlier graphs hold.
     saved_bytes : what forward leaves for backward.
     overhead : over computing each kernel once, by the prices of kernels; 0 where torch's own cut
-        fits. gap : how far that can be from the best, at the target that was solved for.
+        fits. gap : how far that can be from the best, at the target that was solved for; None where
+        nothing is proved.
     recomputed : kernels and calls that run again. replays : candidates whose code was replayed; 0
         for a plan that an earlier process has kept.
     seconds : that the search took. schedule : None where torch's own cut fits.
@@ -41,7 +42,7 @@ class CompiledPlan(msgspec.Struct, frozen=True):
     held_bytes: int
     saved_bytes: int
     overhead: float
-    gap: float
+    gap: float | None
     recomputed: int
     replays: int
     seconds: float

@@ -44,7 +44,7 @@ class Candidate:
     """Two graphs, what their code allocates, and the schedule that they carry out.
 
     `schedule` is None where the step is as torch compiles it; `result` too, and where another rank
-    has chosen. `gap` is how far the schedule can be from the best.
+    has chosen. `gap` is how far the schedule can be from the best, None where nothing is proved.
     """
 
     pair: Pair
@@ -54,7 +54,7 @@ class Candidate:
     schedule_peak_bytes: int = 0
     time_us: float = 0.0
     overhead: float = 0.0
-    gap: float = 0.0
+    gap: float | None = 0.0
 
     @property
     def code_peak_bytes(self) -> int:
@@ -160,7 +160,7 @@ class PlanSearch:
         known = solvers.option_names(self.options.solver)
         return {"gap": self.options.gap} if "gap" in known else {}
 
-    def of(self, schedule: Schedule | None, gap: float) -> Candidate:
+    def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
         """The candidate of a schedule that another rank has chosen; None for torch's own cut.
 
         `gap` is how far the schedule can be from the best, as that rank has found.
@@ -183,7 +183,7 @@ class PlanSearch:
         pair = self.step.emit(schedule)
         return Candidate(
             pair, self._replayed(pair, judged.peak_bytes), schedule, result,
-            judged.peak_bytes, judged.time_us, judged.overhead, result.gap if result else 0.0,
+            judged.peak_bytes, judged.time_us, judged.overhead, result.gap if result else None,
         )  # fmt: skip
 
     def _replayed(self, pair: Pair, schedule_peak_bytes: int) -> Replay:

@@ -15,7 +15,7 @@ from remat.job.rows import Row
 from remat.levers.offloaded import offloaded
 from remat.questions.pieces import pieces_of
 from remat.questions.reserved import reserved_beside
-from remat.schedules.simulate import overhead_of
+from remat.schedules.simulate import bound_of
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
@@ -63,10 +63,13 @@ def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[
     return said if result.schedule else said | infeasible_json(result)
 
 
-def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float]:
-    """The proven bound: in microseconds, as an overhead, and how far the plan is from it."""
-    bound_us = result.lower_bound_us
-    overhead = overhead_of(bound_us, graph.time_us)
+def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
+    """The proven bound: in microseconds, as an overhead, and how far the plan is from it.
+
+    None stands for what is not proved.
+    """
+    overhead = bound_of(result.lower_bound_us, graph.time_us)
+    bound_us = None if overhead is None else result.lower_bound_us
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 

@@ -30,6 +30,7 @@ from remat.job.factory import Loaded, load
 from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
 from remat.job.stopwatch import Stopwatch
+from remat.schedules.as_planned import as_planned, within_split
 from remat.schedules.judged_plan import AGREEMENT, judge_family, judge_plan, require_within_budget
 from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
@@ -112,11 +113,16 @@ def open_plan(
             raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
         _refuse_budget(request)
         _refuse_host(request)
-        return _opened_plan(read_kept(Path(source)), source, None)
+        opened = _opened_plan(read_kept(Path(source)), source, None)
+        graph = within_split(opened.graph, request.split)
+        if opened.schedule is not None:
+            as_planned(graph, opened.schedule)  # refuses a plan in pieces that are not allowed
+        return replace(opened, graph=graph)
     if plan is not None:
         _refuse_budget(request)
         kept = read_kept(plan)
-        request = _splitting_as(schedule_in(kept), request)
+        if not source.endswith(PLAN_FILES):
+            request = _splitting_as(schedule_in(kept), request)
         return _opened_plan(kept, str(plan), captured(source, request, stopwatch).graph)
     graph = captured(source, request, stopwatch).graph
     is_asked = request.budget != NO_BUDGET
@@ -174,7 +180,7 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
     require_within_budget(schedule, peak_bytes, name)
     result = judged(
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
-        lower_bound_us=graph.time_us, message=_unproved(graph, told_us, name),
+        lower_bound_us=0.0, message=_unproved(graph, told_us, name),
     )  # fmt: skip
     return Opened(graph, result, is_kept=True, over=over)
 
@@ -208,9 +214,9 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     if request.sharding != NO_SHARDING:
         raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
     if holds_plan(Path(source)):
-        return Captured(_relinked(_graph_in(read_kept(Path(source)), source), request))
+        return Captured(_as_asked(_graph_in(read_kept(Path(source)), source), request))
     try:
-        return Captured(_relinked(TrainingGraph.from_json(read_contents(source)), request))
+        return Captured(_as_asked(TrainingGraph.from_json(read_contents(source)), request))
     except GraphError as error:
         raise GraphError(
             f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
@@ -218,8 +224,9 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
         ) from error
 
 
-def _relinked(graph: TrainingGraph, request: Request) -> TrainingGraph:
-    """A kept graph, with links where the request has a host."""
+def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
+    """A kept graph with the pieces that the request allows, and links where it has a host."""
+    graph = within_split(graph, request.split)
     if not (request.host or request.nvme):
         return graph
     # To ask what this machine is takes torch, which kept graphs do without.

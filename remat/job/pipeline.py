@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
-from remat.budgets import UNBOUNDED_BYTES, unmodified
+from remat.budgets import UNBOUNDED_BYTES, unmodified_step
 from remat.checks import failures, unless_short, why_unchecked
 from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
@@ -241,20 +241,31 @@ def _before_the_check(
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph = price_trace(traced, request, stopwatch)
+    report, chen = planned_report(graph, request, stopwatch)
+    if report.simulation is not None:
+        return replace(report, recipe=traced.recipe), traced, chen
+    named = _named_beside(report.result, traced, graph, request, stopwatch)
+    return replace(report, result=named), traced, chen
+
+
+def planned_report(
+    graph: TrainingGraph, request: Request, stopwatch: Stopwatch
+) -> tuple[Report, Result]:
+    """What is known of a graph without running a step, and the plan of ``chen_sqrt``."""
     chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
-    eager = unmodified(graph)
-    known = ("unmodified", eager), ("chen_sqrt", chen)
-    rows = tuple(predicted_row(graph, name, result, eager.time_us) for name, result in known)
-    result = _named_beside(
-        solve_request(graph, request, stopwatch), traced, graph, request, stopwatch
+    eager = unmodified_step(graph)
+    base_us = eager.result.time_us
+    rows = (
+        predicted_row(eager.graph, "unmodified", eager.result, base_us),
+        predicted_row(graph, "chen_sqrt", chen, base_us),
     )
+    result = solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
-        return report, traced, chen
+        return report, chen
     report = replace(
-        report, rows=(*rows, predicted_row(graph, "this plan", result, eager.time_us)),
-        recipe=traced.recipe,
+        report, rows=(*rows, predicted_row(graph, "this plan", result, base_us)),
         simulation=simulate(graph, result.schedule),
         shortage=shortage_text(graph, result.schedule),
     )  # fmt: skip
-    return report, traced, chen
+    return report, chen

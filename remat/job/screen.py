@@ -11,7 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.checks import CHECKED, advice_of
-from remat.formats import bytes_pair, bytes_text, percent_pair, percent_text, time_pair, time_text
+from remat.formats import (
+    NO_BOUND,
+    bytes_pair,
+    bytes_text,
+    gap_text,
+    percent_pair,
+    percent_text,
+    proved_text,
+    time_pair,
+    time_text,
+)
 from remat.graph_capture.devices.device_table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.advice import advice_on_run
@@ -23,7 +33,7 @@ from remat.questions.reserved import reserved_beside, reserved_text
 from remat.questions.tables import plain_table, prices_text
 from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import overhead_of
+from remat.schedules.simulate import bound_of
 from remat.schedules.simulation import Simulation
 from remat.solver.kept import kinds_text
 from remat.solver.result import Result
@@ -66,10 +76,9 @@ def schedules_table(rows: Iterable[Row]) -> Table:
 def _verdict(report: Report) -> Table:
     """Below the rows: bound, what holds the peak, what is equal, times, status."""
     result, graph, seconds = report.result, report.graph, report.seconds
-    bound = overhead_of(result.lower_bound_us, graph.time_us)
     stages = ("capture", "profile", "solve", "check")
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("lower bound", f"{percent_text(bound)} overhead at this budget; {_gap(result)}")
+    table.add_row("lower bound", _bound_said(graph, result))
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     _add_reserved(table, report.rows)
@@ -136,8 +145,14 @@ def _add_prices(table: Table, graph: TrainingGraph) -> None:
         table.add_row("prices", prices_text(graph))
 
 
-def _gap(result: Result) -> str:
-    return f"gap {percent_text(result.gap)}" + (", proved" if result.status == "optimal" else "")
+def _bound_said(graph: TrainingGraph, result: Result) -> str:
+    """The bound as an overhead, and the gap. That of every op once needs no proof: it says so."""
+    bound = bound_of(result.lower_bound_us, graph.time_us)
+    if bound is None or result.gap is None:
+        return NO_BOUND
+    is_proved = result.status == "optimal"
+    of = "overhead at this budget" if bound or is_proved else "overhead (nothing computed twice)"
+    return f"{percent_text(bound)} {of}; {gap_text(result.gap)}{', proved' if is_proved else ''}"
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
@@ -198,7 +213,7 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     table.add_row("peak", bytes_text(result.peak_bytes))
     table.add_row("step", time_text(result.time_us))
     table.add_row("overhead", percent_text(result.overhead))
-    table.add_row("gap", percent_text(result.gap))
+    table.add_row("gap", proved_text(result.gap))
     _add_pieces(table, graph, result)
     _add_offloaded(table, offloaded(graph, result.schedule))
     reserved = reserved_beside(graph, result)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.formats import bytes_text, percent_text, time_text
+from remat.formats import bytes_text, gap_text, time_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.levers.whole_step import StepPlan, too_small_text
 from remat.questions.tables import plain_table
@@ -72,7 +72,7 @@ def _choices(plan: StepPlan) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row(
         "lower bound",
-        f"{_long_time_text(found.lower_bound_us)} in any order; gap {percent_text(found.gap)}",
+        f"{_long_time_text(found.lower_bound_us)} in any order; {gap_text(found.gap)}",
     )
     table.add_row("order", _order_text(setting))
     for words in _saved_texts(plan, setting):

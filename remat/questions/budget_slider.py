@@ -10,9 +10,8 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from remat.budgets import parse_budget, unmodified
-from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.eager import as_unmodified
+from remat.budgets import parse_budget, unmodified_step
+from remat.formats import bytes_text, gap_text, percent_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.one_call import solve as solve_budget
@@ -48,10 +47,10 @@ class BudgetSlider:
         """
         self.graph = graph
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
-        self._unmodified = unmodified(graph)
+        self._unmodified = unmodified_step(graph)
         self._solved: dict[int, Result] = {}
         least_bytes = parse_budget("min").bytes_for(graph, **self._asked)
-        self.least_percent = min(-(-100 * least_bytes // self._unmodified.peak_bytes), 100)
+        self.least_percent = min(-(-100 * least_bytes // self._unmodified.result.peak_bytes), 100)
 
     def at(self, percent: int) -> Result:
         """The outcome at that share of the unmodified peak."""
@@ -70,7 +69,7 @@ class BudgetSlider:
             [
                 budget,
                 f"peak        {bytes_text(result.peak_bytes)}",
-                f"overhead    {percent_text(result.overhead)}, gap {percent_text(result.gap)}",
+                f"overhead    {percent_text(result.overhead)}, {gap_text(result.gap)}",
                 f"recomputed  {again}",
                 f"status      {result.status}, by {result.solver}",
             ]
@@ -81,15 +80,15 @@ class BudgetSlider:
 
         Empty where nothing fits, and where matplotlib is not installed.
         """
-        result, before = self.at(percent), self._unmodified
-        if result.schedule is None or before.schedule is None or not find_spec("matplotlib"):
+        result, before = self.at(percent), self._unmodified.result.schedule
+        if result.schedule is None or before is None or not find_spec("matplotlib"):
             return ""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         draw_live_bytes(
             figure.add_subplot(), self.graph, result.schedule,
-            unmodified=(as_unmodified(self.graph), before.schedule),
+            unmodified=(self._unmodified.graph, before),
         )  # fmt: skip
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg")

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
-from remat.budgets import parse_budget, unmodified
-from remat.graph_capture.derived.eager import as_unmodified
+from remat.budgets import parse_budget, unmodified_step
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.placed import place as place_buffers
 from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Bound, Cell, Compared, Comparison
 from remat.questions.sweep import Budgets, in_bytes
 from remat.questions.sweep import sweep as sweep_graph
-from remat.schedules.as_planned import whole
+from remat.schedules.as_planned import fastest_us
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
@@ -69,8 +68,8 @@ def compare(
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     bounding = plan if options.get("order", "fixed") == "fixed" else None
     bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
-    arena, of_eager = _arenas(graph, place), _arenas(as_unmodified(whole(graph)), place)
-    rows = [_at_hand(UNMODIFIED, unmodified(graph), bounds, of_eager)]
+    eager, arena = unmodified_step(graph), _arenas(graph, place)
+    rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, place))]
     rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
     return Comparison(
@@ -78,7 +77,7 @@ def compare(
         device=graph.device,
         prices=graph.prices,
         base_us=graph.time_us,
-        unmodified_bytes=unmodified(graph).peak_bytes,
+        unmodified_bytes=eager.result.peak_bytes,
         asked=tuple(asked.values()),
         bounds=bounds,
         rows=tuple(rows),
@@ -135,8 +134,12 @@ def _bound(
 
     The plan's bound holds at its budget and at every smaller one: less memory permits no more.
     """
-    best = Bound(budget_bytes, 0.0, graph.time_us, "")
-    if plan is not None and plan.lower_bound_us > graph.time_us and _is_below(budget_bytes, plan):
+    best = Bound(budget_bytes, 0.0, fastest_us(graph), "")
+    if (
+        plan is not None
+        and plan.lower_bound_us > best.lower_bound_us
+        and _is_below(budget_bytes, plan)
+    ):
         overhead = overhead_of(plan.lower_bound_us, graph.time_us)
         best = Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
     for name, front in fronts.items():

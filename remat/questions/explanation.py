@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.formats import bytes_text, percent_text
+from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text
 from remat.levers.worth import Lever
 from remat.questions.against_greedy import AgainstGreedy
 from remat.questions.least_budget import LeastBudget
@@ -28,7 +28,7 @@ from remat.questions.simple_rules import Rule
 from remat.questions.sweep import price_json
 from remat.questions.tables import holders_table, plain_table, rendered
 from remat.questions.why import Why
-from remat.schedules.simulate import overhead_of
+from remat.schedules.simulate import bound_of
 from remat.schedules.verdicts.forced import Forced
 from remat.schedules.verdicts.peak_holders import PeakHolders
 from remat.solver.budgets.price import GIB, GibPrice
@@ -60,7 +60,7 @@ class Explanation(msgspec.Struct, frozen=True):
     time_us: float
     overhead: float
     lower_bound_us: float
-    gap: float
+    gap: float | None
     unmodified_bytes: int
     base_us: float
     at_peak: PeakHolders
@@ -86,9 +86,9 @@ class Explanation(msgspec.Struct, frozen=True):
         return self.time_us > self.base_us
 
     @property
-    def bound_overhead(self) -> float:
-        """No schedule's overhead is proved to be below this."""
-        return overhead_of(self.lower_bound_us, self.base_us)
+    def bound_overhead(self) -> float | None:
+        """No schedule's overhead is proved to be below this; None where nothing is proved."""
+        return bound_of(self.lower_bound_us, self.base_us)
 
     @property
     def simple(self) -> Rule | None:
@@ -130,13 +130,15 @@ def explanation_screen(found: Explanation) -> RenderableType:
 def _plan_line(found: Explanation) -> Text:
     """Peak, budget, overhead and bound of the plan."""
     proved = ", proved" if found.status == "optimal" else ""
+    bound = NO_BOUND
+    if found.bound_overhead is not None:
+        least = percent_text(found.bound_overhead)
+        bound = f"no less than {least} ({gap_text(found.gap)}{proved})"
     return Text.assemble(
         (found.model, "bold"),
         f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
         f"(unmodified {bytes_text(found.unmodified_bytes)}), "
-        f"{percent_text(found.overhead)} overhead, no less than "
-        f"{percent_text(found.bound_overhead)} "
-        f"(gap {percent_text(found.gap)}{proved}), by {found.solver}",
+        f"{percent_text(found.overhead)} overhead, {bound}, by {found.solver}",
     )
 
 

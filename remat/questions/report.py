@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import remat.solver as solvers
-from remat.budgets import unmodified
-from remat.graph_capture.derived.eager import as_unmodified
+from remat.budgets import unmodified_step
 from remat.graph_capture.errors import ScheduleError, TextError
 from remat.graph_capture.files.contents import write_contents
 from remat.graph_capture.files.json_text import decoded
@@ -88,19 +87,19 @@ def page_facts(
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
         )
-    everything = unmodified(graph)
-    assert everything.schedule is not None
+    eager = unmodified_step(graph)
+    assert eager.result.schedule is not None
     curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
     return Facts(
         graph=as_planned(graph, result.schedule),
         schedule=result.schedule,
-        unmodified_graph=as_unmodified(graph),
-        unmodified_schedule=everything.schedule,
+        unmodified_graph=eager.graph,
+        unmodified_schedule=eager.result.schedule,
         budget_bytes=result.budget_bytes,
         lower_bound_us=result.lower_bound_us,
         status=result.status,
         solver=result.solver,
-        rules=(_alternative("unmodified", everything), *rules_of(graph, result.budget_bytes)),
+        rules=(_alternative("unmodified", eager.result), *rules_of(graph, result.budget_bytes)),
         fronts=tuple((name, points_of(graph, front)) for name, front in curves.items()),
         measured=measured,
         prices=prices_text(graph),

@@ -5,7 +5,7 @@ A budget bounds what is allocated. What runs out is what is reserved: see docs/r
 
 from __future__ import annotations
 
-from remat.budgets import unmodified
+from remat.budgets import unmodified_step
 from remat.checks import EXPANDABLE_CONF
 from remat.formats import bytes_text
 from remat.graph_capture.devices.device_table import (
@@ -59,7 +59,8 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
             f"capture it for one, such as {option('device', 'h100')}"
         )
     if plan is None:
-        plan = unmodified(graph)
+        step = unmodified_step(graph)
+        graph, plan = step.graph, step.result
     if not isinstance(plan, Result):
         return reserved_of(graph, plan)
     if plan.schedule is None:

@@ -43,7 +43,7 @@ from remat.rewriter.checking.outcomes import (
 from remat.rewriter.checking.outside_autocast import outside_autocast
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
-from remat.rewriter.checking.tolerance import tolerance_of
+from remat.rewriter.checking.tolerance import Rounding, rounding_of, tolerance_of
 from remat.rewriter.checking.unordered_sums import InOneOrder, sums_in_no_order
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
@@ -79,6 +79,7 @@ class Check(msgspec.Struct, frozen=True):
         where all are the plan's, None where that was not looked at.
     tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
     largest_error : how far off the worst result is; 0 if bits were compared.
+    rounding : what rounds otherwise than eager, ``inductor`` or ``pieces``; empty for nothing.
     """
 
     outputs_equal: bool
@@ -101,6 +102,7 @@ class Check(msgspec.Struct, frozen=True):
     largest_error: float = 0.0
     distances: tuple[float, ...] = ()
     other_line: str | None = None
+    rounding: Rounding = ""
 
     @property
     def equal(self) -> bool:
@@ -229,6 +231,7 @@ def check(
         largest_error=error,
         distances=distances,
         other_line=other_line,
+        rounding=rounding_of(module),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from remat.rewriter.checking.outcomes import TOLERANCE
@@ -13,14 +15,24 @@ norm. The first is for steps in float32, the second where 16 bits are in use."""
 FLOAT32_BYTES = 4
 
 
+Rounding = Literal["", "inductor", "pieces"]
+"""What rounds otherwise than eager: Inductor's code, pieces that sum in another order; or none."""
+
+
+def rounding_of(module: nn.Module) -> Rounding:
+    """What in a rewritten module rounds otherwise than eager; empty where all bits are eager's."""
+    if not isinstance(module, RematModule):
+        return ""
+    if module._remat_compiled_step.by_inductor:
+        return "inductor"
+    return "" if all(one.exact for one in module._remat_schedule.pieces) else "pieces"
+
+
 def tolerance_of(module: nn.Module) -> float:
     """0 unless Inductor made the module's code, or its pieces sum in another order than eager."""
-    if not isinstance(module, RematModule):
-        return 0.0
-    if module._remat_compiled_step.by_inductor:
-        return TOLERANCE
-    if all(one.exact for one in module._remat_schedule.pieces):
-        return 0.0
+    rounding = rounding_of(module)
+    if rounding != "pieces" or not isinstance(module, RematModule):
+        return TOLERANCE if rounding else 0.0
     is_half = any(is_on for _, is_on, _ in module._remat_guards.recipe.autocast)
     is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
     return SPLIT_HALF if is_half else SPLIT_FLOAT32

@@ -18,7 +18,7 @@ class Summary(msgspec.Struct, frozen=True):
     overhead: float
     budget_bytes: int
     lower_bound_us: float
-    gap: float
+    gap: float | None
     unmodified_peak_bytes: int
     unmodified_time_us: float
     resident_bytes: int

@@ -19,6 +19,7 @@ from remat.schedules.report.columns import (
     Values,
 )
 from remat.schedules.report.facts import Facts
+from remat.schedules.simulate import gap_of
 from remat.schedules.views.live_bands import By, live_bands
 from remat.schedules.views.palette import KINDS, ROLES, cycled
 from remat.schedules.views.ribbon import Span, ribbon
@@ -68,7 +69,7 @@ def summary_of(facts: Facts, line: Timeline, eager: Timeline) -> Summary:
         overhead=found.overhead,
         budget_bytes=facts.budget_bytes,
         lower_bound_us=bound_us,
-        gap=found.time_us / bound_us - 1 if bound_us > 0 else 0.0,
+        gap=gap_of(found.time_us, bound_us),
         unmodified_peak_bytes=eager.simulation.peak_bytes,
         unmodified_time_us=eager.simulation.time_us,
         resident_bytes=facts.graph.resident.total_bytes,

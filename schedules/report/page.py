@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.formats import bytes_text, percent_text, time_text
+from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, time_text
 from remat.schedules.report.arena import arena_picture
 from remat.schedules.report.columns import Page, Summary
 from remat.schedules.report.copies import copies_picture
 from remat.schedules.report.facts import Facts
 from remat.schedules.report.tables import steps, tables
-from remat.schedules.simulate import overhead_of
+from remat.schedules.simulate import bound_of
 
 LIBRARY = "vendor/echarts.common.min.js"
 SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
@@ -73,16 +73,12 @@ def figures(facts: Facts, summary: Summary) -> list[Figure]:
     """What a reader wants to know first."""
     base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
     of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
-    bound = "no bound is known"
-    if summary.lower_bound_us and facts.graph.base_us:
-        least = percent_text(overhead_of(summary.lower_bound_us, facts.graph.base_us))
-        bound = f"no schedule at this budget has less than {least}"
     budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
     return [
         Figure("budget", budget, f"{facts.status}, by {facts.solver}"),
         Figure("peak", bytes_text(peak), of_base),
         Figure("time of a step", time_text(summary.time_us), _more(summary)),
-        Figure("overhead", percent_text(summary.overhead), f"{bound}; {_gap(summary)}"),
+        Figure("overhead", percent_text(summary.overhead), _bound(facts, summary)),
     ]
 
 
@@ -93,5 +89,10 @@ def _more(summary: Summary) -> str:
     return f"{text}, {time_text(summary.stall_us)} of waits for copies"
 
 
-def _gap(summary: Summary) -> str:
-    return f"gap {percent_text(summary.gap)}" if summary.lower_bound_us else "gap unknown"
+def _bound(facts: Facts, summary: Summary) -> str:
+    least = bound_of(summary.lower_bound_us, facts.graph.base_us)
+    if least is None:
+        return NO_BOUND
+    return (
+        f"no schedule at this budget has less than {percent_text(least)}; {gap_text(summary.gap)}"
+    )

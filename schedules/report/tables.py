@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat.formats import bytes_text, percent_text, time_text
+from remat.formats import bytes_text, percent_text, proved_text, time_text
 from remat.schedules.report.columns import Summary
 from remat.schedules.report.facts import Alternative, Facts
-from remat.schedules.simulate import overhead_of, simulate
+from remat.schedules.simulate import bound_of, simulate
 from remat.schedules.verdicts.folding import FoldedRow, folded
 from remat.schedules.verdicts.rows import ValueRow, value_rows
 from remat.schedules.views.module_groups import OUTSIDE, place_of
@@ -155,11 +155,6 @@ def _ranked(points: Iterable[Alternative]) -> list[Alternative]:
     return sorted(points, key=lambda point: (-point.peak_bytes, point.time_us))
 
 
-def _bound_text(lower_bound_us: float, base_us: float) -> str:
-    is_known = base_us and lower_bound_us
-    return percent_text(overhead_of(lower_bound_us, base_us)) if is_known else NOTHING
-
-
 def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:
     fits = "yes" if point.peak_bytes <= budget_bytes else "no"
     return (
@@ -168,6 +163,6 @@ def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[s
         bytes_text(point.peak_bytes),
         time_text(point.time_us),
         percent_text(point.overhead),
-        _bound_text(point.lower_bound_us, base_us),
+        proved_text(bound_of(point.lower_bound_us, base_us)),
         fits if budget_bytes else NOTHING,
     )

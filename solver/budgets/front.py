@@ -137,18 +137,24 @@ def _line(point: Point) -> str:
         figures = f"{'-':>16} {'-':>9} {'-':>8}"
     else:
         figures = (
-            f"{result.peak_bytes:>16} {100 * result.overhead:>7.2f} % {100 * result.gap:>6.2f} %"
+            f"{result.peak_bytes:>16} {100 * result.overhead:>7.2f} % {_gap_text(result.gap):>8}"
         )
     return f"{point.budget_bytes:>16} {figures} {result.wall_s:>8.1f}  {result.status}"
 
 
+def _gap_text(gap: float | None) -> str:
+    from remat.formats import NO_BOUND
+
+    return NO_BOUND if gap is None else f"{100 * gap:.2f} %"
+
+
 def _cells(point: Point) -> tuple[str, ...]:
     """A point for people."""
-    from remat.formats import bytes_text, percent_text
+    from remat.formats import bytes_text, percent_text, proved_text
 
     result = point.result
     figures = ("-", "-", "-")
     if result.schedule is not None:
         peak = bytes_text(result.peak_bytes)
-        figures = (peak, percent_text(result.overhead), percent_text(result.gap))
+        figures = (peak, percent_text(result.overhead), proved_text(result.gap))
     return bytes_text(point.budget_bytes), *figures, f"{result.wall_s:.1f}", result.status

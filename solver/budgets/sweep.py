@@ -22,6 +22,7 @@ import msgspec
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.as_planned import fastest_us
 from remat.solver import solve
 from remat.solver.budgets.front import Front, Point
 from remat.solver.budgets.spread import PINS, keeping_all_bytes, spread
@@ -161,7 +162,7 @@ def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
 
 def is_ideal(graph: TrainingGraph, result: Result) -> bool:
     """Whether nothing is faster, whatever the budget."""
-    return result.schedule is not None and result.time_us <= graph.time_us * (1 + 1e-9)
+    return result.schedule is not None and result.time_us <= fastest_us(graph) * (1 + 1e-9)
 
 
 def _untried(graph: TrainingGraph, solver: str, budget_bytes: int) -> Result:
@@ -169,7 +170,7 @@ def _untried(graph: TrainingGraph, solver: str, budget_bytes: int) -> Result:
         status="time limit",
         solver=solver,
         budget_bytes=budget_bytes,
-        lower_bound_us=graph.time_us,
+        lower_bound_us=fastest_us(graph),
         message=f"{INTERRUPTED} before this budget was tried",
     )
 

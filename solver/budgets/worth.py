@@ -42,7 +42,7 @@ def least_peak(
         found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
     if found.schedule is not None or at_hand is None:
         return found
-    bound_us = min(max(found.lower_bound_us, graph.time_us), at_hand.time_us)
+    bound_us = min(max(found.lower_bound_us, at_hand.lower_bound_us), at_hand.time_us)
     return msgspec.structs.replace(
         at_hand, lower_bound_us=bound_us, wall_s=named.wall_s + found.wall_s, message=found.message
     )

@@ -75,11 +75,11 @@ def _solve_heads(
     """The best with heads whole or in pieces."""
     if not graph.regions:
         found = solve_one(whole(graph), clock.left_s)
-        return Known(found, bound_us_of(found), is_whole=True)
+        return Known(found, bound_us_of(found, graph), is_whole=True)
     if most_held_bytes(graph) > budget_bytes:
         return solve_region(graph, budget_bytes, solve_one, clock, None)
     captured = solve_one(whole(graph), PART * clock.left_s)
-    known = Known(captured, bound_us_of(captured), is_whole=True)
+    known = Known(captured, bound_us_of(captured, graph), is_whole=True)
     # Pieces may be faster than the whole, as those with fewer products are.
     if captured.schedule is not None and captured.time_us <= least_us(graph) * SAME_TIME:
         return known

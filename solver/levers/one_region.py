@@ -61,11 +61,11 @@ def solve_region(
     floor_bytes = most_held_bytes(graph)
     if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
         captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
-        known = Known(captured, bound_us_of(captured))
+        known = Known(captured, bound_us_of(captured, graph))
     found += [known.best] if known is not None else []
     search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us)
     search.solve(choices, found)
-    bound_us = max(bound_us_of(relaxed), least_us(graph))
+    bound_us = max(bound_us_of(relaxed, relaxed_graph), least_us(graph))
     if known is not None:
         bound_us = min(known.bound_us, bound_us)
     first = known.best if known is not None else relaxed
@@ -174,10 +174,15 @@ def _rank(result: Result) -> tuple[bool, float, int]:
     return True, inf, result.least_feasible_bytes or (1 << 62)
 
 
-def bound_us_of(result: Result) -> float:
-    """No schedule of that graph takes less within the budget; infinite where none fits."""
+def bound_us_of(result: Result, graph: TrainingGraph) -> float:
+    """No schedule of that graph, whole, takes less within the budget; infinite where none fits.
+
+    A result without a schedule may have no bound. Each op takes its time once all the same.
+    """
     is_proved = 0 < result.budget_bytes < result.least_bound_bytes
-    return inf if is_proved and result.schedule is None else result.lower_bound_us
+    if is_proved and result.schedule is None:
+        return inf
+    return max(result.lower_bound_us, graph.time_us)
 
 
 def least_us(graph: TrainingGraph) -> float:

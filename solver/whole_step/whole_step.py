@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from remat.graph_capture.errors import SolverError
+from remat.schedules.simulate import gap_of
 from remat.solver.whole_step.fitting import fitted
 from remat.solver.whole_step.moves import changes
 from remat.solver.whole_step.named_systems import NAMED_SYSTEMS
@@ -58,9 +59,9 @@ class StepResult:
     systems: dict[str, Outcome]
 
     @property
-    def gap(self) -> float:
-        """The plan's time over the bound, minus one; 0 without a plan."""
-        return self.plan.simulation.time_us / self.lower_bound_us - 1 if self.plan else 0.0
+    def gap(self) -> float | None:
+        """The plan's time over the bound, minus one; None without a plan or a bound."""
+        return gap_of(self.plan.simulation.time_us, self.lower_bound_us) if self.plan else None
 
 
 def plan_whole_step(

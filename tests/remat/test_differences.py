@@ -92,7 +92,13 @@ def test_each_cause_has_its_own_way_out() -> None:
     assert "no op that the plan does not" in cause_text(
         msgspec.structs.replace(other, other_line="")
     )
-    assert "leave out compile=True" in cause_text(msgspec.structs.replace(other, tolerance=0.01))
+    by_inductor = msgspec.structs.replace(other, tolerance=0.01, rounding="inductor")
+    assert "leave out compile=True" in cause_text(by_inductor)
+    in_pieces = cause_text(msgspec.structs.replace(other, tolerance=1e-5, rounding="pieces"))
+    assert "off by 1e-05 of a result's norm: ask for eager's bits with split='exact'" in in_pieces
+    assert "compile" not in in_pieces
+    asked_for = msgspec.structs.replace(other, tolerance=0.01)
+    assert cause_text(asked_for) == cause_text(other)
     (only,) = failures(other, 1000)
     assert only.startswith("output (off by up to 0.5). ")
 

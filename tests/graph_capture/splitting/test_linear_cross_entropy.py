@@ -42,7 +42,13 @@ LOSSES = tuple(
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
-def head(shape: tuple[int, int, int], dtype: torch.dtype, has_bias: bool) -> dict[str, Any]:
+IGNORED = (0, 7, 99, -1, -100, 1000)
+"""What a loss of 100 classes may ignore: a class, the first and the last too, or none of them."""
+
+
+def head(
+    shape: tuple[int, int, int], dtype: torch.dtype, has_bias: bool, ignored: int
+) -> dict[str, Any]:
     rows, width, classes = shape
     made = {
         "x": torch.randn(rows, width).to(dtype).requires_grad_(),
@@ -50,8 +56,8 @@ def head(shape: tuple[int, int, int], dtype: torch.dtype, has_bias: bool) -> dic
         "bias": torch.randn(classes).to(dtype).requires_grad_() if has_bias else None,
     }
     target = torch.randint(classes, (rows,))
-    target[torch.rand(rows) < 0.1] = -100
-    return made | {"target": target}
+    target[torch.rand(rows) < 0.1] = ignored
+    return made | {"target": target, "ignored": ignored}
 
 
 def eager(
@@ -60,7 +66,9 @@ def eager(
     """Loss, its gradient, sums of logarithms, their gradient, gradients of what the head reads."""
     logits = functional.linear(one["x"], one["weight"], one["bias"]).to(dtype)
     log_p = functional.log_softmax(logits, 1)
-    loss = functional.nll_loss(log_p, one["target"], weight=weights, reduction=reduction)
+    loss = functional.nll_loss(
+        log_p, one["target"], weights, ignore_index=one["ignored"], reduction=reduction
+    )
     gradient = torch.rand_like(loss) + 0.1
     wanted = [one[name] for name in ("x", "weight", "bias") if one[name] is not None]
     if not smooths:
@@ -114,19 +122,30 @@ def test_all_losses_are_eagers_to_the_bit(shape: tuple[int, int, int], dtypes: s
     require_eagers_bits(shape, dtypes, LOSSES)
 
 
+@pytest.mark.parametrize("ignored", IGNORED)
+def test_whatever_a_loss_ignores_is_ignored(ignored: int) -> None:
+    require_eagers_bits((256, 32, 100), "float32", LOSSES, ignored)
+
+
 def require_eagers_bits(
-    shape: tuple[int, int, int], dtypes: str, losses: Sequence[tuple[bool, bool, bool, str]]
+    shape: tuple[int, int, int],
+    dtypes: str,
+    losses: Sequence[tuple[bool, bool, bool, str]],
+    ignored: int = -100,
 ) -> None:
     torch.manual_seed(0)
     dtype, of_loss = DTYPES[dtypes]
     for has_bias, is_weighted, smooths, reduction in losses:
-        one, label = head(shape, dtype, has_bias), (has_bias, is_weighted, smooths, reduction)
+        one, label = (
+            head(shape, dtype, has_bias, ignored),
+            (has_bias, is_weighted, smooths, reduction),
+        )
         weights = torch.rand(shape[2]).to(of_loss) if is_weighted else None
         loss, gradient, sums, of_sums, expected = eager(one, of_loss, weights, reduction, smooths)
         read = (*(one[name] for name in ("x", "weight", "bias", "target")), weights)
         row_term = None if of_sums is None else of_sums.unsqueeze(1)
         for pieces in (2, 3, 4):
-            facts = ([], [], [], of_loss, REDUCTIONS[reduction], -100, pieces)
+            facts = ([], [], [], of_loss, REDUCTIONS[reduction], ignored, pieces)
             with torch.no_grad():
                 found, *saved = (SMOOTHED if smooths else FORWARD)(*read, *facts)
                 given = gradient, *read, *saved[:3], row_term, *facts

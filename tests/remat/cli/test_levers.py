@@ -49,6 +49,27 @@ def said(*words: str) -> str:
     return done.stdout
 
 
+def test_a_kept_graph_or_plan_is_planned_within_the_split_that_is_asked_for(
+    job: str, tmp_path: Path
+) -> None:
+    kept, plan = tmp_path / "graph.json", tmp_path / "plan.json"
+    said("capture", job, "-o", str(kept))
+    said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
+
+    def pieces(path: Path, *words: str) -> list[object]:
+        found = json.loads(said("solve", str(path), "--budget", "min", *words, "--json"))
+        return found["schedule"]["pieces"]
+
+    for path in (kept, plan):
+        assert pieces(path)
+        assert pieces(path, "--split", "exact")
+        assert pieces(path, "--split", "none") == []
+    assert pieces(kept, "--solver", "chen_sqrt") == []
+    done = CliRunner().invoke(app, ["explain", str(plan), "--split", "none"])
+    assert done.exit_code
+    assert "capture it with the split that the plan was made with" in done.stderr
+
+
 def test_a_run_says_what_is_in_pieces_and_keeps_it(job: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     text = said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
@@ -88,7 +109,7 @@ def test_what_cannot_be_updated_so_is_refused(job: str, words: tuple[str, ...], 
 
 
 def test_explain_says_what_each_lever_brings(job: str) -> None:
-    words = ("explain", job, "--budget", "min", "--split", "exact", "--solver", "dtr")
+    words = ("explain", job, "--budget", "min", "--split", "exact", "--solver", "cut")
     found = json.loads(said(*words, "--each-limit", "2", "--place", "--json"))
     (pieces,) = (one for one in found["levers"] if one["name"] != "recomputation")
     assert pieces["name"].startswith("head and its loss in ")

@@ -12,11 +12,14 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
+from remat.formats import percent_text
+from remat.job.json_report import bound_json
 from remat.job.pipeline import Report, RunsAgain
 from remat.job.rows import Row
-from remat.job.screen import show_run
+from remat.job.screen import show_result, show_run
 from remat.schedules.reserved import Reserved, Taken
 from remat.schedules.simulate import simulate
+from remat.solver.budgets.front import Front, Point
 from tests.solver.graphs.random_graphs import chain
 
 GIB = 1 << 30
@@ -51,6 +54,39 @@ def test_what_was_measured_stands_below_what_was_predicted() -> None:
         "measured: unmodified 3.00 GiB, square-root checkpointing 3.00 GiB, this plan 3.00 GiB"
     )
     assert f"(expandable 1.00 GiB) {measured}" in text
+
+
+def test_where_nothing_is_proved_everything_that_shows_a_bound_says_so() -> None:
+    graph = chain(4)
+    result = msgspec.structs.replace(unmodified(graph), lower_bound_us=0.0)
+    assert result.gap is None
+    report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, RunsAgain((), None))
+    text = io.StringIO()
+    show_run(Console(file=text, width=200), report)
+    show_result(Console(file=text, width=200), graph, result, report.again)
+    words = " ".join(text.getvalue().split())
+    assert "lower bound no bound " in words
+    assert words.endswith("gap no bound")
+    assert "gap 0" not in words
+    unknown = {"lower_bound_us": None, "overhead": None, "gap": None}
+    assert bound_json(graph, result) == unknown
+    front = Front("", graph.hash, "auto", graph.time_us, 0, 0, (Point(GIB, result),))
+    htmls = (result._repr_html_(), front._repr_html_())
+    for said in (repr(result), repr(front), *htmls, remat.report(graph, result)):
+        assert "no bound" in said
+        assert "gap 0" not in said
+    assert bound_json(graph, unmodified(graph))["gap"] == 0.0
+
+
+def test_a_bound_that_needs_no_proof_is_told_apart() -> None:
+    graph = chain(12)
+    result = remat.solve(graph, "min", "chen_sqrt")
+    assert result.overhead > 0
+    report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, RunsAgain((), None))
+    text = io.StringIO()
+    show_run(Console(file=text, width=200), report)
+    gap = percent_text(result.overhead)
+    assert f"0.0 % overhead (nothing computed twice); gap {gap}" in text.getvalue()
 
 
 def test_a_cpu_reserves_nothing() -> None:

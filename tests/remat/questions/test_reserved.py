@@ -7,12 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 import remat
-from remat.budgets import unmodified
+from remat.budgets import unmodified, unmodified_step
 from remat.graph_capture.devices.device_table import GB, Device, device_table
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
+from remat.job.pipeline import planned_report
+from remat.job.request import Request
+from remat.job.stopwatch import Stopwatch
 from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
 from tests.limits import AMPLE_S
@@ -38,6 +43,24 @@ def test_no_plan_is_the_unmodified_step(graph: TrainingGraph) -> None:
     schedule = unmodified(graph).schedule
     assert schedule is not None
     assert remat.predict_reserved(graph) == reserved_of(graph, schedule)
+
+
+def test_what_eager_writes_in_place_takes_no_room_of_its_own() -> None:
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU(inplace=True)) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.randn(4096, 512)
+    graph = remat.capture(model, (x,), device="h100")
+    step = unmodified_step(graph)
+    schedule = step.result.schedule
+    assert schedule is not None
+    assert remat.predict_reserved(graph) == reserved_of(step.graph, schedule)
+    with pytest.raises(ScheduleError):
+        reserved_of(graph, schedule)
+    of_captured = msgspec.structs.replace(schedule, graph_hash=graph.hash, inputs=graph.inputs)
+    more = reserved_of(graph, of_captured).default.reserved_bytes
+    said = remat.predict_reserved(graph).default.reserved_bytes
+    assert step.result.peak_bytes <= said < 0.9 * more
+    report, _ = planned_report(graph, Request(budget="80%", device="h100"), Stopwatch())
+    assert report.rows[0].reserved == remat.predict_reserved(graph)
 
 
 def test_a_graph_of_a_cpu_is_refused_with_a_way_out() -> None:

@@ -7,10 +7,14 @@ import pytest
 
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
-from remat.schedules.as_planned import as_planned, in_pieces
+from remat.schedules.as_planned import as_planned, fastest_us, in_pieces
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import Result, solve
+from remat.solver.budgets.sweep import sweep
+from remat.solver.levers.in_pieces import solve_in_pieces
+from remat.solver.result import judged
+from tests.limits import AMPLE_S
 
 MIB = 1 << 20
 COUNTS = (2, 4, 8)
@@ -114,10 +118,45 @@ def test_a_schedule_knows_the_graph_that_it_is_of() -> None:
     assert TrainingGraph.from_json(graph.to_json()) == graph
 
 
-def test_any_order_and_any_solver_take_pieces() -> None:
+def test_rules_and_published_methods_stay_whole() -> None:
+    """At the budget that two pieces need, and at one that the whole fits."""
     graph = region_graph()
-    for solver, options in (("auto", {"order": "free"}), ("cut", {}), ("chen_sqrt", {})):
+    for solver in ("chen_sqrt", "full", "rotor", "dtr", "norms_and_activations"):
+        assert solve(graph, 80 * MIB, solver).schedule is None
+        schedule = solve(graph, 1000 * MIB, solver).schedule
+        assert schedule is not None
+        assert schedule.pieces == ()
+
+
+def without_fitting(graph: TrainingGraph, limit_s: float) -> Result:
+    """A solver that finds nothing and proves nothing, except in pieces."""
+    found = solve(graph, 193 * MIB, "store_all", time_limit_s=limit_s)
+    return msgspec.structs.replace(found, lower_bound_us=0.0, least_bound_bytes=0)
+
+
+def test_a_result_without_a_schedule_keeps_the_time_of_each_op_once_as_its_bound() -> None:
+    graph = region_graph(cost_of_pieces_us=20.0)
+    found = solve_in_pieces(graph, 193 * MIB, without_fitting, 60.0)
+    assert found.schedule is not None
+    assert found.lower_bound_us == graph.time_us
+    assert found.gap == pytest.approx(found.time_us / graph.time_us - 1)
+
+
+def test_any_order_and_our_solvers_take_pieces() -> None:
+    graph = region_graph()
+    for solver, options in (("auto", {"order": "free"}), ("cut", {}), ("hierarchical", {})):
         result = solve(graph, 40 * MIB, solver, **options)
         assert result.schedule is not None
         assert result.schedule.pieces == (Pieces("head", 4),)
         assert result.solver == solver
+
+
+def test_pieces_that_are_faster_lower_the_bound_of_a_plan_without_them() -> None:
+    graph = region_graph(cost_of_pieces_us=-4.0)
+    kept = solve(graph, 1000 * MIB, "store_all").schedule
+    assert kept is not None
+    found = judged(graph, kept, budget_bytes=1000 * MIB, lower_bound_us=0.0)
+    assert found.lower_bound_us == fastest_us(graph) == pytest.approx(60 - 12)
+    assert found.status == "feasible"
+    front = sweep(graph, [100 * MIB, 1000 * MIB], time_limit_s=AMPLE_S)
+    assert all(point.result.lower_bound_us <= 48 * (1 + 1e-9) for point in front)
