@@ -29,6 +29,7 @@ from remat.graph_capture.python_state.module_hooks import (
     tells_a_person,
 )
 from remat.graph_capture.tracing.branches import branch_on_values, is_of_values, known_way_out
+from remat.graph_capture.wrappers import refuse_wrappers
 
 VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
@@ -51,6 +52,7 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
     ----------
     device : that the step is captured for. Ops of one that is not in the table are run.
     """
+    refuse_wrappers(model)
     needs_storage = not is_in_table(device)
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -99,12 +101,6 @@ def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     """Refuse a module whose class rules out an exact graph."""
-    if type(module).__name__ == "OptimizedModule":  # told by the name: the class takes long to load
-        raise CaptureError(
-            f"{path} is wrapped by torch.compile, whose code cannot be traced: use the module that "
-            "it was made of, ._orig_mod of it. For code by Inductor give compile=True, or plan "
-            'with torch.compile(model, backend="remat")'
-        )
     if module._compiled_call_impl is not None:
         raise CaptureError(
             f"{path} was compiled in place by .compile(), and such code cannot be traced: leave "
