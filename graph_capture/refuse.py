@@ -20,6 +20,7 @@ from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
 from remat.graph_capture.over_ranks.dtensors import is_distributed, is_sharded_by_fsdp
+from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -29,7 +30,6 @@ from remat.graph_capture.python_state.module_hooks import (
     tells_a_person,
 )
 from remat.graph_capture.tracing.branches import branch_on_values, is_of_values, known_way_out
-from remat.graph_capture.wrappers import refuse_wrappers
 
 VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""

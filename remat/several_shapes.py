@@ -21,16 +21,19 @@ from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import (
     BudgetError,
+    CaptureError,
     PlanError,
     SolverError,
     StateChangedError,
 )
+from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
+from remat.graph_capture.refuse import distributed_message
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.resident import require_optimizer
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.wrappers import refuse_wrappers
 from remat.one_call import rematerialize
 from remat.ranges.cached import is_within, planned_over
 from remat.ranges.rematerialized import rematerialize_over
@@ -255,6 +258,8 @@ def plan_cache(
     resolved_device(None, model)
     model = original_of(model)
     refuse_wrappers(model)
+    if is_sharded_by_fsdp(model):
+        raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
     parse_budget(budget)
     _require_known(options)
     tiers_for(model, None, options.get("host"), options.get("nvme"))

@@ -124,4 +124,5 @@ def original_of(model: nn.Module) -> nn.Module:
                 "a plan already"
             )
         model = model._remat_original_module
-    return original_of_shell(model)
+    # What is no module at all is refused later, by its name.
+    return original_of_shell(model) if isinstance(model, nn.Module) else model
