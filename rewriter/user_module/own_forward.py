@@ -123,7 +123,8 @@ def _names_of_user(model: nn.Module) -> set[str]:
     """Names of the user's class, and of what his module holds; not those that every module has."""
     kinds = [kind for kind in type(model).__mro__ if not issubclass(nn.Module, kind)]
     named = {name for kind in kinds for name in vars(kind)}.union(*_tables(model))
-    return {name for name in named if not name.startswith("__")} - set(vars(nn.Module()))
+    of_all = {*vars(nn.Module()), "_compiled_call_impl"}  # the latter is there once it is set
+    return {name for name in named if not name.startswith("__")} - of_all
 
 
 def _is_ours(base: type[nn.Module], body: dict[str, Any], name: str) -> bool:

@@ -55,6 +55,15 @@ class SharedState:
             cls._remat_unplanned.evaluated(cls._remat_original_module, result)
         return result
 
+    @property
+    def _compiled_call_impl(self) -> None:
+        """None: what `model.compile()` leaves in the shared ``__dict__`` would run unplanned."""
+        return None
+
+    @_compiled_call_impl.setter
+    def _compiled_call_impl(self, compiled: Any) -> None:
+        """As `torch.compile` around it, `compile()` leaves a planned module as it is."""
+
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)  # pyright: ignore
         if isinstance(found, nn.Module):
