@@ -65,7 +65,12 @@ def class_of_user(
     user = type(model)
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
     forward = OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
-    ours = {"forward": forward, "_remat_unplanned": Unplanned()}
+    ours = {
+        "forward": forward,
+        "_remat_unplanned": Unplanned(),
+        # What `model.compile()` leaves in the shared `__dict__` would run unplanned.
+        "_compiled_call_impl": property(lambda _: None, lambda _, compiled: None),
+    }
     body = {"__doc__": base.__doc__, **names, **ours, **own}
     body |= {name: _noting(user, name) for name in _TAKEN_BY if hasattr(user, name)}
     body |= {

@@ -55,15 +55,6 @@ class SharedState:
             cls._remat_unplanned.evaluated(cls._remat_original_module, result)
         return result
 
-    @property
-    def _compiled_call_impl(self) -> None:
-        """None: what `model.compile()` leaves in the shared ``__dict__`` would run unplanned."""
-        return None
-
-    @_compiled_call_impl.setter
-    def _compiled_call_impl(self, compiled: Any) -> None:
-        """As `torch.compile` around it, `compile()` leaves a planned module as it is."""
-
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)  # pyright: ignore
         if isinstance(found, nn.Module):
@@ -134,4 +125,4 @@ def original_of(model: nn.Module) -> nn.Module:
             )
         model = model._remat_original_module
     # What is no module at all is refused later, by its name.
-    return original_of_shell(model) if isinstance(model, nn.Module) else model
+    return original_of_shell(model) if isinstance(model, nn.Module) else model  # pyright: ignore

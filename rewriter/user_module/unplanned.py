@@ -84,7 +84,7 @@ class Unplanned:
         if self._is_said:
             return
         tensors = (leaf for leaf in leaves_in(output) if isinstance(leaf, Tensor))
-        for node in {tensor.grad_fn for tensor in tensors} - {None}:
+        for node in {node for tensor in tensors if (node := tensor.grad_fn) is not None}:
             node.register_prehook(functools.partial(self._backward_of_eval, module))
 
     def gradient_arrived(self) -> None:
@@ -186,12 +186,28 @@ def _of_parts(name: str, part: str) -> str:
 
 
 def _of_other(name: str, forward: Any) -> str:
-    function = getattr(forward, "func", forward)
-    other = getattr(function, "__qualname__", type(function).__name__)
+    other = _innermost(forward)
     return (
         f"replace the forward of {name} before it is planned, or let {other} call the one that was "
         f"there: {other} has taken its place and does not"
     )
+
+
+def _innermost(forward: Any) -> str:
+    """The name of what has taken a forward's place, below the wrappers of trainers around it.
+
+    It may have taken over the name of the forward that it replaces, but its code has not.
+    """
+    name, function = type(forward).__name__, forward
+    while function is not None:
+        function = getattr(function, "func", function)  # of a partial
+        code: Any = getattr(function, "__code__", None)
+        file: str = code.co_filename if code else _TORCH
+        if file.startswith(str(Path(__file__).parent)):
+            break  # the planned forward, which it only looks like
+        name = name if file.startswith(_TORCH) else code.co_qualname
+        function = getattr(function, "__wrapped__", None)
+    return name
 
 
 def _level_of_user() -> int:
