@@ -20,6 +20,7 @@ from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message, fused_lstm_message
 from remat.graph_capture.joint.trace_errors import in_words, refuse_subclass
 from remat.graph_capture.over_ranks.dtensors import is_distributed, is_sharded_by_fsdp
+from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -51,6 +52,7 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
     ----------
     device : that the step is captured for. Ops of one that is not in the table are run.
     """
+    refuse_wrappers(model)
     needs_storage = not is_in_table(device)
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -100,12 +102,6 @@ def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     """Refuse a module whose class rules out an exact graph."""
-    if type(module).__name__ == "OptimizedModule":  # told by the name: the class takes long to load
-        raise CaptureError(
-            f"{path} is wrapped by torch.compile, whose code cannot be traced: use the module that "
-            "it was made of, ._orig_mod of it. For code by Inductor give compile=True, or plan "
-            'with torch.compile(model, backend="remat")'
-        )
     if module._compiled_call_impl is not None:
         raise CaptureError(
             f"{path} was compiled in place by .compile(), and such code cannot be traced: leave "

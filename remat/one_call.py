@@ -190,7 +190,8 @@ def rematerialize(
     """A module that trains as `model` does, to the same bits, within `budget`.
 
     It shares the parameters and buffers of `model`, under the same names, and trains on the
-    device that they are on. Arguments are those of `remat.capture` and `remat.solve`.
+    device that they are on. Arguments are those of `remat.capture` and `remat.solve`. Of a model
+    that follows a plan already, the original is planned.
 
     Parameters
     ----------
@@ -240,9 +241,11 @@ def rematerialize(
     from remat.levers.by_tolerance import naming_tolerance
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
+    from remat.rewriter.user_module.shared_state import original_of
     from remat.schedules.before_sharding import before_sharding
 
     require_form(args, kwargs, loss_fn, target)
+    model = original_of(model)
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:

@@ -21,11 +21,14 @@ from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import (
     BudgetError,
+    CaptureError,
     PlanError,
-    RewriteError,
     SolverError,
     StateChangedError,
 )
+from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
+from remat.graph_capture.refuse import distributed_message
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.resident import require_optimizer
@@ -35,10 +38,9 @@ from remat.one_call import rematerialize
 from remat.ranges.cached import is_within, planned_over
 from remat.ranges.rematerialized import rematerialize_over
 from remat.ranges.varying import Asked, Upto, VaryingSizes
-from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.rewriter.user_module.shared_state import SharedState
+from remat.rewriter.user_module.shared_state import SharedState, original_of
 from remat.schedules.family import Family
 from remat.schedules.schedule import Schedule
 from remat.solver.table import make_solver
@@ -93,6 +95,7 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
         """Run the plan of this signature whose state is as it was made for; else make one."""
+        cls._remat_unplanned.plan_runs()
         batch = (args, kwargs, target)
         signature = cls._remat_signature(batch)
         given = kwargs if target is None else {**kwargs, "target": target}
@@ -227,6 +230,8 @@ def plan_cache(
 ) -> PlanCache:
     """A module that trains as `model` does, within `budget`, for batches of several shapes.
 
+    Of a model that follows a plan already, the original gets a cache, with no plan yet.
+
     Parameters
     ----------
     budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
@@ -247,10 +252,14 @@ def plan_cache(
     BudgetError : the budget, `host` or `nvme` cannot be read, or is more than there is.
     FileError : the folder of `nvme` cannot be written. SolverError : `max_plans` is below 1, or an
         option is unknown.
-    RewriteError : `model` is rewritten already. CaptureError : it is no module, `dynamic` and an
-        option exclude each other, or the optimizer is unknown.
+    CaptureError : `model` is no module, or is wrapped already, as by DistributedDataParallel;
+        `dynamic` and an option exclude each other, or the optimizer is unknown.
     """
     resolved_device(None, model)
+    model = original_of(model)
+    refuse_wrappers(model)
+    if is_sharded_by_fsdp(model):
+        raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
     parse_budget(budget)
     _require_known(options)
     tiers_for(model, None, options.get("host"), options.get("nvme"))
@@ -263,8 +272,6 @@ def plan_cache(
         )
     if max_plans < 1:
         raise SolverError(f"max_plans must be 1 or more, not {max_plans}")
-    if isinstance(model, (RematModule, RangedModule, PlanCache)):
-        raise RewriteError("this module follows a plan already: make a cache of the original")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
 

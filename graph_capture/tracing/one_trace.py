@@ -16,7 +16,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
@@ -150,7 +149,6 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         stack.enter_context(provenance.watching_modules())
         checkpointed = stack.enter_context(checkpointed_modules(provenance.path))
         stack.enter_context(checkpoints_noted(provenance))
-        stack.enter_context(torch.enable_grad())
         # torch's documentation asks users to run backward outside of autocast.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         # A loss made of elementwise ops sends gradients back in the strides of the results.

@@ -97,11 +97,16 @@ def _before(module: nn.Module, name: str, attributes: Attributes) -> tuple[Any, 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
-    """Restore every submodule's attributes and all random streams on leaving."""
+    """Restore every submodule's attributes and all random streams on leaving.
+
+    Gradients are recorded meanwhile, also where the caller is under ``torch.no_grad()`` or in
+    ``torch.inference_mode()``, as a block that sets up a model often is.
+    """
     attributes = ModuleAttributes(model)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
+    # Leaving inference mode also switches gradients on.
+    with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
         try:
             yield attributes
         finally:

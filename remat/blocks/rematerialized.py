@@ -42,7 +42,8 @@ from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
-from remat.rewriter.user_module.shared_state import SharedState
+from remat.rewriter.user_module.shared_state import SharedState, original_of
+from remat.rewriter.user_module.unplanned import Unplanned
 from remat.solver.options import check_number
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def rematerialize_blocks(
     check_number("time_limit_s", time_limit_s)
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     refuse_fake(group)
+    model = original_of(model)
     ranks_together = Together(group, "remat.rematerialize_blocks")
     with ranks_together as ranks, parameters_cast(model, sharding):
         _refuse(model)
@@ -215,6 +217,7 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
     _require_room(traced, plan)
     compiled: dict[tuple[int, Any], CompiledStep] = {}
     replaced: dict[nn.Module, nn.Module] = {}
+    told = Unplanned(type(model).__name__)  # once for all blocks
     for path, schedule in plan.schedules.items():
         one, block = traced.of_path[path], traced.blocks[path]
         recipe = one.trace.recipe
@@ -228,5 +231,7 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
         else:
             traced_as = one.trace.python_state
             state = state_guarded(block, recipe.loss_fn, step.carried, traced_as)
-        replaced[block] = make_module(block, schedule, recipe, step, state)
+        made = make_module(block, schedule, recipe, step, state)
+        made.__setstate__(told)
+        replaced[block] = made
     return with_replaced(model, replaced)

@@ -160,12 +160,13 @@ def training_step(
     from remat.levers.by_tolerance import naming_tolerance
     from remat.ranks.required_group import ONE_RANK, require_group
     from remat.rewriter.gradients.updating import Updates
-    from remat.rewriter.rewriting import refuse_rewritten, rewrite
+    from remat.rewriter.rewriting import rewrite
+    from remat.rewriter.user_module.shared_state import original_of
 
     require_form(args, kwargs, loss_fn, target)
     refuse_clipping(max_grad_norm)
     refuse_scaling()
-    refuse_rewritten(model)
+    model = original_of(model)
     known = as_profile(profile)
     if microbatches is not None or host is not None or nvme is not None or device is not None:
         asked = step_request(

@@ -24,7 +24,6 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 from remat.ranges.solving import solve_over
 from remat.ranks.required_group import ONE_RANK, require_group
-from remat.rewriter.rewriting import refuse_rewritten
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solver.pins.globs import Globs, as_globs
 
@@ -62,7 +61,6 @@ def rematerialize_over(
         the batch is among them.
     Others : as of `remat.rematerialize`.
     """
-    refuse_rewritten(model)
     known = as_profile(profile)
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
     traced = trace(

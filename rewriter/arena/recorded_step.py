@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU
@@ -80,7 +79,6 @@ def record_step(
     run = _with_loss(module, batch, outside) if outside else plan_run(module, batch, captured_loss)
     overwrites = module._remat_compiled_step.gradients.overwrites
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
         stack.enter_context(untouched(model))
         python_state = stack.enter_context(python_state_kept(model, captured_loss))
         stack.enter_context(own_parameters(model, module))

@@ -48,6 +48,7 @@ from remat.rewriter.checking.unordered_sums import InOneOrder, sums_in_no_order
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.shared_state import SharedState
+from remat.rewriter.user_module.unplanned import as_before
 
 MOST_EAGER = 8
 """Runs of eager on a CUDA device, before a result that none of them gives is called another."""
@@ -164,6 +165,7 @@ def check(
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
+        stack.enter_context(as_before(module))
         python_state = stack.enter_context(python_state_kept(model, loss_fn))
         stack.enter_context(own_parameters(step, module))
         # They run around both, and what they hold is no part of the plan.

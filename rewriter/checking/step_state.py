@@ -33,7 +33,8 @@ class OwnBatch:
 
     def __init__(self, batch: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(batch)
-        self.leaves = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own: dict[int, Tensor] = {}
+        self.leaves = [_cut_off(leaf, own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._asked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
     def __call__(self) -> Any:
@@ -44,8 +45,17 @@ class OwnBatch:
         return pytree.tree_unflatten(self.leaves, self._spec)
 
 
-def _cut_off(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
+    """The tensor without its history. Autograd saves none of inference mode, so those are copied.
+
+    Parameters
+    ----------
+    own : the copies that were made, by the tensors' identities.
+    """
+    with torch.inference_mode(False):
+        if tensor.is_inference() and id(tensor) not in own:
+            own[id(tensor)] = tensor.clone()
+        return own.get(id(tensor), tensor).detach().requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

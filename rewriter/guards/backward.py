@@ -27,6 +27,10 @@ COMPILED_NODE = "CompiledFunctionBackward"
 _last_pass: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
+class OnlyLooks:
+    """A hook of ours on a parameter. It is of no importance whether a gradient comes with it."""
+
+
 class Expecting(Protocol):
     """What runs backward otherwise than at once, and is told of it just before."""
 
@@ -144,8 +148,14 @@ class BackwardGuards:
         return self.names[i] if i < len(self.names) else f"input {i - len(self.names)}"
 
 
+def is_of_a_plan() -> bool:
+    """Whether a rewritten step has a part in the backward that is running."""
+    return torch._C._current_graph_task_id() in _last_pass.values()
+
+
 def _has_hook(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    after = (tensor._post_accumulate_grad_hooks or {}).values()
+    return bool(tensor._backward_hooks) or not all(isinstance(one, OnlyLooks) for one in after)
 
 
 def compiled_node(leaf: Any) -> Any:

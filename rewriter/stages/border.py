@@ -33,7 +33,7 @@ class Arrival(BaseException):
     """
 
     def __init__(self, border: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
+        super().__init__(border, args, kwargs)  # a copy is made of these
         self.border, self.args_, self.kwargs = border, args, kwargs
 
 

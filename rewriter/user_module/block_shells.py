@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 from torch import nn
 
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
+
+_originals: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 
 
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
@@ -16,7 +19,15 @@ def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> 
     buffers and attributes, but its own submodules and hooks, so the user's keep theirs. All else
     is shared.
     """
-    return _rebuilt(model, dict(replaced))
+    made = _rebuilt(model, dict(replaced))
+    if made is not model:
+        _originals[made] = model
+    return made
+
+
+def original_of_shell(model: nn.Module) -> nn.Module:
+    """The model that `with_replaced` was given, where it made this one; else this one."""
+    return _originals.get(model, model)
 
 
 def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:

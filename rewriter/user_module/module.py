@@ -90,6 +90,7 @@ class RematModule(SharedState, fx.GraphModule):
         return self._remat_step(batch)
 
     def _remat_step(self, batch: Any) -> Any:
+        self._remat_unplanned.plan_runs()
         guards, step = self._remat_guards, self._remat_compiled_step
         guards.left_whole.require_fresh(self)
         state, leaves = guards.require(batch)

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from remat.graph_capture.tracing.step_module import LossFunction
+from remat.rewriter.user_module.unplanned import Unplanned
 
 Forward = Callable[..., Any]
+_TAKEN_BY = ("__getitem__", "__iter__")
+"""Methods of a container, such as `nn.Sequential`, that hand out its parts."""
 
 
 class OwnForward:
@@ -34,10 +37,20 @@ class OwnForward:
         return self.replacement or MethodType(self.function, instance)
 
     def __set__(self, instance: Any, replacement: Forward) -> None:
+        if getattr(replacement, "__func__", None) is self.function:  # ours again
+            self.replacement = None
+            return
         self.replacement = replacement
+        type(instance)._remat_unplanned.replaced(instance, replacement)
 
     def __delete__(self, instance: Any) -> None:
         self.replacement = None
+
+
+def replacement_of(module: nn.Module) -> Any:
+    """What has taken the place of a planned module's forward, on it or on its class, or None."""
+    found = inspect.getattr_static(type(module), "forward")
+    return found.replacement if isinstance(found, OwnForward) else found
 
 
 def class_of_user(
@@ -52,12 +65,29 @@ def class_of_user(
     user = type(model)
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
     forward = OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
-    body = {"__doc__": base.__doc__, **names, "forward": forward, **own}
+    ours = {
+        "forward": forward,
+        "_remat_unplanned": Unplanned(),
+        # What `model.compile()` leaves in the shared `__dict__` would run unplanned.
+        "_compiled_call_impl": property(lambda _: None, lambda _, compiled: None),
+    }
+    body = {"__doc__": base.__doc__, **names, **ours, **own}
+    body |= {name: _noting(user, name) for name in _TAKEN_BY if hasattr(user, name)}
     body |= {
         name: OfUser(name, user) for name in _names_of_user(model) if _is_ours(base, body, name)
     }
     # Not by calling the metaclass: a registry of the user's would take this class for one of his.
     return type.__new__(type(user), user.__name__, (_Unannounced, base, user), body)
+
+
+def _noting(user: type[nn.Module], name: str) -> Forward:
+    """The user's method, which is noted as one that hands out parts of the planned module."""
+
+    def method(self: Any, *args: Any) -> Any:
+        self._remat_note("a part")
+        return getattr(user, name)(self, *args)
+
+    return functools.wraps(getattr(user, name))(method)
 
 
 class OfUser:
@@ -98,7 +128,8 @@ def _names_of_user(model: nn.Module) -> set[str]:
     """Names of the user's class, and of what his module holds; not those that every module has."""
     kinds = [kind for kind in type(model).__mro__ if not issubclass(nn.Module, kind)]
     named = {name for kind in kinds for name in vars(kind)}.union(*_tables(model))
-    return {name for name in named if not name.startswith("__")} - set(vars(nn.Module()))
+    of_all = {*vars(nn.Module()), "_compiled_call_impl"}  # the latter is there once it is set
+    return {name for name in named if not name.startswith("__")} - of_all
 
 
 def _is_ours(base: type[nn.Module], body: dict[str, Any], name: str) -> bool:

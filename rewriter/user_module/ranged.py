@@ -107,6 +107,7 @@ class RangedModule(SharedState, nn.Module):
         own = type(self)
         target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
         if self.training and torch.is_grad_enabled():
+            own._remat_unplanned.plan_runs()
             batch = (args, kwargs, target)
             return own._remat_members.running(batch)._remat_train(batch)
         return own._remat_run_original(args, kwargs, target)

@@ -178,6 +178,12 @@ def sharded_first() -> Found:
     return refused(lambda: remat.rematerialize(shard_blocks(model), args, budget="75%"))
 
 
+def ddp_first() -> Found:
+    """Its gradients would be reduced in the first step alone."""
+    model, args = made()
+    return refused(lambda: remat.plan_cache(DistributedDataParallel(model), budget="75%")(*args))
+
+
 def sharded_inside() -> Found:
     """A module within a rewritten block is sharded, and the block is not."""
     model, args = made()
@@ -227,6 +233,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "another_step": another_step,
     "too_little": too_little,
     "sharded_first": sharded_first,
+    "ddp_first": ddp_first,
     "sharded_inside": sharded_inside,
     "cast_later": cast_later,
     "in_lower_precision": in_lower_precision,

@@ -159,8 +159,11 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
         remat.rematerialize_blocks(model, "layers.*", (x,), budget="70%")
     model.layers[1].requires_grad_(True)
     fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+    again = remat.rematerialize_blocks(fast, "layers.*", (x,), budget="90%", check=False)
+    assert block_plan(again).result.budget_bytes > block_plan(fast).result.budget_bytes
+    whole = torch.nn.Sequential(fast.layers[0])
     with pytest.raises(RewriteError, match="follows a plan already"):
-        remat.rematerialize_blocks(fast, "layers.*", (x,), budget="80%")
+        remat.rematerialize_blocks(whole, "0", (x,), budget="80%")
     with pytest.raises(RewriteError, match="follows no plan for blocks"):
         block_plan(Mlp())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.unnamed_files.files import HOST_FOLDER
 from remat.schedules.schedule import Schedule
 from remat.several_shapes import PlanCache, plans_of
@@ -186,10 +186,15 @@ def test_a_copy_of_a_cache_makes_its_own_plans_and_trains_as_eager_does(copied: 
     assert len(plans_of(other)) == len(LENGTHS)
 
 
-def test_a_cache_is_not_cached_again() -> None:
-    cache = cached(tagger())
-    with pytest.raises(RewriteError, match="follows a plan already"):
-        cached(cache)
+def test_a_cache_of_a_cache_is_one_of_the_original() -> None:
+    model = tagger()
+    cache = cached(model)
+    tokens, target = batches()[0]
+    cache(tokens, target=target)
+    again = cached(cache)
+    assert again.original_module is model
+    assert plans_of(again) == []
+    assert torch.equal(again.eval()(tokens), model(tokens))
 
 
 def test_a_last_batch_too_small_for_its_per_cent_takes_what_others_take() -> None:
