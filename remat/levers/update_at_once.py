@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
+from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.errors import BudgetError
 from remat.infeasible import infeasible_text
@@ -186,7 +187,7 @@ def training_step(
     )  # fmt: skip
     require_no_other_reader(traced, optimizer)
     require_group(traced.joint.module, None, ONE_RANK.format(what="remat.training_step"))
-    graph = price(traced, profile=known)
+    graph = price(traced, profile=known, most_bytes=parse_budget(budget).most_bytes(traced.graph))
     result = solve(
         graph, budget, solver, time_limit_s, keep=keep, recompute=recompute, **options
     )  # fmt: skip
