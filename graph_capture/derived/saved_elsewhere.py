@@ -18,6 +18,8 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 LEAST_BYTES = 1024
 """What is smaller stays on the device."""
 _BACK = "remat.back"
+_TANGENTS = "remat.tangents"
+"""The op that opens backward, and no node of autograd."""
 _OFTEN = 2
 """A node of autograd runs an op so often at most, as that of a product, which has two gradients."""
 
@@ -59,8 +61,8 @@ def _nodes(graph: TrainingGraph) -> Iterator[list[Op]]:
         yield together
 
 
-def _place(op: Op) -> tuple[str, str, str]:
-    return op.phase, op.module, op.source
+def _place(op: Op) -> tuple[str, ...]:
+    return op.phase, op.module, op.source, _TANGENTS if op.target == _TANGENTS else ""
 
 
 def _moved(graph: TrainingGraph) -> Iterator[Value]:
@@ -84,7 +86,7 @@ def _let_go(value: Value, moved: dict[str, Value], backward: set[str]) -> Value:
 def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     """For what the ops of one group read of what was moved: the values that come back for them."""
     first = together[0]
-    if first.phase != "backward":
+    if first.phase != "backward" or first.target == _TANGENTS:
         return {}
     return {
         name: msgspec.structs.replace(

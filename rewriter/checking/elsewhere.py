@@ -52,7 +52,7 @@ class Elsewhere:
         self._stays = {
             one.untyped_storage()._cdata for one in map(local_part, stays) if _is_plain(one)
         }
-        self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[_Moved]]] = {}
+        self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[_Moved]]] = {}
 
     def outcome(self) -> MutableMapping[str, Any]:
         """Takes the results of a step, each of which is moved as it comes."""
@@ -66,8 +66,8 @@ class Elsewhere:
             return lambda: copy
         if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a part of something larger
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        shown, read = Shown.of(tensor), self._copy(tensor.untyped_storage())
-        return lambda: _shown(shown, read())
+        shown, copied = Shown.of(tensor), self._copy(tensor.untyped_storage())
+        return lambda: _shown(shown, copied.read())
 
     def running(self, run: Run, room_bytes: float) -> Run:
         """`run` with what autograd saves in it moved until backward reads it.
@@ -98,23 +98,8 @@ class Elsewhere:
 
         return moved
 
-    def _copy(self, storage: UntypedStorage) -> Callable[[], UntypedStorage]:
-        """Copy all bytes of a storage; what is returned makes a storage of them on the device."""
-        if self._folder is None:
-            on_host, device = _bytes_of(storage).to(CPU), storage.device
-            return lambda: on_host.to(device, copy=True).untyped_storage()
-        try:
-            file = File(self._folder, storage.nbytes())
-            file.write_from(storage.data_ptr())
-        except OSError as error:
-            raise _no_files(str(error.strerror)) from error
-
-        def read() -> UntypedStorage:
-            whole = torch.empty(file.size_bytes, dtype=torch.uint8)
-            file.read_to(whole.data_ptr())
-            return whole.untyped_storage()
-
-        return read
+    def _copy(self, storage: UntypedStorage) -> _InFile | _OnHost:
+        return _OnHost(storage) if self._folder is None else _InFile(self._folder, storage)
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_distributed(tensor):
@@ -122,7 +107,9 @@ class Elsewhere:
             packed = {name: self._pack(getattr(tensor, name)) for name in inner}
             return type(tensor), packed, facts, tensor.size(), tensor.stride()
         with _unseen():
-            return (Shown.of(tensor), self._moved(tensor)) if self._is_moved(tensor) else tensor
+            if not self._is_moved(tensor):
+                return tensor
+            return Shown.of(tensor), self._moved(tensor.untyped_storage())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -141,18 +128,60 @@ class Elsewhere:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._stays
 
-    def _moved(self, tensor: Tensor) -> _Moved:
-        """The storage of a tensor; one that several ops save is moved once."""
-        storage, version = tensor.untyped_storage(), tensor._version
-        at = storage._cdata  # of another storage, once this one has ended
-        there, as_of, known = self._known.get(at, (lambda: None, 0, lambda: None))
+    def _moved(self, storage: UntypedStorage) -> _Moved:
+        """The storage as it is now; one that several ops save is kept once."""
+        there, known = self._known.get(storage._cdata, (lambda: None, lambda: None))
         moved = known()
-        if there() is not storage:
+        if there() is not storage:  # a new one, whatever had its address before
             self._live.add(storage)
-        if moved is None or there() is not storage or as_of != version:
+            moved = None
+        if moved is None:
             moved = _Moved(storage, self._copy(storage), self._live)
-            self._known[at] = weakref.ref(storage), version, weakref.ref(moved)
+            self._known[storage._cdata] = weakref.ref(storage), weakref.ref(moved)
+        else:
+            # It may have been written to: parts that `unsafe_chunk` makes, and `.data`, have
+            # versions of their own. What was saved earlier sees that in eager too.
+            moved.write(storage)
         return moved
+
+
+class _InFile:
+    """All bytes of a storage, in a file."""
+
+    def __init__(self, folder: Folder, storage: UntypedStorage) -> None:
+        try:
+            self._file = File(folder, storage.nbytes())
+        except OSError as error:
+            raise _no_files(str(error.strerror)) from error
+        self.write(storage)
+
+    def write(self, storage: UntypedStorage) -> None:
+        """Copy the bytes from the device."""
+        try:
+            self._file.write_from(storage.data_ptr())
+        except OSError as error:
+            raise _no_files(str(error.strerror)) from error
+
+    def read(self) -> UntypedStorage:
+        """A storage of them on the device."""
+        whole = torch.empty(self._file.size_bytes, dtype=torch.uint8)
+        self._file.read_to(whole.data_ptr())
+        return whole.untyped_storage()
+
+
+class _OnHost:
+    """All bytes of a storage, in the host's memory."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self._bytes, self._device = _bytes_of(storage).to(CPU, copy=True), storage.device
+
+    def write(self, storage: UntypedStorage) -> None:
+        """As of `_InFile`."""
+        self._bytes.copy_(_bytes_of(storage))
+
+    def read(self) -> UntypedStorage:
+        """As of `_InFile`."""
+        return self._bytes.to(self._device, copy=True).untyped_storage()
 
 
 class _Moved:
@@ -162,18 +191,16 @@ class _Moved:
     twice. A storage in Python lives as long as any tensor shows it.
     """
 
-    def __init__(
-        self, storage: UntypedStorage, read: Callable[[], UntypedStorage], live: _Live
-    ) -> None:
-        self._there, self._read, self._live = weakref.ref(storage), read, live
-        self._size_bytes = storage.nbytes()
+    def __init__(self, storage: UntypedStorage, copied: _InFile | _OnHost, live: _Live) -> None:
+        self._there, self._copied, self._live = weakref.ref(storage), copied, live
+        self._size_bytes, self.write = storage.nbytes(), copied.write
 
     def storage(self) -> UntypedStorage:
         """The storage, on the device."""
         found = self._there()
         if found is None:
             self._live.require(self._size_bytes)
-            found = self._read()
+            found = self._copied.read()
             self._live.add(found)
             self._there = weakref.ref(found)
         return found
