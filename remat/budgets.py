@@ -80,7 +80,7 @@ class Budget:
     def most_bytes(self, graph: TrainingGraph) -> int:
         """What may be taken to price the ops of `graph`, where what it means is not yet known.
 
-        Per cents then are of the peak without workspaces. ``min`` leaves no room for the whole step.
+        Per cents then are of the peak without workspaces. ``min`` leaves no room for a whole step.
         """
         return 0 if self.kind == "min" else self.bytes_for(graph)
 

@@ -159,6 +159,8 @@ class StepState:
             found[f"gradient of {name}"] = _kept(leaf.grad, False)
             if is_distributed(leaf):
                 found[f"placements of the gradient of {name}"] = str(placed(leaf.grad))
+            if self.elsewhere:
+                leaf.grad = None  # it would be there beside those that are compared
         for name, buffer in self.buffers.items():
             found[f"buffer {name}"] = _kept(buffer, copy)
         for written in self.attributes.written():

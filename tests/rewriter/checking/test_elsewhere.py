@@ -43,7 +43,7 @@ def test_eager_keeps_its_bits_with_what_it_saves_in_files(name: str) -> None:
 
 
 class Odd(torch.autograd.Function):
-    """Saves a tensor twice, a part of it with other strides, an output, and one that is no input."""
+    """Saves a tensor twice, a part with other strides, an output, and what is neither."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
