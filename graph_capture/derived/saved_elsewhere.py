@@ -35,7 +35,7 @@ def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
     for together in _nodes(graph):
         back = _back(together, moved)
         made += back.values()
-        ops += _reading(together, back)
+        ops += _reading_back(together, back)
     backward = {op.name for op in graph.ops if op.phase != "forward"}
     values = (*(_let_go(value, moved, backward) for value in graph.values), *made)
     changed = msgspec.structs.replace(graph, ops=tuple(ops), values=values)
@@ -51,7 +51,7 @@ def _nodes(graph: TrainingGraph) -> Iterator[list[Op]]:
     together: list[Op] = []
     runs: Counter[str] = Counter()
     for op in graph.ops:
-        is_alike = together and _place(together[0]) == _place(op) and runs[op.target] < _OFTEN
+        is_alike = together and _line_of(together[0]) == _line_of(op) and runs[op.target] < _OFTEN
         if together and not is_alike:
             yield together
             together, runs = [], Counter()
@@ -61,7 +61,7 @@ def _nodes(graph: TrainingGraph) -> Iterator[list[Op]]:
         yield together
 
 
-def _place(op: Op) -> tuple[str, ...]:
+def _line_of(op: Op) -> tuple[str, ...]:
     return op.phase, op.module, op.source, _TANGENTS if op.target == _TANGENTS else ""
 
 
@@ -97,7 +97,7 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def _reading(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
+def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
     """The ops of a group, after those that bring back what they read."""
     for value in back.values():
         yield Op(

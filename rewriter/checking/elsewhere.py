@@ -50,7 +50,7 @@ class Elsewhere:
         self.device, self._live = torch.device(device), _Live(math.inf)
         self._folder = _folder() if device == CPU else None
         self._stays = {
-            one.untyped_storage()._cdata for one in map(local_part, stays) if _is_plain(one)
+            one.untyped_storage()._cdata for one in map(local_part, stays) if _is_bytes_alone(one)
         }
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[_Moved]]] = {}
 
@@ -61,13 +61,13 @@ class Elsewhere:
     def keep(self, tensor: Tensor) -> Read:
         """Copy a tensor; what is returned gives the copy back, on the device."""
         tensor = tensor.detach()
-        if not _is_plain(tensor) or tensor.untyped_storage().nbytes() < LEAST_BYTES:
+        if not _is_bytes_alone(tensor) or tensor.untyped_storage().nbytes() < LEAST_BYTES:
             copy = tensor.clone()
             return lambda: copy
         if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a part of something larger
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         shown, copied = Shown.of(tensor), self._copy(tensor.untyped_storage())
-        return lambda: _shown(shown, copied.read())
+        return lambda: _over_storage(shown, copied.read())
 
     def running(self, run: Run, room_bytes: float) -> Run:
         """`run` with what autograd saves in it moved until backward reads it.
@@ -120,10 +120,10 @@ class Elsewhere:
             return kind.__tensor_unflatten__(whole, facts, size, stride)
         shown, moved = packed
         with _unseen():
-            return _shown(shown, moved.storage())
+            return _over_storage(shown, moved.storage())
 
     def _is_moved(self, tensor: Tensor) -> bool:
-        if not _is_plain(tensor) or tensor.device.type != self.device.type:
+        if not _is_bytes_alone(tensor) or tensor.device.type != self.device.type:
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._stays
@@ -173,11 +173,11 @@ class _OnHost:
     """All bytes of a storage, in the host's memory."""
 
     def __init__(self, storage: UntypedStorage) -> None:
-        self._bytes, self._device = _bytes_of(storage).to(CPU, copy=True), storage.device
+        self._bytes, self._device = _all_bytes(storage).to(CPU, copy=True), storage.device
 
     def write(self, storage: UntypedStorage) -> None:
         """As of `_InFile`."""
-        self._bytes.copy_(_bytes_of(storage))
+        self._bytes.copy_(_all_bytes(storage))
 
     def read(self) -> UntypedStorage:
         """As of `_InFile`."""
@@ -273,7 +273,7 @@ def _unseen() -> Generator[None]:
         yield
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_bytes_alone(tensor: Tensor) -> bool:
     """Whether a tensor is bytes of a storage, and no more."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
@@ -283,9 +283,9 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def _all_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _shown(shown: Shown, storage: UntypedStorage) -> Tensor:
-    return shown.over(_bytes_of(storage))
+def _over_storage(shown: Shown, storage: UntypedStorage) -> Tensor:
+    return shown.over(_all_bytes(storage))
