@@ -177,11 +177,13 @@ def price_for(
     profile: Profile | None = None,
     measure_again: bool = False,
     tiers: LowerTiers | None = None,
+    most_bytes: int | None = None,
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.
 
     A price that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
-    With `tiers`, the graph has links to them.
+    With `tiers`, the graph has links to them. Nothing runs that takes more than `most_bytes`, but
+    for single ops.
     """
     device = traced.recipe.device
     if traced.recipe.is_modelled:
@@ -191,7 +193,10 @@ def price_for(
     else:
         from remat.graph_capture.prices.pricing import price
 
-        graph = price(traced, progress=progress, profile=profile, measure_again=measure_again)
+        graph = price(
+            traced, progress=progress, profile=profile, measure_again=measure_again,
+            most_bytes=most_bytes,
+        )  # fmt: skip
     if tiers is None:
         return graph
     links = links_below(device, tiers, profile, measure_again=measure_again)

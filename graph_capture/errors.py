@@ -106,6 +106,10 @@ class RewriteError(RematError):
     """The schedule cannot be turned into a module, or the module is misused."""
 
 
+class NotComparedError(RewriteError):
+    """The unmodified step cannot be run within a plan's budget, to be compared with the plan."""
+
+
 class StateChangedError(RewriteError):
     """The model, its loss or a setting is not as it was at capture; another plan would fit it.
 

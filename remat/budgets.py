@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 import remat.solver as solvers
-from remat.graph_capture.derived.eager import as_unmodified
+from remat.graph_capture.derived.eager import as_eager, as_unmodified, with_eagers_writes
 from remat.graph_capture.derived.kept_with import kept_with
+from remat.graph_capture.derived.saved_elsewhere import with_saved_elsewhere
 from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
 from remat.graph_capture.devices.free_memory import free_bytes
 from remat.graph_capture.devices.sizes import NUMBER, whole_bytes, written_bytes
@@ -77,6 +78,13 @@ class Budget:
             return lost.least_feasible_bytes
         return self.size_bytes
 
+    def most_bytes(self, graph: TrainingGraph) -> int:
+        """What may be taken to price the ops of `graph`, where what it means is not yet known.
+
+        Per cents then are of the peak without workspaces. ``min`` leaves no room for a whole step.
+        """
+        return 0 if self.kind == "min" else self.bytes_for(graph)
+
     def solve(
         self,
         graph: TrainingGraph,
@@ -143,18 +151,7 @@ def unmodified(graph: TrainingGraph) -> Result:
     of eager, which keeps larger dropout masks than a trace and writes in place.
     """
 
-    def kept_whole() -> Result:
-        eager = as_unmodified(whole(graph))
-        schedule = schedule_of(
-            Problem.of(eager), ops_as_eager_runs(eager), budget_bytes=UNBOUNDED_BYTES,
-            solver="store_all",
-        )  # fmt: skip
-        return judged(
-            eager, as_eager_frees(eager, schedule), budget_bytes=UNBOUNDED_BYTES,
-            lower_bound_us=eager.time_us,
-        )  # fmt: skip
-
-    return kept_with(graph, "unmodified", kept_whole)
+    return kept_with(graph, "unmodified", lambda: _as_eager_runs(as_unmodified(whole(graph))))
 
 
 def unmodified_step(graph: TrainingGraph) -> Solved:
@@ -163,3 +160,24 @@ def unmodified_step(graph: TrainingGraph) -> Solved:
     On `graph` itself that schedule would be given room for what eager writes in place.
     """
     return Solved(as_unmodified(whole(graph)), unmodified(graph))
+
+
+def saved_elsewhere(graph: TrainingGraph) -> tuple[int, int]:
+    """The peak of the unmodified step while what it saves is kept off the device; bytes of that."""
+
+    def found() -> tuple[int, int]:
+        moved, moved_bytes = with_saved_elsewhere(as_eager(whole(graph)))
+        return _as_eager_runs(with_eagers_writes(moved)).peak_bytes, moved_bytes
+
+    return kept_with(graph, "saved elsewhere", found)
+
+
+def _as_eager_runs(eager: TrainingGraph) -> Result:
+    schedule = schedule_of(
+        Problem.of(eager), ops_as_eager_runs(eager), budget_bytes=UNBOUNDED_BYTES,
+        solver="store_all",
+    )  # fmt: skip
+    return judged(
+        eager, as_eager_frees(eager, schedule), budget_bytes=UNBOUNDED_BYTES,
+        lower_bound_us=eager.time_us,
+    )  # fmt: skip

@@ -11,8 +11,9 @@ from remat.budgets import auto_bytes, unmodified
 from remat.differences import cause_text, differences_text
 from remat.formats import bytes_text
 from remat.graph_capture.devices.free_memory import is_out_of_memory
-from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.errors import BudgetError, NotComparedError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.reference import Reference
 from remat.solver.interrupts import is_interrupted, note_interrupt
 from remat.solver.result import INTERRUPTED
 
@@ -43,17 +44,26 @@ class Batch:
     accumulate: bool
 
 
-def is_checked(graph: TrainingGraph, check: bool | None) -> bool:
+def is_checked(
+    graph: TrainingGraph, check: bool | None, reference: Reference | None = None
+) -> bool:
     """Whether to run the unmodified step too: as asked, else if it fits into free memory.
 
-    Many use a plan because that step does not fit. They get a warning in place of the check.
+    And as `reference` into the plan's budget. Many use a plan because that step does not fit. They
+    get a warning in place of the check.
     """
     if check is not None:
         return check
-    reason = why_unchecked(graph)
+    reason = why_unchecked(graph) or (why_beyond(reference) if reference else "")
     if reason:
         warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
     return not reason
+
+
+def why_beyond(reference: Reference) -> str:
+    """Why the unmodified step does not run within the plan's budget; empty where it does."""
+    reason = reference.why_not()
+    return f"the plan is not checked against the unmodified step, {reason}" if reason else ""
 
 
 def why_unchecked(graph: TrainingGraph) -> str:
@@ -76,10 +86,13 @@ def why_unchecked(graph: TrainingGraph) -> str:
 def unless_short(run: Callable[[], T], told: Callable[[str], None]) -> T | None:
     """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
 
+    So it does where the unmodified step turns out not to run within the budget.
     So it does where Ctrl-C ends it: the plan is found, and `remat` goes on to say so.
     """
     try:
         return run()
+    except NotComparedError as error:
+        told(str(error))
     except KeyboardInterrupt:
         note_interrupt()
         if not is_interrupted():  # outside of a job, whoever called is to know
@@ -98,19 +111,30 @@ def say_unchecked(reason: str) -> None:
 
 
 def require_equal(
-    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None
+    model: nn.Module,
+    module: nn.Module,
+    batch: Batch,
+    budget_bytes: int | None,
+    reference: Reference | None = None,
 ) -> None:
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
+
+    Parameters
+    ----------
+    reference : how eager's step runs; None for as it is.
 
     Raises
     ------
     RewriteError : they differ, or the peak exceeds the budget.
+    NotComparedError : eager's step cannot be run as `reference` says.
     """
     from remat.rewriter.checking.check import check
 
     found = check(
         model, module, batch.args, batch.kwargs, loss_fn=batch.loss_fn, target=batch.target,
-        optimizer=batch.optimizer, accumulate=batch.accumulate, steps=1,
+        optimizer=batch.optimizer, accumulate=batch.accumulate, steps=0,
+        results_elsewhere=reference is not None and not reference.keeps_results,
+        saved_elsewhere=reference.room_bytes if reference else None,
     )  # fmt: skip
     if found.differences:
         raise RewriteError(

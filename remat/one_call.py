@@ -15,6 +15,7 @@ from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.infeasible import infeasible_text
 from remat.ranks.together import Together
+from remat.reference import Reference, gradients_there
 from remat.schedules.family import Family
 from remat.solved import Solved, facts_of
 from remat.solver.options import check_number
@@ -279,7 +280,8 @@ def rematerialize(
             refuse_compiled_dtensors(model)
 
         def priced(one: Trace) -> TrainingGraph:
-            graph = price_for(one, profile=known, tiers=tiers)
+            most_bytes = parse_budget(budget).most_bytes(on_one_rank(one.graph, sharding))
+            graph = price_for(one, profile=known, tiers=tiers, most_bytes=most_bytes)
             return on_one_rank(graph, sharding, is_rewritten=True)
 
         solved: Any = functools.partial(solve, solver=solver, time_limit_s=time_limit_s, **asked)
@@ -308,9 +310,13 @@ def rematerialize(
             is_bound = sharding.kind == "none"
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)
-        if ranks.all_say("check", is_checked(traced.graph, check)):
+        beside_bytes = gradients_there(model) if accumulate else 0
+        beside = Reference(found.graph, result.budget_bytes, beside_bytes)
+        if ranks.all_say("check", is_checked(traced.graph, check, beside)):
             most_bytes = result.budget_bytes if is_bound else None
-            unless_short(lambda: require_equal(model, module, batch, most_bytes), say_unchecked)
+            unless_short(
+                lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
+            )
     return module
 
 

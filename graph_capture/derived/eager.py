@@ -32,12 +32,16 @@ def as_eager(graph: TrainingGraph) -> TrainingGraph:
 
 
 def as_unmodified(graph: TrainingGraph) -> TrainingGraph:
-    """`as_eager`, for the step in which ops run when eager runs them, and no others.
+    """`as_eager`, for the step in which ops run when eager runs them, and no others."""
+    return with_eagers_writes(as_eager(graph))
+
+
+def with_eagers_writes(eager: TrainingGraph) -> TrainingGraph:
+    """A graph of `as_eager`, for the step in which ops run when eager runs them.
 
     What eager writes over another value takes no room of its own, and holds that value. What the
     user's checkpoints cover may run again, from a state of the random stream that each keeps.
     """
-    eager = as_eager(graph)
     values = {value.name: value for value in eager.values}
     ops = tuple(with_own_checkpoints(eager, values))
     _write_over(eager, values)

@@ -7,6 +7,7 @@ by which kept prices are told apart, stands here too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import statistics
 import time
@@ -46,7 +47,11 @@ class CpuMeter:
         self.passes = PASSES
         self.device, self.title = CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
-        self._others = torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
+
+    @functools.cached_property
+    def _others(self) -> Tensor:
+        """Data that fills the cache."""
+        return torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
 
     @property
     def settings(self) -> str:

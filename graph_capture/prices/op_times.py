@@ -91,6 +91,7 @@ def _take(
                         first(key, run)
                     if len(found[key]) <= number:
                         found[key].append(meter.median_us(run, moved_bytes[key]))
+                    del run  # or its inputs would be there beside those of the next
                 except (RuntimeError, IndexError, ValueError, MemoryError) as error:
                     del found[key]
                     failed(key, error)

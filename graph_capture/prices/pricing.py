@@ -25,7 +25,7 @@ from remat.graph_capture.prices.pieces import PricedPieces, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
-from remat.graph_capture.prices.step_time import step_rounds, whole_step
+from remat.graph_capture.prices.step_time import LEFT_OUT, is_beyond, step_rounds, whole_step
 from remat.graph_capture.splitting.regions import Found, regions_asked
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import Counted
@@ -50,6 +50,7 @@ def price(
     progress: Counted | None = None,
     profile: Profile | None = None,
     measure_again: bool = False,
+    most_bytes: int | None = None,
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
@@ -63,6 +64,8 @@ def price(
     profile : its prices are taken, whatever machine measured them. Ops that it lacks are
         measured if it is of this machine.
     measure_again : prices and times that are kept on disk are measured anew, and kept instead.
+    most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
+        case, with what it needs itself.
 
     Raises
     ------
@@ -72,7 +75,7 @@ def price(
     cache = PriceCache.of(meter)
     if measure_again:
         cache.forget()
-    return price_with(trace, meter, cache, progress, profile)[0]
+    return price_with(trace, meter, cache, progress, profile, most_bytes)[0]
 
 
 def price_with(
@@ -81,20 +84,26 @@ def price_with(
     cache: PriceCache,
     progress: Counted | None = None,
     profile: Profile | None = None,
+    most_bytes: int | None = None,
 ) -> tuple[TrainingGraph, Prices]:
     """`price` by this `meter`, and its prices; what it measures is added to `cache`."""
     with trace.python_state.streams_kept():  # an op that draws from one draws when it is measured
-        return _measured(trace, meter, cache, progress or _silent, profile)
+        return _measured(trace, meter, cache, progress or _silent, profile, most_bytes)
 
 
 def _measured(
-    trace: Trace, meter: Meter, cache: PriceCache, told: Counted, profile: Profile | None
+    trace: Trace,
+    meter: Meter,
+    cache: PriceCache,
+    told: Counted,
+    profile: Profile | None,
+    most_bytes: int | None,
 ) -> tuple[TrainingGraph, Prices]:
     joint, graph = trace.joint, trace.graph
     keys = _keys(joint)
     nodes = _first_nodes(joint, keys)
     known: Mapping[str, Price] = {} if profile is None else taken(nodes, profile, meter)
-    rounds = step_rounds(joint, graph, meter, cache, profile)
+    rounds = step_rounds(joint, graph, meter, cache, profile, most_bytes)
     between = rounds.some if rounds else None
     prices = known_or_measured(joint, nodes, meter, cache, known, told, between)
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
@@ -113,7 +122,10 @@ def _measured(
         notes=() if profile is None else (note_of(profile),),
     )
     step = whole_step(joint, priced, cache, rounds, profile)
-    priced = priced if step is None else booked(priced, step)
+    if step is not None:
+        priced = booked(priced, step)
+    elif is_beyond(joint, graph, most_bytes):
+        priced = msgspec.structs.replace(priced, notes=(*priced.notes, LEFT_OUT))
     # After that, as the step is run with the stand-ins of collectives, at what these take.
     links = links_of_step(trace.recipe.device, meter.title, profile)
     priced = with_collectives_priced(priced, joint.node_of_op, links)

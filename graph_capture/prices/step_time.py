@@ -49,6 +49,11 @@ ROOM = 0.5
 SPREAD = 0.02
 """Deviation of made inputs: small, so that values neither swell nor vanish in deep models."""
 
+LEFT_OUT = (
+    "the step was not timed as a whole, as that takes more than the budget: overheads may be shown "
+    "too high"
+)
+"""What a graph notes on its prices, where they lack what the step takes beyond its ops."""
 WHOLE = "cannot be timed as a whole on made data"
 
 
@@ -166,16 +171,35 @@ class StepRounds:
         return [taken_us[number] for number in range(len(each))]
 
 
+def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
+    """Whether runs of the step on made data, beside the model and its batch, take more than that.
+
+    The four runs are made together, and one of them keeps all that backward reads.
+    """
+    if most_bytes is None or graph.device != CPU:
+        return False
+    needed_bytes = graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint)
+    return needed_bytes > most_bytes
+
+
 def step_rounds(
-    joint: Joint, graph: TrainingGraph, meter: Meter, cache: PriceCache, profile: Profile | None
+    joint: Joint,
+    graph: TrainingGraph,
+    meter: Meter,
+    cache: PriceCache,
+    profile: Profile | None,
+    most_bytes: int | None = None,
 ) -> StepRounds | None:
     """The rounds of a step on a CPU.
 
-    None where its times are known, and where a `profile` of another machine is used.
+    None where its times are known, where a `profile` of another machine is used, and where they
+    take more than `most_bytes`.
     """
     key = joint.timed_hash
     is_known = key in cache.steps or (profile is not None and key in profile.steps)
     if graph.device != CPU or is_known or not _is_of(profile, meter.title):
+        return None
+    if is_beyond(joint, graph, most_bytes):
         return None
     return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
 
@@ -187,8 +211,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     system does not say what is free, for any.
     """
     placeholders = joint.module.graph.find_nodes(op="placeholder")
-    made_bytes = sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
-    if not _has_room(peak_bytes(graph) + made_bytes, meter.device):
+    if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
     twice = recomputing(joint)
     whole = copy_of(joint.module), twice.module, *forwards(joint)
@@ -215,6 +238,12 @@ def _has_room(size_bytes: int, device: str) -> bool:
         return size_bytes <= ROOM * free_bytes(device)
     except BudgetError:  # nobody knows: prices of single ops are enough for a plan
         return False
+
+
+def _made_bytes(joint: Joint) -> int:
+    """Bytes of the inputs that a run on made data has of its own."""
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    return sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
 
 
 def peak_bytes(graph: TrainingGraph) -> int:

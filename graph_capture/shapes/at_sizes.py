@@ -58,6 +58,7 @@ def ranged_graph_of(
 
     Parameters
     ----------
+    price : asked for the largest sizes first.
     workspaces : of the named ops of a trace; left out, none are measured beside prices.
 
     Raises
@@ -86,7 +87,7 @@ def ranged_graph_of(
                 f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "
                 "leave out of dynamic what is laid out unlike its batch"
             )
-    priced = [price(one) for _, one in traces]
+    priced = [price(one) for _, one in reversed(traces)][::-1]
     base = msgspec.structs.replace(
         ranged.base, device=priced[-1].device, resident=priced[-1].resident
     )

@@ -16,7 +16,7 @@ from torch import nn
 from remat.blocks.planning import BlockPlanner, BlocksPlan
 from remat.blocks.tracing import TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
-from remat.checks import Batch, is_checked, require_equal
+from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.device_table import is_cuda
@@ -37,6 +37,7 @@ from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text
 from remat.ranks.required_group import refuse_fake, require_group
 from remat.ranks.together import Together
+from remat.reference import Reference, gradients_there
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
@@ -127,26 +128,32 @@ def rematerialize_blocks(
             require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
         def make() -> BlocksPlan:
-            priced = price_for(traced.whole, profile=known, tiers=tiers)
+            most_bytes = parse_budget(budget).most_bytes(traced.whole.graph)
+            priced = price_for(traced.whole, profile=known, tiers=tiers, most_bytes=most_bytes)
             return _plan_within(BlockPlanner(traced, priced, sharding, time_limit_s), budget)
 
         ranks.require_same_step(traced.hash)
         plan = ranks.from_first(make, BlocksPlan)
         made = _rewritten(model, traced, plan)
         is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
-        if ranks.all_say("check", is_checked(traced.whole.graph, check)):
-            _require_equal_blocks(
-                model, made, batch, plan.result.budget_bytes if is_bound else None
+        budget_bytes = plan.result.budget_bytes
+        beside_bytes = gradients_there(model) if accumulate else 0
+        beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
+        if ranks.all_say("check", is_checked(traced.whole.graph, check, beside)):
+            most_bytes = budget_bytes if is_bound else None
+            unless_short(
+                lambda: _require_equal_blocks(model, made, batch, most_bytes, beside),
+                say_unchecked,
             )
     _plans[made] = plan
     return made
 
 
 def _require_equal_blocks(
-    model: nn.Module, made: nn.Module, batch: Batch, limit_bytes: int | None
+    model: nn.Module, made: nn.Module, batch: Batch, limit_bytes: int | None, beside: Reference
 ) -> None:
     try:
-        require_equal(model, made, batch, limit_bytes)
+        require_equal(model, made, batch, limit_bytes, beside)
     except SignatureError as error:
         raise CaptureError(
             f"a block is called otherwise in eager than when it is traced: {error}. Code that "

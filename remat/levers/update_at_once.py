@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
+from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.errors import BudgetError
 from remat.infeasible import infeasible_text
@@ -189,7 +190,8 @@ def training_step(
     )  # fmt: skip
     require_no_other_reader(traced, optimizer)
     require_group(traced.joint.module, None, ONE_RANK.format(what="remat.training_step"))
-    priced = functools.partial(price, profile=known)
+    most_bytes = parse_budget(budget).most_bytes(traced.graph)
+    priced = functools.partial(price, profile=known, most_bytes=most_bytes)
     solved: Any = functools.partial(
         solve, solver=solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options
     )

@@ -11,11 +11,13 @@ import msgspec
 import torch.utils._pytree as pytree
 from torch import nn
 
+from remat.budgets import Budget, parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.capturing import price_for, workspaces_by
 from remat.graph_capture.errors import SignatureError, TooLargeError
-from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.prices.profile import as_profile
+from remat.graph_capture.prices.step_time import is_beyond
 from remat.graph_capture.shapes.at_sizes import ranged_graph_of
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Dynamic, Sizes, require_in_range
@@ -24,6 +26,7 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 from remat.ranges.solving import solve_over
 from remat.ranks.required_group import ONE_RANK, require_group
+from remat.reference import Reference, gradients_there
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solver.pins.globs import Globs, as_globs
 
@@ -69,7 +72,7 @@ def rematerialize_over(
     )  # fmt: skip
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     graph = ranged_graph_of(
-        traced, lambda one: price_for(one, profile=known), workspaces_by(traced, known)
+        traced, _priced_within(parse_budget(budget), known), workspaces_by(traced, known)
     )
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute), **options}
     sizes = sizes_within(traced, batch)
@@ -82,10 +85,26 @@ def rematerialize_over(
         family = solve_over(graph, error.budget_bytes, solver, time_limit_s, **asked)
     first = None if sizes is None else family.number_at(**sizes)
     module = make_ranged(model, family, traced, graph, first)
-    if sizes is not None and is_checked(graph.at(**sizes), check):
-        most_bytes = family.budget_bytes
-        unless_short(lambda: require_equal(model, module, batch, most_bytes), say_unchecked)
+    if sizes is not None:
+        at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
+        beside = Reference(at_sizes, most_bytes, gradients_there(model) if accumulate else 0)
+        if is_checked(at_sizes, check, beside):
+            unless_short(
+                lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
+            )
     return module
+
+
+def _priced_within(budget: Budget, known: Profile | None) -> Callable[[Trace], TrainingGraph]:
+    """Prices at each size. Where the largest step cannot be timed within the budget, none is."""
+    left_out: list[bool] = []
+
+    def priced(one: Trace) -> TrainingGraph:
+        if not left_out:
+            left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
+        return price_for(one, profile=known, most_bytes=0 if left_out[0] else None)
+
+    return priced
 
 
 def _hold(largest: Sizes, sizes: Sizes) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.device_table import CPU, allocated_on
@@ -31,6 +32,7 @@ from remat.graph_capture.tracing.step_module import (
     without_own_hooks,
 )
 from remat.graph_capture.tracing.untouched import untouched
+from remat.rewriter.checking.elsewhere import Elsewhere
 from remat.rewriter.checking.first_other_op import first_other_line
 from remat.rewriter.checking.outcomes import (
     Outcome,
@@ -132,6 +134,8 @@ def check(
     accumulate: bool = False,
     steps: int = 5,
     tolerance: float | None = None,
+    results_elsewhere: bool = False,
+    saved_elsewhere: float | None = None,
 ) -> Check:
     """Run a training step of both on the same batch and random state, and compare.
 
@@ -149,6 +153,16 @@ def check(
         means equal bits; 0.01 for a module that runs Inductor's code. Where pieces sum in another
         order, 1e-5 in float32 and 0.02 if 16 bits are in use. The random stream has to be eager's
         to the bit in any case.
+    steps : how many are timed. With 0, nor is eager's peak measured: these figures are NaN and 0.
+    results_elsewhere : keep results and copies of the state off the device: in files on a CPU, else
+        in the host's memory.
+    saved_elsewhere : keep there what eager saves for backward too, of which so many bytes may be on
+        the device at once. A copy changes no bit, but eager then is slow and small.
+
+    Raises
+    ------
+    NotComparedError : there is no room elsewhere; or, with `saved_elsewhere`, the model takes no
+        hooks on what autograd saves, or holds more of it itself.
     """
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):
@@ -159,6 +173,12 @@ def check(
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
     step = with_loss(model, loss_fn)
+    elsewhere = None
+    if results_elsewhere or saved_elsewhere is not None:
+        held = (t for t in pytree.tree_leaves(kept) if isinstance(t, Tensor))
+        elsewhere = Elsewhere(meter.device, (*step.parameters(), *step.buffers(), *held))
+    if elsewhere and saved_elsewhere is not None:
+        eager = elsewhere.running(eager, saved_elsewhere)
     resident = resident_bytes(
         step, kept,
         optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
@@ -171,8 +191,9 @@ def check(
         # They run around both, and what they hold is no part of the plan.
         stack.enter_context(without_own_hooks(model))
         state = StepState(
-            step, batch.leaves, meter.device, python_state, keep_parameters=_overwrites(module)
-        )
+            step, batch.leaves, meter.device, python_state,
+            keep_parameters=_overwrites(module), elsewhere=elsewhere,
+        )  # fmt: skip
         stack.enter_context(state.put_back())
         alike = stack.enter_context(contextlib.ExitStack())
         in_one_order = meter.device == CPU and sums_in_no_order(module)
@@ -202,9 +223,9 @@ def check(
         del outcome
         alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
+        measured = (eager, plan) if steps else (plan,)
         memory = [
-            state.prepared(lambda run=run: meter.step_memory(run), accumulate)
-            for run in (eager, plan)
+            state.prepared(lambda run=run: meter.step_memory(run), accumulate) for run in measured
         ]
         times = _step_times(state, meter, (eager, plan), accumulate, steps)
     # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
@@ -219,16 +240,16 @@ def check(
         rng_equal=not any(name.startswith(STREAM) for name in differences),
         gradients=sum(name not in (*differences, *unsteady) for name in gradients),
         gradients_total=len(gradients),
-        baseline_peak_bytes=peaks[0],
-        plan_peak_bytes=peaks[1],
+        baseline_peak_bytes=peaks[0] if steps else 0,
+        plan_peak_bytes=peaks[-1],
         baseline_step_us=times[0],
         plan_step_us=times[1],
         differences=differences,
         unsteady=unsteady,
         in_one_order=in_one_order,
-        plan_rounding_bytes=memory[1].rounding_bytes,
-        baseline_reserved_bytes=reserved[0],
-        plan_reserved_bytes=reserved[1],
+        plan_rounding_bytes=memory[-1].rounding_bytes,
+        baseline_reserved_bytes=reserved[0] if steps else None,
+        plan_reserved_bytes=reserved[-1],
         tolerance=allowed,
         largest_error=error,
         distances=distances,
@@ -325,6 +346,8 @@ def _step_times(
     state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
 ) -> tuple[float, float]:
     """Median step times in microseconds. The two run in turn, so that drift hits both."""
+    if not steps:
+        return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.
     enough_us = math.inf if _has_other_ranks() else ENOUGH_US
     times: list[list[float]] = []

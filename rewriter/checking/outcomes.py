@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat.graph_capture.joint.tensor_bits import bits_of
 
-Outcome = dict[str, Any]
+Outcome = Mapping[str, Any]
 """What a step leaves, by name: outputs, gradients, buffers, random streams."""
 
 TIMES = 10.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
 from remat.graph_capture.tracing.untouched import ModuleAttributes
+from remat.rewriter.checking.elsewhere import Elsewhere, Read
 from remat.rewriter.checking.outcomes import Outcome
 from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
 
@@ -93,6 +94,7 @@ class StepState:
     device : where the step runs. Its random stream is kept beside the CPU's.
     python_state : what forward and the loss read, and may change.
     keep_parameters : whether forward may write to parameters too, as a momentum encoder's does.
+    elsewhere : where copies of all that and the outcomes are kept; None for memory.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class StepState:
         python_state: PythonState | None = None,
         *,
         keep_parameters: bool = False,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        self.elsewhere = elsewhere
         self.model, self.python_state = model, python_state
         self.attributes = ModuleAttributes(model)
         self.batch = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
@@ -115,7 +119,8 @@ class StepState:
         parameters = model.parameters() if keep_parameters else ()
         tensors = [*self.buffers.values(), *self.batch, *parameters]
         locals_of = [local_part(t.detach()) for t in tensors]
-        self.before = [(t, t.clone()) for t in locals_of]
+        keep = elsewhere.keep if elsewhere else _in_memory
+        self.before = [(t, keep(t)) for t in locals_of]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
         self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
 
@@ -133,9 +138,10 @@ class StepState:
         """Back to the start of a step, without gradients and without what autocast has cast."""
         torch.clear_autocast_cache()
         with torch.no_grad():
-            for tensor, value in self.before:
-                if not torch.equal(tensor, value):
+            for tensor, read in self.before:
+                if not torch.equal(tensor, value := read()):
                     tensor.copy_(value)
+                del value
         for device, state in self.streams.items():
             set_rng_state(state, device)
         for leaf in self.leaves.values():
@@ -155,25 +161,33 @@ class StepState:
     def outcome(self, run: Run) -> Outcome:
         """Every output, gradient and buffer after one step, by name, and the random streams."""
         self.reset()
-        found: Outcome = {}
+        found: MutableMapping[str, Any] = self.elsewhere.outcome() if self.elsewhere else {}
+        copy = self.elsewhere is None  # else `found` copies what it is given
         for path, leaf in leaves_with_paths(opened(run())):
-            found[f"output{pytree.keystr(path)}"] = _kept(leaf)
+            found[f"output{pytree.keystr(path)}"] = _kept(leaf, copy)
         for name, leaf in self.leaves.items():
-            found[f"gradient of {name}"] = _kept(leaf.grad, copy=False)
+            found[f"gradient of {name}"] = _kept(leaf.grad, False)
             if is_distributed(leaf):
                 found[f"placements of the gradient of {name}"] = str(placed(leaf.grad))
+            if self.elsewhere:
+                leaf.grad = None  # it would be there beside those that are compared
         for name, buffer in self.buffers.items():
-            found[f"buffer {name}"] = _kept(buffer)
+            found[f"buffer {name}"] = _kept(buffer, copy)
         for written in self.attributes.written():
             for path, leaf in leaves_with_paths(written.value):
                 if isinstance(leaf, Tensor):
-                    found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf)
+                    found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf, copy)
         for device in self.streams:
             name = STREAM if device == CPU else f"{STREAM} of {device}"
             found[name] = save_rng_state(device)
         return found
 
 
-def _kept(leaf: Any, *, copy: bool = True) -> Any:
+def _in_memory(tensor: Tensor) -> Read:
+    copy = tensor.clone()
+    return lambda: copy
+
+
+def _kept(leaf: Any, copy: bool) -> Any:
     """The leaf on the host, so that outcomes take no room on a device."""
     return local_part(leaf.detach()).to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf
