@@ -103,7 +103,8 @@ class Elsewhere:
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_distributed(tensor):
-            inner, facts = tensor.__tensor_flatten__()
+            parts: Any = tensor
+            inner, facts = parts.__tensor_flatten__()
             packed = {name: self._pack(getattr(tensor, name)) for name in inner}
             return type(tensor), packed, facts, tensor.size(), tensor.stride()
         with _unseen():
@@ -275,11 +276,12 @@ def _unseen() -> Generator[None]:
 
 def _is_bytes_alone(tensor: Tensor) -> bool:
     """Whether a tensor is bytes of a storage, and no more."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs leave it out
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 
