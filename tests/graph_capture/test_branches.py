@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import ctc_loss, one_hot
+from typer.testing import CliRunner
 
 import remat
+from remat.cli.main import app
 from remat.graph_capture.errors import CaptureError
 
 ROWS = 4
@@ -133,3 +136,15 @@ def test_a_block_that_fails_keeps_the_cause() -> None:
         remat.rematerialize_blocks(model, "0", (torch.ones(ROWS, 8),), budget="60%")
     assert "DataDependent" in type(caught.value.cause).__name__
     assert len(traceback.format_exception(caught.value)) < 30
+
+
+def test_debug_shows_the_frames_of_torch(tmp_path: Path) -> None:
+    file = tmp_path / "branching.py"
+    file.write_text(
+        "import torch\nclass M(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return x if super().forward(x).sum() > 0 else -x\n"
+        "def factory(): return M(4, 4), (torch.ones(2, 4),)\n"
+    )
+    done = CliRunner().invoke(app, ["capture", str(file), "--debug"])
+    assert isinstance(done.exception, CaptureError)
+    assert type(done.exception.__cause__).__name__ == "DataDependentOutputException"
