@@ -89,12 +89,12 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
-def measured(example: str, budget: str, rounds: int) -> Row:
+def measured(example: str, budget: str, rounds: int, **of_solve: Any) -> Row:
     """Steps of an example's plan, `rounds` of each kind after one that is not counted."""
     case = runpy.run_path(str(FOLDER / f"{example}.py"))["factory"]()
     given = {name: case[name] for name in ("loss_fn", "target") if name in case}
     graph = remat.capture(case["model"], case["args"], split="none", **given)
-    schedule = remat.solve(graph, budget).schedule
+    schedule = remat.solve(graph, budget, **of_solve).schedule
     assert schedule is not None, f"no plan of {example} fits {budget}"
     plain, served = (remat.rewrite(case["model"], schedule) for _ in range(2))
     arena = remat.use_arena(served, case["args"], target=case.get("target"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import pickle
 import random
@@ -33,6 +34,10 @@ _SETTINGS = frozenset({
 """Beside those that every plan compares."""
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
 """The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
+
+
+ENDLESS = -1
+"""How much is left of an iterator that does not end, such as `itertools.repeat`."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +168,8 @@ def _progress(iterator: Any) -> Any:
         return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
     if isinstance(iterator, itertools.count):
         return repr(iterator)
-    left = getattr(iterator, "__length_hint__", None)
-    if left is not None:
-        return left()
+    if hasattr(iterator, "__length_hint__"):
+        return operator.length_hint(iterator, ENDLESS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

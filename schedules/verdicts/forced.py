@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 
+from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.as_planned import as_planned
 from remat.schedules.kept_in_forward import live_after_forward
@@ -49,7 +50,7 @@ def forced(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[For
             by_reason.setdefault(reason, []).append(op)
     for name in ("keep", "recompute"):
         if name in schedule.options and not any(name in reason for reason in by_reason):
-            by_reason[f"pinned by --{name} '{schedule.options[name]}'"] = []
+            by_reason[f"pinned by {option(name, schedule.options[name])}"] = []
     found = [_forced(graph, reason, ops, live, most) for reason, ops in by_reason.items()]
     return tuple(sorted(found, key=lambda one: (-one.kept_bytes, -one.ops)))
 

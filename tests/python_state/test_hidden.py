@@ -47,6 +47,7 @@ TAKEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "generator": (numbers, next),
     "list": (lambda: iter([1.0, 2.0, 3.0]), next),
     "cycle": (lambda: itertools.cycle([1.0, 2.0]), next),
+    "repeat": (lambda: itertools.repeat(2.0, 3), next),
     "enumerate": (lambda: enumerate([1.0, 2.0]), lambda it: next(it)[1]),
     "zip": (lambda: zip([1.0, 2.0], strict=True), lambda it: next(it)[0]),
     "random": (lambda: random.Random(0), lambda it: it.random()),
@@ -61,6 +62,10 @@ def test_what_forward_takes_from_them_is_refused_without_a_check_too(kind: str) 
     make, take = TAKEN[kind]
     with pytest.raises(CaptureError, match=r"takes the next item or number of held.*pass it in"):
         planned(Place(Asking(make(), take), lambda _: None))
+
+
+def test_what_repeats_for_ever_gives_the_same_at_every_step() -> None:
+    planned(Place(Asking(itertools.repeat(2.0), next), lambda _: None))
 
 
 @pytest.mark.parametrize("kind", ["random", "its method", "numpy", "older numpy"])

@@ -110,7 +110,7 @@ def test_a_peak_above_the_budget_says_by_how_much_and_what_to_ask_for(
 
     def larger(*given: object, **options: object) -> checking.Check:
         found = honest(*given, **options)  # pyright: ignore
-        return msgspec.structs.replace(found, plan_peak_bytes=found.baseline_peak_bytes + 1024)
+        return msgspec.structs.replace(found, plan_peak_bytes=found.plan_peak_bytes + 1024)
 
     monkeypatch.setattr(checking, "check", larger)
     model, x = Net(nn.Tanh()), torch.randn(4, WIDTH)

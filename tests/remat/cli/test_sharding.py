@@ -45,11 +45,14 @@ def test_ranks_have_to_be_named(remat: Remat) -> None:
 FSDP2 = ("--shard", "fsdp2", "--world-size", "4")
 REFUSED = [
     (("--replicas", "3"), "3 replicas do not divide 4 ranks"),
-    (("--reshard-after-forward", "3"), "reshard_after_forward=3 does not divide a shard group of"),
+    (
+        ("--reshard-after-forward", "3"),
+        "-after-forward 3 does not divide a shard group of",
+    ),
     (("--reshard-after-forward", "maybe"), "maybe is neither yes, no nor a number of ranks"),
     (("--param-dtype", "int8"), "param_dtype 'int8' is none that a mixed precision policy"),
     (("--bucket-views",), "sharding fsdp2 has no bucket_views"),
-    (("--states-over", "3"), "states_over=3 ranks: choose a multiple of 4"),
+    (("--states-over", "3"), "--states-over 3 ranks: choose a multiple of 4"),
 ]
 
 
@@ -72,7 +75,7 @@ def test_a_policy_that_would_not_cast_is_refused(remat: Remat, tmp_path: Path) -
         "capture", str(file), *FSDP2, "--param-dtype", "bfloat16", "-o", str(tmp_path / "g.json")
     )
     assert done.exit_code == 2
-    assert "parameter weight is float64, and a plan with param_dtype='bfloat16'" in done.stderr
+    assert "--param-dtype bfloat16 is for parameters held in float32" in done.stderr
 
 
 def test_one_rank_of_a_mixed_hybrid_is_planned(remat: Remat, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_plan_whose_code_exceeds_its_budget_is_warned_about(
 def test_a_budget_that_no_code_keeps_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat.compile.code_plans.code_peak_bytes", lambda joint, schedule: 2**30)
     model, x = made()
-    text = 'compiled, no plan was found that keeps to .* is 1.00 GiB. Give budget="1024MiB"'
+    text = r"compiled, no plan was found that keeps to .* is 1\.00 GiB\. Give budget='1GiB'"
     with pytest.raises(BudgetError, match=text):
         remat.rematerialize(
             model,
