@@ -111,7 +111,8 @@ def solve(
         else:
             made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
             found = made.solve(graph, budget_bytes)
-            if solver in TAKE_PIECES:
+            # Whoever names a solver wants its schedule; 0 bytes ask for the least peak known.
+            if solver == "auto" or (solver in TAKE_PIECES and not budget_bytes):
                 found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
         if can_copy(graph) and not plans_copies(solver):
             found = for_any_copies(graph, found)

@@ -13,7 +13,7 @@ import msgspec
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.interrupts import is_interrupted
-from remat.solver.result import NONE_FITS, OUT_OF_TIME, Result, known_to_do, rest_of
+from remat.solver.result import KNOWN, NONE_FITS, OUT_OF_TIME, Result, known_to_do, rest_of
 from remat.solver.table import make_solver
 
 RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
@@ -71,12 +71,16 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
     if lowest is None or 0 < known_bytes <= lowest.least_feasible_bytes:
         return lost
     least_bytes, is_proved = lowest.least_feasible_bytes, lost.message.startswith(NONE_FITS)
+    named = f"{known_bytes} {KNOWN}"
+    if named in lost.message:
+        message = lost.message.replace(named, f"{least_bytes} {KNOWN}")
+    else:
+        rest = rest_of(lost.message)
+        message = known_to_do(lost.budget_bytes, least_bytes, rest, is_proved=is_proved)
     return msgspec.structs.replace(
         lost,
         least_feasible_bytes=least_bytes,
         least_schedule=lowest.least_schedule,
         held_at_peak=lowest.held_at_peak,
-        message=known_to_do(
-            lost.budget_bytes, least_bytes, rest_of(lost.message), is_proved=is_proved
-        ),
+        message=message,
     )

@@ -249,7 +249,7 @@ def test_doctor(remat: Remat) -> None:
 
 
 def test_a_search_that_is_out_of_time_asks_for_more_of_it(remat: Remat) -> None:
-    words = ("--budget", "45%", "--time-limit", "0", "--solver", "cut")
+    words = ("--budget", "70%", "--time-limit", "0", "--solver", "cut")
     late = remat("run", remat.gpt, *words)
     assert late.exit_code == 3
     said = " ".join(late.stderr.split())
