@@ -27,19 +27,13 @@ ZOO: dict[str, Entry] = {
 
 OF_EACH_FAMILY = (
     "Hugging Face GPT-2",
-    "Hugging Face Llama, gradient checkpointing",
-    "Hugging Face T5",
-    "Hugging Face ViT",
     "diffusers UNet2D",
     "diffusers UNet2DCondition",
-    "diffusers DiT",
     "x-transformers decoder, dropout, grouped keys",
     "PEFT LoRA on Llama",
     "timm convnext_atto",
-    "timm efficientnet_b0",
     "nanoGPT",
 )
 """A part of the zoo that stands for all of it on other releases of torch, where all would take too
-long: a decoder, one that checkpoints, an encoder with a decoder, vision, both attention U-Nets, and
-one or two of each other library.
+long: both attention U-Nets, and one of each other library.
 """
