@@ -271,15 +271,18 @@ def sequence_loss(output: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+class Bank(nn.Module):
+    """Compares rows with those of a bank, of which there may be as many by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bank: Tensor) -> Tensor:
+        return (self.linear(x) @ self.linear(bank).T).tanh().sum()
+
+
 def test_a_size_that_was_equal_by_chance_is_told_apart_by_the_next_batch() -> None:
-    class Bank(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, bank: Tensor) -> Tensor:
-            return (self.linear(x) @ self.linear(bank).T).tanh().sum()
-
     model = Bank()
     cache = cached(model, upto={"x": {0: 40}}, time_limit_s=5)
     bank = torch.randn(24, 8)
@@ -295,15 +298,6 @@ def test_a_size_that_was_equal_by_chance_is_told_apart_by_the_next_batch() -> No
 
 def test_what_does_not_fit_for_a_size_that_follows_by_chance_fits_without() -> None:
     """With 400 rows of the bank, 400 x 400 products would not fit."""
-
-    class Bank(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, bank: Tensor) -> Tensor:
-            return (self.linear(x) @ self.linear(bank).T).tanh().sum()
-
     cache = cached(Bank(), "600KiB", upto={"x": {0: 400}}, time_limit_s=5)
     cache(torch.randn(24, 8), torch.randn(24, 8)).backward()
     assert planned_ranges(cache) == ["x_0 from 2 to 400"]
