@@ -19,7 +19,8 @@ MODEL ?= examples/gpt.py:factory
 PYTEST_ARGS ?=
 TORCH ?=
 # By file, whose tests share captures and plans; in order, in which the last files are short.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A process of tests that dies ends the run: with another in its place, pytest-xdist waits for ever.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
