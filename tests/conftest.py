@@ -36,6 +36,21 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="0/1", help="K/N: every N-th file that has tests, from K on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not in `--part`; after `-m`, so that each part has its share."""
+    chosen, parts = map(int, config.getoption("--part").split("/"))
+    files = {file: i for i, file in enumerate(sorted({item.path for item in items}))}
+    left_out = [item for item in items if files[item.path] % parts != chosen]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if files[item.path] % parts == chosen]
+
+
 def pytest_collection_finish() -> None:
     """Python's collector walks torch's million objects no more, and the others less often.
 
