@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat.graph_capture.python_state.library_objects import memory_of
 from remat.graph_capture.python_state.places import MISSING, is_same
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -70,6 +71,8 @@ def hidden(text: str, owner: Any) -> Hidden | None:
     """The place of an object that hides a state; None for any other."""
     if isinstance(owner, ContextVar):
         return Hidden(text, owner, _context, _context(owner))
+    if (held := memory_of(owner)) is not None:
+        return Hidden(text, owner, memory_of, held)
     if isinstance(owner, Iterator):
         return Hidden(text, owner, _progress, _progress(owner))
     return None

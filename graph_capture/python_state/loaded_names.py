@@ -8,9 +8,10 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
+from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.reached import (
     OF_DATA,
@@ -33,11 +34,13 @@ class LoadedNames:
     Attributes
     ----------
     others : attributes of anything. global_names : of modules.
+    by_libraries : attributes of anything, by methods of objects that are looked into.
     """
 
     def __init__(self, texts: set[str]) -> None:
         self.texts = texts
         self.others: set[str] = set(RUN_BY_TORCH)
+        self.by_libraries: set[str] = set()
         self.global_names: set[str] = set()
         self._own: dict[type, set[str]] = {}
         self._heirs: dict[type, list[type]] = {}
@@ -46,7 +49,8 @@ class LoadedNames:
         self._asking: set[type | None] = set()
 
     def __len__(self) -> int:
-        return len(self.others) + len(self.texts) + sum(map(len, self._own.values()))
+        own = sum(map(len, self._own.values()))
+        return len(self.others) + len(self.by_libraries) + len(self.texts) + own
 
     def add_method(self, kind: type, function: FunctionType) -> None:
         """Add a function that is a method of a class."""
@@ -55,6 +59,10 @@ class LoadedNames:
             self._own[kind] = set()
             for base in kind.__mro__[1:]:
                 self._heirs.setdefault(base, []).append(kind)
+        if is_looked_into(kind) and is_library(function.__module__):
+            self._own[kind] |= names.own - DATA
+            self.by_libraries |= names.others - DATA
+            return
         self._own[kind] |= names.own
         self.others |= names.others
         self._methods.add(function)
@@ -75,8 +83,11 @@ class LoadedNames:
         related = self._related(kind)
         own = [self._own[one] for one in related if one in self._own]
         sets = [self.others, self.texts, *own]
+        is_open = any(map(is_looked_into, kind.__mro__))
+        if is_open:
+            sets.append(self.by_libraries)
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
-        hides = is_library(kind.__module__)
+        hides = is_library(kind.__module__) and not is_open and not issubclass(kind, Tensor)
 
         def is_loaded(name: str) -> bool:
             is_out = name in STATE or (hides and name[:1] == "_")

@@ -25,8 +25,10 @@ from remat.graph_capture.python_state.hidden import (
     hidden,
     stream,
 )
+from remat.graph_capture.python_state.library_objects import attributes_of, is_looked_into
 from remat.graph_capture.python_state.loaded_names import LoadedNames
 from remat.graph_capture.python_state.module_hooks import (
+    BACKWARD_HOOKS,
     ModuleHooks,
     hooked_modules,
     place_of_hooks,
@@ -47,17 +49,20 @@ from remat.graph_capture.python_state.reached import (
     LONGEST_NAME,
     NOT_RUN,
     OF_DATA,
+    STATE,
     Instance,
     LruCache,
     Reached,
     functions_of,
     is_library,
     modules_of,
+    named_state,
     slot_names,
 )
 
 _BY_TEXT = {"globals", "eval"}
 """Functions that find what a text names among the globals."""
+_HAS_STATE = STATE.union(BACKWARD_HOOKS)
 _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
@@ -85,14 +90,19 @@ class Walk:
         self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._called: set[type] = set()
         self._names = LoadedNames(self.found.texts)
+        steps = [one for one in (model, loss_fn) if isinstance(one, nn.Module)]
+        self._of_step = {id(module) for one in steps for module in one.modules()}
         for path, module in model.named_modules():
             self._visit(module, path)
         self._visit(loss_fn, "loss_fn")
         for path, module in hooked_modules(model, loss_fn):
             self._visit_hooks(place_of_hooks(path, module))
+        for path, tensor in (pair for one in steps for pair in named_state(one)):
+            self._visit(tensor, path)
         self._until_nothing_is_new()
         self._watch_absent()
         self._watch_environment()
+        self.found.of_tensors |= self._names.others | self.found.texts
 
     def _until_nothing_is_new(self) -> None:
         """Names that code loads make more code reachable, which loads more names."""
@@ -113,14 +123,17 @@ class Walk:
         """Follow a value, once."""
         if isinstance(value, str):
             self._add_name(value)
-        if isinstance(value, (Tensor, *PLAIN)) or id(value) in self._seen:
+        if isinstance(value, PLAIN) or id(value) in self._seen:
+            return
+        if isinstance(value, Tensor) and not attributes_of(value):
             return
         self._seen[id(value)] = value
-        if isinstance(value, FunctionType):
+        if isinstance(value, Tensor):
+            self._instances.append(Instance(text, value, attributes_of(value)))
+        elif isinstance(value, FunctionType):
             self._visit_function(value, text)
         elif isinstance(value, MethodType):
-            self._visit(value.__func__, text)
-            self._visit(value.__self__, text)
+            self._visit_method(value, text)
         elif isinstance(value, LruCache):
             self.found.caches.append(value)
             self._note_hit(value)
@@ -147,12 +160,38 @@ class Walk:
             self._add_stream(text, value)
         elif is_library(type(value).__module__) and (place := hidden(text, value)):
             self.found.places.append(place)
+        elif isinstance(value, nn.Module) and id(value) not in self._of_step:
+            self._visit_other_module(value, text)
         elif isinstance(value, BuiltinFunctionType):
             # A method such as `table.get`, of the object that it was taken from.
             if not isinstance(value.__self__, ModuleType):
                 self._visit(value.__self__, text)
         else:
             self._visit_instance(value, text)
+
+    def _visit_method(self, method: MethodType, text: str) -> None:
+        kind, function = type(method.__self__), method.__func__
+        if isinstance(function, FunctionType) and is_looked_into(kind):
+            self._read_method(kind, function)
+        self._visit(function, text)
+        self._visit(method.__self__, text)
+
+    def _visit_other_module(self, module: nn.Module, text: str) -> None:
+        """Follow one that is no submodule, and all that it has: no other guard looks at it."""
+        self._visit_instance(module, text)
+        space = vars(module)
+        if not _HAS_STATE <= space.keys():
+            return  # a ScriptModule keeps it elsewhere
+        self._add_entry(f"{text}.training", space, "training")
+        for table in ("_parameters", "_buffers"):
+            for key in space[table]:
+                self._add_entry(f"{text}.{key}", space[table], key)
+        for table in ("_modules", *BACKWARD_HOOKS):
+            self._visit_items(space[table], text if table == "_modules" else f"{text}.{table}")
+        hooks = place_of_hooks(text, module)
+        self.found.places.append(hooks)
+        for hook in hooks.value:
+            self._visit(hook.function, hooks.text)
 
     def _visit_hooks(self, place: ModuleHooks) -> None:
         if not place.value:
@@ -228,7 +267,7 @@ class Walk:
     def _visit_instance(self, value: Any, text: str) -> None:
         kind = type(value)
         is_followed = isinstance(value, nn.Module) or kind.__module__ in OF_DATA
-        if is_library(kind.__module__) and not is_followed:
+        if is_library(kind.__module__) and not is_followed and not is_looked_into(kind):
             return
         self._visit_class(kind)
         space = getattr(value, "__dict__", None)
@@ -240,8 +279,10 @@ class Walk:
 
     def _visit_class(self, kind: type) -> None:
         for owner in kind.__mro__:
-            is_read = owner not in (object, nn.Module) and owner not in self._classes
-            if is_read and not (is_library(owner.__module__) and not issubclass(owner, nn.Module)):
+            if owner in (object, nn.Module) or owner in self._classes:
+                continue
+            is_read = issubclass(owner, nn.Module) or is_looked_into(owner)
+            if is_read or not is_library(owner.__module__):
                 self._classes[owner] = set()
 
     def _read_class(self, kind: type) -> None:
@@ -256,6 +297,8 @@ class Walk:
             functions = list(functions_of(space[key]))
             for function in functions:
                 self._read_method(kind, function)
+            if functions and is_looked_into(kind):
+                continue  # its methods are torch's or Python's own
             if functions or not is_special:
                 self._add_entry(f"{kind.__name__}.{key}", space, key, owner=kind)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+from torch import Tensor, nn
+
 from remat.graph_capture.python_state.code_names import Names
 from remat.graph_capture.python_state.hidden import Hidden, Stream
 from remat.graph_capture.python_state.places import Place
@@ -59,6 +61,7 @@ class Reached:
     reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
         instance, and its class.
     stores : names of attributes that code sets, with the first ``file:line`` that does.
+    of_tensors : names that code may load of a tensor.
     """
 
     places: list[Place | Hidden] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Reached:
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
     stores: dict[str, str] = field(default_factory=dict)
+    of_tensors: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -82,9 +86,18 @@ class Instance:
     done: set[str] = field(default_factory=set)
 
 
-def is_library(module: str | None) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
-    return (module or "").partition(".")[0] in _LIBRARIES
+def is_library(module: Any) -> bool:
+    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed.
+
+    A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
+    """
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, by their paths."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def is_installed(module: ModuleType | None) -> bool:

@@ -40,10 +40,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Reach:
-    """The places that some code may read: `keys` of them, and names `absent` by namespace."""
+    """The places that some code may read: `keys` of them, and names `absent` by namespace.
+
+    `of_tensors` are the names that it may load of a tensor.
+    """
 
     keys: set[tuple[int, Any]]
     absent: dict[int, set[str]]
+    of_tensors: set[str]
 
     def holds(self, place: Place | Hidden) -> bool:
         """Whether it is one of them."""
@@ -59,6 +63,10 @@ class PythonState:
     Parameters
     ----------
     model : the user's. loss_fn : as captured.
+
+    Attributes
+    ----------
+    of_tensors : names that code may load of a tensor, as it does where a user has set them.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -67,7 +75,7 @@ class PythonState:
         self.places, self.watched, self.caches = found.places, found.watched, found.caches
         self.streams = found.streams
         self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
-        self._texts = found.texts
+        self._texts, self.of_tensors = found.texts, found.of_tensors
         self.grown: list[Contents] = []
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None
@@ -163,6 +171,7 @@ class PythonState:
     def compare_what_ran(self, ran: CodeThatRan) -> None:
         """Compare no more than the code that ran may read."""
         reach = self._reach(ran)
+        self.of_tensors &= reach.of_tensors
         self.places = [place for place in self.places if reach.holds(place)]
         self.watched = [
             (text, space, absent & reach.absent[id(space)])
@@ -182,7 +191,8 @@ class PythonState:
         names: dict[int, set[str]] = {}
         for _, space, absent in (*found.watched, *behind.watched):
             names[id(space)] = names.get(id(space), set()) | absent
-        self._reached = ran.count, Reach(keys, names)
+        of_tensors = found.of_tensors | behind.of_tensors
+        self._reached = ran.count, Reach(keys, names, of_tensors)
         return self._reached[1]
 
     def compare_items_of(self, places: Iterable[Contents]) -> None:

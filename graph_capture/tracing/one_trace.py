@@ -135,7 +135,9 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
-        step = StepModule(model, recipe.loss_fn, writes, ran)
+        signature = recipe.signature.with_attributes_of(state.of_tensors)
+        recipe = dataclasses.replace(recipe, signature=signature)
+        step = StepModule(model, recipe.loss_fn, writes, ran, env, signature)
         if ran is not None:
             stack.callback(ran.stop)
         provenance = Provenance(step)

@@ -5,9 +5,10 @@ A plan is exact for one signature.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.python_state.places import PLAIN, is_same
 from remat.graph_capture.tracing.paths import leaves_with_paths
+from remat.graph_capture.tracing.tensor_attributes import kept_attributes
 
 OTHER_SHAPE = (
     "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
@@ -56,7 +58,7 @@ NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this c
 class Signature:
     """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
 
-    It holds no tensor of the batch.
+    It holds no tensor of the batch. `attributes` are those that were set on its tensors.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -65,6 +67,7 @@ class Signature:
         leaves = [leaf for _, leaf in paths]
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.attributes = [kept_attributes(leaf) for leaf in leaves]
 
     @property
     def has_target(self) -> bool:
@@ -79,6 +82,14 @@ class Signature:
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor, by the name of its leaf."""
         return {n: facts[2] for n, facts in zip(self.names, self.tensors, strict=True) if facts}
+
+    def with_attributes_of(self, names: Collection[str]) -> Self:
+        """The same, with those attributes of tensors alone that have these names."""
+        other = copy.copy(self)
+        other.attributes = [
+            {name: value for name, value in one.items() if name in names} for one in self.attributes
+        ]
+        return other
 
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""

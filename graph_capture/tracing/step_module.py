@@ -17,6 +17,7 @@ from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.joint.returned_views import views_told_apart
 from remat.graph_capture.joint.trace_errors import refuse_subclass
+from remat.graph_capture.joint.values_over_sizes import Range
 from remat.graph_capture.over_ranks.dtensors import is_distributed
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
@@ -27,7 +28,12 @@ from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.side_effects.checkpointed import no_packing
 from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.side_effects.other_streams import no_seed, require_unmoved, streams
-from remat.graph_capture.tracing.signature import argument_name, unknown_leaf_message
+from remat.graph_capture.tracing.signature import (
+    Signature,
+    argument_name,
+    unknown_leaf_message,
+)
+from remat.graph_capture.tracing.tensor_attributes import StandIns
 
 LossFunction = Callable[..., Any]
 
@@ -41,7 +47,8 @@ class StepModule(nn.Module):
     Parameters
     ----------
     writes : what forward sets on attributes. Where it does, the result is a pair: with the tensors.
-    ran : notes which code runs.
+    ran : notes which code runs. over : the sizes that vary, if there are any.
+    signature : of the batch, with what was set on its tensors.
 
     Attributes
     ----------
@@ -56,11 +63,15 @@ class StepModule(nn.Module):
         loss_fn: LossFunction | None,
         writes: ForwardWrites,
         ran: CodeThatRan | None = None,
+        over: Range | None = None,
+        signature: Signature | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self._writes, self._ran = writes, ran
+        self._writes, self._ran, self._over = writes, ran, over
+        set_on_batch = (signature.names, signature.attributes) if signature else ()
+        self._stand_ins = StandIns(self, *set_on_batch)
         self._casts_once = torch.is_autocast_cache_enabled()
         self.repeats: Repeats | None = None
         self.known, self.arrivals = KnownValues(), Arrivals()
@@ -76,7 +87,9 @@ class StepModule(nn.Module):
         self._writes.begin()
         self.arrivals.watch(self.parameters())
         batch = leaves_with_paths((args, kwargs, target))
-        self.known = KnownValues((argument_name(path), leaf) for path, leaf in batch)
+        named = [(argument_name(path), leaf) for path, leaf in batch]
+        self.known = KnownValues(named, self._over)
+        self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
         with autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
@@ -103,6 +116,7 @@ class StepModule(nn.Module):
         def again() -> Any:
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
+        self._stand_ins.require_unwritten(kind)
         require_unmoved(type(self.model).__name__, stand, again)
         _require_known(type(self.model).__name__, result)
         carried = self._writes.end()

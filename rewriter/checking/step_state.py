@@ -16,6 +16,7 @@ from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part, 
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
+from remat.graph_capture.tracing.tensor_attributes import with_attributes_of
 from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.elsewhere import Elsewhere, Read
 from remat.rewriter.checking.outcomes import Outcome
@@ -56,7 +57,8 @@ def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
     with torch.inference_mode(False):
         if tensor.is_inference() and id(tensor) not in own:
             own[id(tensor)] = tensor.clone()
-        return own.get(id(tensor), tensor).detach().requires_grad_(tensor.requires_grad)
+        cut = own.get(id(tensor), tensor).detach().requires_grad_(tensor.requires_grad)
+        return with_attributes_of(tensor, cut)
 
 
 @contextlib.contextmanager
@@ -66,7 +68,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
     So a hook that steps an optimizer in backward does not run, and no gradient of the user's is
     added to. Tied ones stay tied, as do those that the models share.
     """
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, Tensor] = {}
     tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
     places = [
         (held, name, parameter)
@@ -78,7 +80,8 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
     try:
         for held, name, parameter in places:
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                other = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                made[id(parameter)] = with_attributes_of(parameter, other)
             held[name] = made[id(parameter)]
         yield
     finally:

@@ -31,6 +31,7 @@ from remat.graph_capture.refuse import (
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.side_effects.carried import Settled, out_of_step, short
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
+from remat.graph_capture.tracing.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.leaves import FlatBatches
 from remat.rewriter.guards.left_whole import LeftWhole
@@ -73,10 +74,13 @@ class Guards:
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.step = with_loss(model, recipe.loss_fn)
         self.live = LiveState(self.step)
-        self.facts = [_facts(tensor) for _, tensor in named_state(self.step)]
+        state = [tensor for _, tensor in named_state(self.step)]
+        self.facts = list(map(_facts, state))
         self.tied = tied_places(self.step)
         self.taken = [i for i in range(len(self.facts)) if i not in self.tied]
         self.names = [path_in_model(self.live.names[i]) for i in self.taken]
+        of_state = [kept_attributes(state[i]) for i in self.taken]
+        self.attributes = [*of_state, *recipe.signature.attributes]
         self.constants = _watched_constants(model, forward, backward)
         self.read_in_backward = self._named(constants_of(backward))
         self.settings = settings()
@@ -110,6 +114,7 @@ class Guards:
         leaves, spec = self.batches.leaves(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
         taken = self._model_state()
+        self._require_attributes([*taken, *leaves])
         if change := self.python_state.first_change():
             raise self._changed_state(change)
         if self.settled and (left := out_of_step(self.settled)):
@@ -140,6 +145,17 @@ class Guards:
             self._last = list(taken)
             self._is_same = same_objects(self.step, state, self.modes, self.unhooked)
         return taken
+
+    def _require_attributes(self, tensors: list[Any]) -> None:
+        """What users have set on tensors by name is as it was, as far as code may load it."""
+        for i, (tensor, before) in enumerate(zip(tensors, self.attributes, strict=True)):
+            if not before and not getattr(tensor, "__dict__", None):
+                continue
+            names = self.python_state.of_tensors
+            if other := isinstance(tensor, Tensor) and first_other(before, tensor, names):
+                name, was, found = other
+                of = [*self.names, *self.recipe.signature.names][i]
+                raise self._changed(f"attribute {name} of {of}", short(was), short(found))
 
     def _require_context(self) -> None:
         now = autocast_state()
