@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.joint.tensor_bits import bits_of
-from remat.graph_capture.joint.values_over_sizes import Formula, Range, answer
+from remat.graph_capture.shapes.values_over_sizes import Formula, Range, answer
 from remat.graph_capture.over_ranks.collectives import NAMESPACES
 from remat.graph_capture.python_state.ran import unrecorded
 
@@ -58,9 +58,7 @@ class KnownValues(BesideTrace):
         if parameters or buffers have a part in them.
     """
 
-    def __init__(
-        self, batch: Iterable[tuple[str, Any]] = (), over: Range | None = None
-    ) -> None:
+    def __init__(self, batch: Iterable[tuple[str, Any]] = (), over: Range | None = None) -> None:
         super().__init__()
         self._over = over
         self._values = WeakTensorKeyDictionary()

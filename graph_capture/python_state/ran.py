@@ -8,6 +8,7 @@ read is no concern of its plan.
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import sys
 import sysconfig
@@ -28,6 +29,8 @@ _BY_OTHER_THREADS = (
     ThreadPoolExecutor.submit.__code__,
 )
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_LAYERS = os.path.join(_TORCH, "nn", "")
+_OF_EACH_MODULE = os.path.join("modules", "module.py")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
@@ -72,6 +75,15 @@ class CodeThatRan:
         codes = list(self._codes.values())  # more may run meanwhile
         return [code for code in codes if not _writes_for_others(code)]
 
+    def asks_identity(self) -> bool:
+        """Whether code of the user's, or of torch's layers, asks if two objects are one.
+
+        Whether one is None, or a constant, is no such question. True where nobody knows.
+        """
+        codes = list(self._codes.values())
+        theirs = [code for code in codes if _is_of_layer(code)]
+        return not self.is_all or any(map(_asks_identity, [*self.own_codes(), *theirs]))
+
     @contextlib.contextmanager
     def recorded(self) -> Generator[None]:
         """Note the Python code that this thread begins to run: forward's, and what follows it.
@@ -113,6 +125,21 @@ class CodeThatRan:
             and not code.co_filename.startswith(_TORCH)
             for code in self._codes.values()
         )
+
+
+def _is_of_layer(code: CodeType) -> bool:
+    """Whether it is of a layer of torch's, and not of the base class of all."""
+    file = code.co_filename
+    return file.startswith(_LAYERS) and not file.endswith(_OF_EACH_MODULE)
+
+
+def _asks_identity(code: CodeType) -> bool:
+    before = ""
+    for one in dis.get_instructions(code):
+        if one.opname == "IS_OP" and not before.startswith(("LOAD_CONST", "LOAD_GLOBAL")):
+            return True
+        before = one.opname if one.opname not in ("CACHE", "EXTENDED_ARG") else before
+    return False
 
 
 def _writes_for_others(code: CodeType) -> bool:

@@ -67,6 +67,7 @@ class PythonState:
     Attributes
     ----------
     of_tensors : names that code may load of a tensor, as it does where a user has set them.
+    asks_identity : whether code may ask if two objects are one, as ``query is key``.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -76,6 +77,7 @@ class PythonState:
         self.streams = found.streams
         self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
         self._texts, self.of_tensors = found.texts, found.of_tensors
+        self.asks_identity = True
         self.grown: list[Contents] = []
         self._caches_before = [cache.cache_info().currsize for cache in self.caches]
         self._test: Callable[[], bool] | None = None

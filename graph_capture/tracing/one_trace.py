@@ -70,6 +70,7 @@ from remat.graph_capture.tracing.side_effects.checkpointed import (
     checkpoints_noted,
     refuse_checkpointed_writes,
 )
+from remat.graph_capture.tracing.side_effects.foreign_writes import NoForeignWrites
 from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.side_effects.new_data import NoNewData
 from remat.graph_capture.tracing.side_effects.next_call import doubtful
@@ -146,6 +147,7 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
         stack.enter_context(NoNewData(recipe.name))
+        stack.enter_context(NoForeignWrites(recipe.name, state))
         for mode in modes_among_ranks(recipe.name):
             stack.enter_context(mode)
         stack.enter_context(provenance.watching_modules())

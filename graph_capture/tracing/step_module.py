@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.joint.returned_views import views_told_apart
 from remat.graph_capture.joint.trace_errors import refuse_subclass
-from remat.graph_capture.joint.values_over_sizes import Range
+from remat.graph_capture.shapes.values_over_sizes import Range
 from remat.graph_capture.over_ranks.dtensors import is_distributed
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
@@ -33,7 +33,7 @@ from remat.graph_capture.tracing.signature import (
     argument_name,
     unknown_leaf_message,
 )
-from remat.graph_capture.tracing.tensor_attributes import StandIns
+from remat.graph_capture.python_state.tensor_attributes import StandIns
 
 LossFunction = Callable[..., Any]
 
@@ -70,6 +70,7 @@ class StepModule(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self._writes, self._ran, self._over = writes, ran, over
+        self._signature = signature
         set_on_batch = (signature.names, signature.attributes) if signature else ()
         self._stand_ins = StandIns(self, *set_on_batch)
         self._casts_once = torch.is_autocast_cache_enabled()
@@ -91,6 +92,8 @@ class StepModule(nn.Module):
         self.known = KnownValues(named, self._over)
         self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
+        if self._signature and self._signature.as_one:
+            args, kwargs, target = _as_one((args, kwargs, target), self._signature.firsts)
         with autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
@@ -134,6 +137,12 @@ class StepModule(nn.Module):
                 f"forward of {type(self.model).__name__} registers a hook on the model itself, "
                 "which its next call would run: register it outside forward, before the first step"
             )
+
+
+def _as_one(batch: Any, firsts: Sequence[int]) -> Any:
+    """The batch with one stand-in for tensors that are one."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return pytree.tree_unflatten([leaves[i] for i in firsts], spec)
 
 
 def _require_known(kind: str, result: Any) -> None:

@@ -25,6 +25,7 @@ from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.joint.nodes import written_inputs
 from remat.graph_capture.over_ranks.refusals import refuse_range_of_dtensors
 from remat.graph_capture.over_ranks.sent import arrived
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
@@ -225,6 +226,10 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
                 "such as an attention_mask of ones",
                 stacklevel=3,
             )
+        done.python_state.asks_identity = ran.asks_identity()
+        if _counts_as_one(done):
+            signature = done.recipe.signature.with_tensors_as_one()
+            return _trace_recipe(model, dataclasses.replace(done.recipe, signature=signature))
         _require_the_same_again(model, done, ran)
         # As if compiled, code takes another way than eager, which may read something else.
         if ran.is_all and not any(flags):
@@ -236,6 +241,23 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     raise CaptureError(
         f"{first}. Traced as if it were compiled, it fails as well: {last}"
     ).caused_by(first)
+
+
+def _counts_as_one(done: Trace) -> bool:
+    """Whether tensors of the batch are one, and that makes another step than their being several.
+
+    It does where code asks, where the step writes to one, and where one has a gradient.
+    """
+    signature = done.recipe.signature
+    if signature.as_one:
+        return False
+    twice = [i for i, first in enumerate(signature.firsts) if i != first]
+    places = {*twice, *(signature.firsts[i] for i in twice)}
+    facts = [signature.tensors[i] for i in places]
+    if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
+        return bool(twice)
+    written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
+    return any(written[len(written) - len(signature.firsts) + i] for i in places)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:

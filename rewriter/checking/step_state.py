@@ -16,7 +16,7 @@ from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part, 
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
-from remat.graph_capture.tracing.tensor_attributes import with_attributes_of
+from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.elsewhere import Elsewhere, Read
 from remat.rewriter.checking.outcomes import Outcome
@@ -50,15 +50,17 @@ class OwnBatch:
 def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
     """The tensor without its history. Autograd saves none of inference mode, so those are copied.
 
+    A tensor that is given twice stays one.
+
     Parameters
     ----------
     own : the copies that were made, by the tensors' identities.
     """
-    with torch.inference_mode(False):
-        if tensor.is_inference() and id(tensor) not in own:
-            own[id(tensor)] = tensor.clone()
-        cut = own.get(id(tensor), tensor).detach().requires_grad_(tensor.requires_grad)
-        return with_attributes_of(tensor, cut)
+    if id(tensor) not in own:
+        with torch.inference_mode(False):
+            cut = (tensor.clone() if tensor.is_inference() else tensor).detach()
+            own[id(tensor)] = with_attributes_of(tensor, cut.requires_grad_(tensor.requires_grad))
+    return own[id(tensor)]
 
 
 @contextlib.contextmanager

@@ -26,9 +26,7 @@ class OfTensor:
 def kept_attributes(leaf: object) -> Attributes:
     """What a user has set on a tensor, with copies of containers."""
     given = attributes_of(leaf) if isinstance(leaf, Tensor) else {}
-    return {
-        name: _kept(value) for name, value in given.items() if not name.startswith(_BY_TORCH)
-    }
+    return {name: _kept(value) for name, value in given.items() if not name.startswith(_BY_TORCH)}
 
 
 def _kept(value: Any) -> Any:

@@ -25,7 +25,7 @@ Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Range(Protocol):
-    """The sizes of one trace, see `Environment` in `shapes/environment.py`."""
+    """The sizes of one trace, see `Environment` in `environment.py`."""
 
     def points_of(self, numbers: Iterable[Any]) -> Sequence[Sizes]:
         """All sizes of the symbols in these numbers, the largest last; none if these are many."""
