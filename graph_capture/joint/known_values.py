@@ -24,9 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.joint.tensor_bits import bits_of
-from remat.graph_capture.shapes.values_over_sizes import Formula, Range, answer
 from remat.graph_capture.over_ranks.collectives import NAMESPACES
 from remat.graph_capture.python_state.ran import unrecorded
+from remat.graph_capture.shapes.values_over_sizes import Formula, Range, answer
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""
@@ -114,7 +114,7 @@ class KnownValues(BesideTrace):
     def _over_sizes(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        """Trace `func`, whose results depend on sizes; or answer code that looks at such a value."""
+        """Trace `func`, whose results depend on sizes; or answer code that looks at them."""
         is_view = any(one.alias_info is not None for one in func._schema.returns)
         of_values = any(one not in self._formulas for one in inputs)
         if self._over is None or func._schema.is_mutable or (is_view and of_values):

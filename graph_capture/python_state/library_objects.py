@@ -15,7 +15,6 @@ import sys
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 _OF_TORCH = (
     "torch.amp", "torch.ao.quantization", "torch.cuda.amp", "torch.distributions", "torch.nn.utils",

@@ -180,7 +180,7 @@ class Walk:
         """Follow one that is no submodule, and all that it has: no other guard looks at it."""
         self._visit_instance(module, text)
         space = vars(module)
-        if not _HAS_STATE <= space.keys():
+        if not space.keys() >= _HAS_STATE:
             return  # a ScriptModule keeps it elsewhere
         self._add_entry(f"{text}.training", space, "training")
         for table in ("_parameters", "_buffers"):

@@ -75,7 +75,7 @@ class StandIns:
     ) -> None:
         self._names = list(names)
         self._of_batch, self._of_state = list(of_batch), dict[str, Attributes]()
-        for path, tensor in _state(step).items():
+        for path, tensor in _tensors_of(step).items():
             if given := attributes_of(tensor):
                 self._of_state[path] = dict(given)
         self._given: list[tuple[str, Tensor, Attributes]] = []
@@ -87,7 +87,7 @@ class StandIns:
         ------
         CaptureError : one of the batch is a tensor.
         """
-        now = _state(step)
+        now = _tensors_of(step)
         pairs = [(path, tensor, self._of_state.get(path, {})) for path, tensor in now.items()]
         for name, leaf, given in zip(self._names, leaves, self._of_batch, strict=False):
             if isinstance(leaf, Tensor):
@@ -98,13 +98,12 @@ class StandIns:
     def require_unwritten(self, kind: str) -> None:
         """Raise `CaptureError` if forward has set an attribute of one of them."""
         for text, tensor, before in self._given:
-            now = _own(tensor)
+            now, of = _own(tensor), text.removeprefix("model.")
             for name in before.keys() | now.keys():
                 if before.get(name, MISSING) is not now.get(name, MISSING):
                     raise CaptureError(
-                        f"forward of {kind} sets attribute {name} of {text.removeprefix('model.')}, "
-                        "and a step that follows a plan would not. Set it on a module, or outside "
-                        "forward"
+                        f"set {name} on a module, or outside forward: forward of {kind} sets it on "
+                        f"the tensor {of}, and a step that follows a plan would not"
                     )
 
 
@@ -129,7 +128,7 @@ def _own(tensor: Tensor) -> Attributes:
     return {name: value for name, value in space.items() if not name.startswith(_BY_TORCH)}
 
 
-def _state(step: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(step: nn.Module) -> dict[str, Tensor]:
     return {
         **dict(step.named_parameters(remove_duplicate=False)),
         **dict(step.named_buffers(remove_duplicate=False)),

@@ -20,8 +20,8 @@ from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.python_state.places import PLAIN, is_same
-from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.python_state.tensor_attributes import kept_attributes
+from remat.graph_capture.tracing.paths import leaves_with_paths
 
 OTHER_SHAPE = (
     "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "

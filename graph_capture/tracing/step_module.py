@@ -17,11 +17,12 @@ from remat.graph_capture.joint.known_values import KnownValues
 from remat.graph_capture.joint.phases import mark_forward
 from remat.graph_capture.joint.returned_views import views_told_apart
 from remat.graph_capture.joint.trace_errors import refuse_subclass
-from remat.graph_capture.shapes.values_over_sizes import Range
 from remat.graph_capture.over_ranks.dtensors import is_distributed
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
+from remat.graph_capture.python_state.tensor_attributes import StandIns
+from remat.graph_capture.shapes.values_over_sizes import Range
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
 from remat.graph_capture.tracing.results import Repeats, distinct_results
@@ -33,7 +34,6 @@ from remat.graph_capture.tracing.signature import (
     argument_name,
     unknown_leaf_message,
 )
-from remat.graph_capture.python_state.tensor_attributes import StandIns
 
 LossFunction = Callable[..., Any]
 

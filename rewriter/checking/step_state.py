@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part, placed
+from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
-from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.tracing.untouched import ModuleAttributes
 from remat.rewriter.checking.elsewhere import Elsewhere, Read
 from remat.rewriter.checking.outcomes import Outcome

@@ -21,6 +21,7 @@ from remat.graph_capture.python_state.module_hooks import (
     ModuleHooks,
     hooked_modules,
 )
+from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import (
     Hooked,
@@ -31,14 +32,13 @@ from remat.graph_capture.refuse import (
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.side_effects.carried import Settled, out_of_step, short
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
-from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.tracing.ties import tied_places
 from remat.rewriter.guards.leaves import FlatBatches
 from remat.rewriter.guards.left_whole import LeftWhole
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.same_objects import same_objects
-from remat.rewriter.guards.shared_memory import first_other_identity, first_shared
 from remat.rewriter.guards.settings import first_difference, settings
+from remat.rewriter.guards.shared_memory import first_other_identity, first_shared
 
 MOST_LOOKS = 8
 """How often a quick test of the model is made: not for one whose objects change at each step."""

@@ -6,7 +6,7 @@ tensor of a module, of a global or of a module that is no submodule is a constan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -19,6 +19,7 @@ from remat.graph_capture.joint.provenance import line_of_user
 from remat.graph_capture.python_state.watch import PythonState
 
 _WRITES_NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_"})
+_STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
 _IN_PLACE = frozenset({
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__",
     "__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
@@ -50,7 +51,7 @@ class NoForeignWrites(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func`, unless it writes into such a tensor."""
-        for tensor in _written(func, args, kwargs or {}):
+        for tensor in _written_by(func, args, kwargs or {}):
             owner = _owner(tensor)
             if owner is not None and (line := line_of_user()):
                 raise self._refused(owner, line)
@@ -58,11 +59,17 @@ class NoForeignWrites(TorchFunctionMode):
 
     def _refused(self, tensor: Tensor, line: str) -> CaptureError:
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
+        owner, _, of = name.rpartition(".")
+        if of in _STATISTICS:
+            way = f"call eval() on {owner}, or make it a submodule of the model"
+        else:
+            way = (
+                f"register {name} as a buffer (register_buffer) of the model, or pass it to forward"
+            )
         return CaptureError(
-            f"register {name} as a buffer (register_buffer) of the model, or pass it to forward: "
-            f"forward of {self.kind} writes into it{line}, and it is neither parameter, buffer nor "
-            "argument, so that no step of a plan would write it. If a module beside the model does "
-            "so, as a batch norm in training mode, make it a submodule or call eval() on it"
+            f"{way}: forward of {self.kind} writes into {of if of in _STATISTICS else 'it'}{line}, "
+            "which is neither parameter, buffer nor argument of the step, so that a step of a plan "
+            "would not write it"
         )
 
     def _names_of(self, tensor: Tensor) -> Iterator[str]:
@@ -70,13 +77,12 @@ class NoForeignWrites(TorchFunctionMode):
             value: Any = place.value
             if value is tensor:
                 yield place.text
-            items = value.values() if isinstance(value, Mapping) else value
-            if isinstance(items, (Sequence, type({}.values()))) and not isinstance(items, str):
-                if any(item is tensor for item in items):
-                    yield place.text
+            items = list(value.values()) if isinstance(value, Mapping) else value
+            if isinstance(items, (list, tuple)) and any(item is tensor for item in items):
+                yield place.text
 
 
-def _written(
+def _written_by(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
     """The tensors that a function of torch writes to, as far as its name says so."""
