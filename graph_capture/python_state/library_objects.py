@@ -29,7 +29,7 @@ _OF_TOOLS = frozenset({
 """Modules of Python whose objects are tools, or note for themselves what they have done."""
 DATA = frozenset({"data_source", "dataset"})
 """Attributes that hold a data set: only where the user's own code names them."""
-_NUMBERS_OF_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
+NUMBERS_OF_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _RAW = (mmap.mmap, memoryview)
 _TEXTS = (io.StringIO, io.BytesIO)
 
@@ -47,7 +47,7 @@ def is_looked_into(kind: type) -> bool:
 
 def memory_of(value: Any) -> bytes | str | None:
     """What an object of C holds, which no attribute shows; None for any other object."""
-    if isinstance(value, _NUMBERS_OF_C):
+    if isinstance(value, NUMBERS_OF_C):
         return bytes(value)
     if isinstance(value, _RAW):
         return value.tobytes() if isinstance(value, memoryview) else value[:]

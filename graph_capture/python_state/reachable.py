@@ -25,7 +25,11 @@ from remat.graph_capture.python_state.hidden import (
     hidden,
     stream,
 )
-from remat.graph_capture.python_state.library_objects import attributes_of, is_looked_into
+from remat.graph_capture.python_state.library_objects import (
+    NUMBERS_OF_C,
+    attributes_of,
+    is_looked_into,
+)
 from remat.graph_capture.python_state.loaded_names import LoadedNames
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
@@ -158,7 +162,7 @@ class Walk:
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):
             self._add_stream(text, value)
-        elif is_library(type(value).__module__) and (place := hidden(text, value)):
+        elif self._may_hide(value) and (place := hidden(text, value)):
             self.found.places.append(place)
         elif isinstance(value, nn.Module) and id(value) not in self._of_step:
             self._visit_other_module(value, text)
@@ -168,6 +172,11 @@ class Walk:
                 self._visit(value.__self__, text)
         else:
             self._visit_instance(value, text)
+
+    @staticmethod
+    def _may_hide(value: Any) -> bool:
+        """Whether it is no object of a user's class, unless that is a structure of C."""
+        return is_library(type(value).__module__) or isinstance(value, NUMBERS_OF_C)
 
     def _visit_method(self, method: MethodType, text: str) -> None:
         kind, function = type(method.__self__), method.__func__
