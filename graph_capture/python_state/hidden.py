@@ -78,20 +78,32 @@ def hidden(text: str, owner: Any) -> Hidden | None:
     return None
 
 
-def environment(names: tuple[str, ...]) -> Hidden:
-    """The environment variables of these names."""
-    text = "one of the environment variables that the code names"
-    ask = functools.partial(_variables, tuple(map(os.environ.encodekey, names)))
-    return Hidden(text, os.environ, ask, ask(os.environ))
+class SettingsBefore:
+    """Environment variables and torch's settings, as they are when this is made."""
 
+    def __init__(self) -> None:
+        self._variables = dict(vars(os.environ)["_data"])
+        self._said = {name: _said_by_torch(name, torch) for name in sorted(_SETTINGS)}
 
-def asked_of_torch(names: Collection[str]) -> list[Hidden]:
-    """Settings of torch that code asks for by these names."""
-    found: list[Hidden] = []
-    for name in sorted(_SETTINGS.intersection(names)):
-        ask = functools.partial(_said_by_torch, name)
-        found.append(Hidden(f"torch.{name}()", torch, ask, ask(torch)))
-    return found
+    def asked(
+        self, global_names: Collection[str], names: Collection[str], texts: Collection[str]
+    ) -> Iterator[Hidden]:
+        """Those that code may ask for.
+
+        Parameters
+        ----------
+        names : of attributes. texts : of variables, which are in capitals there, as in `names`.
+        """
+        for name in sorted(_SETTINGS.intersection(names)):
+            ask = functools.partial(_said_by_torch, name)
+            yield Hidden(f"torch.{name}()", torch, ask, self._said[name])
+        if {"environ", "getenv"}.isdisjoint({*global_names, *names}):
+            return
+        capitals = sorted({name for name in (*names, *texts) if name.isupper()})
+        keys = tuple(map(os.environ.encodekey, capitals))
+        text = "one of the environment variables that the code names"
+        before = tuple(map(self._variables.get, keys))
+        yield Hidden(text, os.environ, functools.partial(_variables, keys), before)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,14 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import graph
 
-_BY_OTHER_THREADS = (
-    threading.Thread.start.__code__,
-    threading.Condition.notify.__code__,
-    threading.Condition.wait.__code__,
-    ThreadPoolExecutor.submit.__code__,
+_BY_OTHER_THREADS = frozenset(
+    id(function.__code__)
+    for function in (
+        threading.Thread.start,
+        threading.Condition.notify,
+        threading.Condition.wait,
+        ThreadPoolExecutor.submit,
+    )
 )
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LAYERS = os.path.join(_TORCH, "nn", "")
@@ -53,7 +56,8 @@ class CodeThatRan:
     def __init__(self) -> None:
         self._codes: dict[int, CodeType] = {}
         self._is_seen, self._goes_on = True, False
-        self._note = _tracer_into(self._codes)
+        self._begins: Callable[[CodeType], None] | None = None
+        self._note = self._tracer()
 
     def __contains__(self, code: CodeType | None) -> bool:
         return id(code) in self._codes
@@ -61,9 +65,12 @@ class CodeThatRan:
     @property
     def is_all(self) -> bool:
         """Whether this is all code that ran, as far as can be known."""
-        elsewhere = any(code in self for code in _BY_OTHER_THREADS)
-        is_read = any(code.co_filename == _DYNAMO for code in list(self._codes.values()))
-        return self._is_seen and not elsewhere and not is_read
+        return self._is_seen and not any(map(runs_unseen, list(self._codes.values())))
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether Python tells which code begins: not if a debugger or a coverage is told."""
+        return sys.gettrace() in (None, self._note)
 
     @property
     def count(self) -> int:
@@ -92,7 +99,7 @@ class CodeThatRan:
         test's coverage, has the only place for that: then nothing is known.
         """
         self.stop()
-        if sys.gettrace() is not None:
+        if not self.can_be_seen:
             self._is_seen = False
             yield
             return
@@ -105,6 +112,16 @@ class CodeThatRan:
             if self._is_seen and self.may_run_in_backward():
                 self._goes_on = True
                 sys.settrace(self._note)
+
+    @contextlib.contextmanager
+    def told_to(self, begins: Callable[[CodeType], None]) -> Generator[None]:
+        """Call this with each code that is noted, before it runs for the first time."""
+        self._begins = begins
+        try:
+            yield
+        finally:
+            self._begins = None
+            self.stop()
 
     def stop(self) -> None:
         """Note no more."""
@@ -125,6 +142,25 @@ class CodeThatRan:
             and not code.co_filename.startswith(_TORCH)
             for code in self._codes.values()
         )
+
+    def _tracer(self) -> Tracer:
+        codes = self._codes
+
+        # Called for each frame; as it returns None, for no line in it.
+        def note(frame: FrameType, event: str, arg: Any) -> None:
+            code = frame.f_code
+            if id(code) not in codes:
+                codes[id(code)] = code
+                if self._begins is not None:
+                    self._begins(code)
+
+        note.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
+        return note
+
+
+def runs_unseen(code: CodeType) -> bool:
+    """Whether code lets other threads run code, or takes code apart that it does not run."""
+    return id(code) in _BY_OTHER_THREADS or code.co_filename == _DYNAMO
 
 
 def _is_of_layer(code: CodeType) -> bool:
@@ -155,16 +191,6 @@ def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
         kind = waiting.pop()
         yield kind
         waiting += kind.__subclasses__()
-
-
-def _tracer_into(codes: dict[int, CodeType]) -> Tracer:
-    # Called for each frame; as it returns None, for no line in it.
-    def note(frame: FrameType, event: str, arg: Any) -> None:
-        code = frame.f_code
-        codes[id(code)] = code
-
-    note.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
-    return note
 
 
 def unrecorded(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.provenance import line_of_user
 from remat.graph_capture.python_state.library_objects import attributes_of
 from remat.graph_capture.python_state.places import CONTAINERS, MISSING, copied, is_same
 
@@ -20,18 +22,53 @@ _BY_TORCH = ("_dynamo_", "_remat_", "_is_", "elem", "persistent")
 
 
 class OfTensor:
-    """In the place of a tensor that was set on a tensor: a signature holds none."""
+    """In the place of a tensor that was set on a tensor of the batch: a signature holds none.
+
+    Raises
+    ------
+    CaptureError : forward does anything with it.
+    """
+
+    def __init__(self, name: str) -> None:
+        vars(self)["is_named"] = name
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse an op that is given such a tensor."""
+        given = pytree.tree_leaves((args, kwargs or {}))
+        raise next(one for one in given if isinstance(one, OfTensor))._refused()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refused()
+
+    def __bool__(self) -> bool:
+        raise self._refused()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refused()
+
+    def _refused(self) -> CaptureError:
+        name = vars(self)["is_named"]
+        return CaptureError(
+            f"pass {name} as an argument of its own: it is a tensor that was set on another one as "
+            f"an attribute{line_of_user()}, and each step of a plan would read that of the first "
+            "batch"
+        )
 
 
 def kept_attributes(leaf: object) -> Attributes:
     """What a user has set on a tensor, with copies of containers."""
     given = attributes_of(leaf) if isinstance(leaf, Tensor) else {}
-    return {name: _kept(value) for name, value in given.items() if not name.startswith(_BY_TORCH)}
+    return {
+        name: _as_kept(name, value)
+        for name, value in given.items()
+        if not name.startswith(_BY_TORCH)
+    }
 
 
-def _kept(value: Any) -> Any:
+def _as_kept(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return OfTensor()
+        return OfTensor(name)
     return copied(value) if isinstance(value, CONTAINERS) else value
 
 
@@ -56,7 +93,8 @@ def first_other(
         if name.startswith(_BY_TORCH):
             continue
         was, found = before.get(name, MISSING), now.get(name, MISSING)
-        if not is_same(found, was):
+        is_unread = isinstance(was, OfTensor) and isinstance(found, Tensor)
+        if not is_unread and not is_same(found, was):
             return name, was, found
     return None
 
@@ -81,17 +119,11 @@ class StandIns:
         self._given: list[tuple[str, Tensor, Attributes]] = []
 
     def give(self, step: nn.Module, leaves: Sequence[Any]) -> None:
-        """Let the stand-ins, in `step` and in the batch, have the attributes.
-
-        Raises
-        ------
-        CaptureError : one of the batch is a tensor.
-        """
+        """Let the stand-ins, in `step` and in the batch, have the attributes."""
         now = _tensors_of(step)
         pairs = [(path, tensor, self._of_state.get(path, {})) for path, tensor in now.items()]
         for name, leaf, given in zip(self._names, leaves, self._of_batch, strict=False):
             if isinstance(leaf, Tensor):
-                _refuse_tensors(name, given)
                 pairs.append((name, leaf, given))
         self._given = [(text, one, _set(one, given)) for text, one, given in pairs]
 
@@ -105,15 +137,6 @@ class StandIns:
                         f"set {name} on a module, or outside forward: forward of {kind} sets it on "
                         f"the tensor {of}, and a step that follows a plan would not"
                     )
-
-
-def _refuse_tensors(text: str, given: Attributes) -> None:
-    for name, value in given.items():
-        if isinstance(value, OfTensor):
-            raise CaptureError(
-                f"pass {name} of {text} as an argument of its own: it is a tensor that was set on "
-                "another one, and each step of a plan would read that of the first batch"
-            )
 
 
 def _set(tensor: Tensor, given: Attributes) -> Attributes:

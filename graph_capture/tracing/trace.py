@@ -177,7 +177,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             places,
             state,
             _probe(done, Log()),
-            lambda log: _probe(_traced_once(model, done.recipe), log),
+            lambda log: _probe(_traced_anew(model, done), log),
         )
     if isinstance(found, str):
         raise FloatInputError(
@@ -195,10 +195,10 @@ def _probe(done: Trace, log: Log) -> Probe:
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
-def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
+def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan, *, whole: bool) -> Trace:
     """As `trace_once`, whose refusals have no frames of torch: those are of their cause."""
     try:
-        return trace_once(model, recipe, ran)
+        return trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
         refused = type(error)(*error.args)
         vars(refused).update(vars(error))
@@ -206,12 +206,22 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = Non
         raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
 
 
+def _traced_anew(model: nn.Module, done: Trace) -> Trace:
+    """As it was traced before."""
+    whole = not done.python_state.ran_alone
+    return _traced_once(model, done.recipe, CodeThatRan(), whole=whole)
+
+
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            done = _traced_once(model, dataclasses.replace(recipe, flags=flags), ran)
+            # As if compiled, code takes another way than eager, which may read something else.
+            one = dataclasses.replace(recipe, flags=flags)
+            done = _traced_once(model, one, ran, whole=any(flags))
+            if not ran.is_all and done.python_state.ran_alone:
+                done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
             # What is refused by us, and not by torch, no flag changes.
             if error.cause is None or isinstance(error.cause, CaptureError):
@@ -231,9 +241,8 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             signature = done.recipe.signature.with_tensors_as_one()
             return _trace_recipe(model, dataclasses.replace(done.recipe, signature=signature))
         _require_the_same_again(model, done, ran)
-        # As if compiled, code takes another way than eager, which may read something else.
-        if ran.is_all and not any(flags):
-            done.python_state.compare_what_ran(ran)
+        if done.python_state.ran_alone:
+            done.python_state.compare_what_ran()
         return done
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
@@ -279,7 +288,7 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> 
         for space, name in spaces:
             space[name] = Unread()
         with contextlib.suppress(CaptureError):
-            again = trace_once(model, done.recipe, ran)
+            again = trace_once(model, done.recipe, ran, whole=not done.python_state.ran_alone)
     finally:
         for place, value in (*kept, *((entry, entry.value) for entry in before)):
             place.put(value)

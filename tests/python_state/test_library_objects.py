@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Weig
 import remat
 from remat.graph_capture.python_state.watch import PythonState
 from tests.python_state.moments import OPTIONS, X
-from tests.python_state.test_hidden import Asking
+from tests.python_state.places import Asking
 
 optim, distributions = torch.optim, torch.distributions
 Held = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]
