@@ -59,14 +59,11 @@ class OfTensor:
 def kept_attributes(leaf: object) -> Attributes:
     """What a user has set on a tensor, with copies of containers."""
     given = attributes_of(leaf) if isinstance(leaf, Tensor) else {}
-    return {
-        name: _as_kept(name, value)
-        for name, value in given.items()
-        if not name.startswith(_BY_TORCH)
-    }
+    own = {name: one for name, one in given.items() if not name.startswith(_BY_TORCH)}
+    return {name: _for_signature(name, value) for name, value in own.items()}
 
 
-def _as_kept(name: str, value: Any) -> Any:
+def _for_signature(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return OfTensor(name)
     return copied(value) if isinstance(value, CONTAINERS) else value
