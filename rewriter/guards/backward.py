@@ -69,7 +69,7 @@ class BackwardGuards:
         self.left_whole = left_whole
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
         self.read_again = read_again
-        self.noted = read_again.noted(names, inputs) if read_again else []
+        self.noted = read_again.noted(names, inputs) if read_again else None
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
@@ -123,7 +123,7 @@ class BackwardGuards:
         Eager refuses it too where it has saved the tensor. Where it has saved what was made of it,
         the plan might make that again.
         """
-        if self.read_again:
+        if self.read_again and self.noted:
             self.read_again.require(self.noted, self._kind)
         for name, tensor, version in self.constants:
             if tensor._version != version:

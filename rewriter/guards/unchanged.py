@@ -8,10 +8,10 @@ that takes a small part of a step; else some of them, others at each step.
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,20 +27,31 @@ LEAST_US = 100.0
 """They may always take this long."""
 BYTES_A_US, TENSOR_US, LINE_BYTES = 8000.0, 3.0, 64
 """What a CPU adds up, what a tensor takes beyond that, and what it reads at least of each place."""
-
+FEW_BYTES = 1024
+"""So many are copied sooner than they are added up."""
 _KINDS = (np.uint64, np.uint32, np.uint16, np.uint8)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 Words = np.ndarray[Any, Any]
+Bits = int | bytes | None
 
 
-@dataclass(frozen=True)
-class _Noted:
+class Part(NamedTuple):
+    """What is looked at in one step: every which tensor, and of those every which word."""
+
+    of_tensors: int
+    of_words: int
+    number: int
+
+
+class Noted(NamedTuple):
     """What was known of one tensor when forward ended."""
 
     name: str
     tensor: weakref.ref[Tensor]
     version: int
     address: int
-    bits: tuple[int, int, int] | None
+    bits: Bits
 
 
 class ReadAgain:
@@ -57,70 +68,76 @@ class ReadAgain:
         self._words: dict[tuple[int, int], Words] = {}
         self._step = 0
 
-    def noted(self, names: Sequence[str], inputs: Sequence[Any]) -> list[_Noted]:
+    def noted(self, names: Sequence[str], inputs: Sequence[Any]) -> tuple[Part, list[Noted]]:
         """What is to be so still when backward begins."""
-        pairs = [(names[i], inputs[i]) for i in self.places if _has_memory(inputs[i])]
+        pairs = [(names[i], inputs[i]) for i in self.places if type(inputs[i]) in _PLAIN]
+        pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
         self._step += 1
-        stride = self._stride([tensor.nbytes for _, tensor in pairs])
-        return [self._note(name, tensor, stride) for name, tensor in pairs]
+        part = self._part([tensor.nbytes for _, tensor in pairs])
+        return part, [
+            Noted(
+                name,
+                weakref.ref(tensor),
+                tensor._version,
+                tensor.data_ptr(),
+                self._bits(tensor, part) if (i + part.number) % part.of_tensors == 0 else None,
+            )
+            for i, (name, tensor) in enumerate(pairs)
+        ]
 
-    def _note(self, name: str, tensor: Tensor, stride: int) -> _Noted:
-        bits: tuple[int, int, int] | None = None
-        if tensor.is_cpu or self._step <= WHOLE_STEPS:
-            start = self._step % stride
-            bits = start, stride, self._sum(tensor, start, stride)
-        return _Noted(name, weakref.ref(tensor), tensor._version, tensor.data_ptr(), bits)
-
-    def _stride(self, sizes: Sequence[int]) -> int:
-        """Every which word is added up, so that it takes no longer than is allowed."""
+    def _part(self, sizes: Sequence[int]) -> Part:
+        """As much as takes no longer than is allowed."""
         us = sum(sizes) / BYTES_A_US + TENSOR_US * len(sizes)
         if self._step <= WHOLE_STEPS or us <= self._allowed_us:
-            return 1
-        left_us = max(self._allowed_us - TENSOR_US * len(sizes), self._allowed_us / 10)
-        lines = left_us * BYTES_A_US / LINE_BYTES
-        return max(1, int(sum(sizes) / 8 / lines))
+            return Part(1, 1, self._step)
+        most = max(1.0, self._allowed_us / 2 / TENSOR_US)
+        of_tensors = max(1, math.ceil(len(sizes) / most))
+        lines = self._allowed_us / 2 * BYTES_A_US / LINE_BYTES
+        return Part(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
 
-    def _sum(self, tensor: Tensor, start: int, stride: int) -> int:
+    def _bits(self, tensor: Tensor, part: Part) -> Bits:
+        """The bits of a part of a tensor; None where they cannot be read, or not at little cost."""
         if not tensor.is_cpu:
-            whole = tensor.detach().flatten().view(torch.uint8)
-            return int(whole.sum(dtype=torch.int64))
+            return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
+        if not tensor.is_contiguous() and not _is_dense(tensor):
+            return None
         key = tensor.data_ptr(), tensor.nbytes
-        if key not in self._words:
+        words = self._words.get(key)
+        if words is None:
+            if not all(key):
+                return None
             if len(self._words) > 2 * len(self.places):
                 self._words.clear()
-            self._words[key] = _words_at(*key)
-        return int(self._words[key][start::stride].sum())
+            words = self._words[key] = _words_at(*key)
+        if tensor.nbytes <= FEW_BYTES:
+            return words.tobytes()
+        if part.of_words > 1:
+            words = words[part.number % part.of_words :: part.of_words]
+        return int(np.add.reduce(words))
 
-    def require(self, noted: Sequence[_Noted], kind: str) -> None:
+    def require(self, noted: tuple[Part, list[Noted]], kind: str) -> None:
         """Raise `RewriteError` for a tensor that is no longer what forward read."""
-        for one in noted:
+        part, tensors = noted
+        for one in tensors:
             tensor = one.tensor()
-            if tensor is not None and not self._is_same(tensor, one):
+            if tensor is not None and not self._is_same(tensor, one, part):
                 raise RewriteError(
                     f"{one.name} was changed between forward and backward of the rewritten {kind}, "
                     "which reads it again in backward to compute values anew. Change it after "
                     "backward, or give the step a copy (clone())"
                 )
 
-    def _is_same(self, tensor: Tensor, one: _Noted) -> bool:
+    def _is_same(self, tensor: Tensor, one: Noted, part: Part) -> bool:
         if tensor._version != one.version:
             return False
-        if one.bits is None:
-            return tensor.data_ptr() == one.address
-        start, stride, total = one.bits
-        return _has_memory(tensor) and self._sum(tensor, start, stride) == total
+        if one.bits is not None:
+            return self._bits(tensor, part) == one.bits
+        # If it has moved, and nothing is known of its bits, it is taken for another one.
+        return tensor.data_ptr() == one.address
 
 
-def _has_memory(value: Any) -> bool:
-    """Whether it is a plain tensor whose bits lie one after the other."""
-    return (
-        type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and not value.is_meta
-        and not value.is_inference()
-        and value.untyped_storage().nbytes() > 0
-        and _is_dense(value)
-    )
+def _added_on_device(tensor: Tensor) -> int:
+    return int(tensor.detach().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -132,7 +149,7 @@ def _is_dense(tensor: Tensor) -> bool:
         if stride != expected:
             return False
         expected *= size
-    return tensor.numel() > 0
+    return tensor.layout is torch.strided
 
 
 def _words_at(address: int, n_bytes: int) -> Words:

@@ -30,7 +30,7 @@ class Asking(nn.Module):
 
 
 def positions(x: Tensor) -> Tensor:
-    return torch.arange(len(x)).unsqueeze(0)
+    return torch.arange(x.shape[0]).unsqueeze(0)
 
 
 def counts_up(x: Tensor) -> Any:
@@ -40,12 +40,12 @@ def counts_up(x: Tensor) -> Any:
 
 
 def grid(x: Tensor) -> Any:
-    return (torch.arange(len(x))[:, None] + torch.arange(x.shape[1]) >= 0).all()
+    return (torch.arange(x.shape[0])[:, None] + torch.arange(x.shape[1]) >= 0).all()
 
 
 def halves(x: Tensor) -> Any:
-    first, second = torch.arange(len(x) * 2).chunk(2)
-    return bool((second - first == len(x)).all())
+    first, second = torch.arange(x.shape[0] * 2).chunk(2)
+    return bool((second - first == x.shape[0]).all())
 
 
 def tanhs(done: Any) -> bool:
@@ -73,7 +73,7 @@ OPEN: dict[str, Callable[[Tensor], Any]] = {
     "differs": lambda x: (positions(x) > 20).any(),
     "at the last size": lambda x: (positions(x) == 39).any(),
     "of the batch": lambda x: (positions(x) + x.sum() > 0).any(),
-    "drawn": lambda x: (positions(x) + torch.rand(len(x)) > 0).any(),
+    "drawn": lambda x: (positions(x) + torch.rand(x.shape[0]) > 0).any(),
     "written over": lambda x: positions(x).copy_(x[:, 0, 0][None] * 0).any(),
     "through a view": lambda x: _through_a_view(x),
 }  # fmt: skip

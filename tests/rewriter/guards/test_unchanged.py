@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.guards.unchanged import LEAST_US, WHOLE_STEPS, ReadAgain
+from remat.rewriter.guards.unchanged import (
+    BYTES_A_US,
+    LEAST_US,
+    LINE_BYTES,
+    WHOLE_STEPS,
+    ReadAgain,
+)
 
 WIDTH, ROWS = 16, 8
 OPTIONS: dict[str, Any] = {
@@ -110,11 +116,25 @@ def test_of_much_memory_a_part_is_read_and_all_of_it_at_first() -> None:
         with pytest.raises(RewriteError, match=r"^weight was changed"):
             watch.require(noted, "Net")
     noted = watch.noted(["weight"], [weight])
-    _, stride, _ = noted[0].bits or (0, 0, 0)
-    assert weight.nbytes / 8 / stride * 64 <= LEAST_US * 8000
+    assert weight.nbytes / 8 / noted[0].of_words * LINE_BYTES <= LEAST_US / 2 * BYTES_A_US
     weight.data += 1
     with pytest.raises(RewriteError, match=r"^weight was changed"):
         watch.require(noted, "Net")
+
+
+def test_of_many_tensors_each_has_its_turn() -> None:
+    weights = [nn.Parameter(torch.zeros(300)) for _ in range(100)]
+    watch = ReadAgain(range(100), step_us=0.0)
+    names = [f"weight {i}" for i in range(100)]
+    seen = set[str]()
+    for _ in range(WHOLE_STEPS):
+        watch.noted(names, weights)
+    for _ in range(20):
+        _, noted = watch.noted(names, weights)
+        looked_at = [one.name for one in noted if one.bits is not None]
+        assert len(looked_at) <= 17
+        seen.update(looked_at)
+    assert seen == set(names)
 
 
 def test_a_long_step_leaves_time_to_read_all_of_it() -> None:
@@ -130,5 +150,5 @@ def test_a_long_step_leaves_time_to_read_all_of_it() -> None:
 def test_a_tensor_that_is_gone_is_not_held() -> None:
     watch = ReadAgain((0,), step_us=0.0)
     noted = watch.noted(["x"], [torch.ones(4)])
-    assert noted[0].tensor() is None
+    assert noted[1][0].tensor() is None
     watch.require(noted, "Net")
