@@ -226,8 +226,13 @@ def refusal(
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
     if words := in_words(str(error)):
-        return CaptureError(f"{words} ({place}). torch said: {_first_line(error)}")
+        said = "" if kind == "AssertionError" or "INTERNAL ASSERT" in str(error) else _said(error)
+        return CaptureError(f"{words} ({place}){said}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
+
+
+def _said(error: Exception) -> str:
+    return f". torch said: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -80,7 +80,8 @@ def record_step(
     overwrites = module._remat_compiled_step.gradients.overwrites
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
-        python_state = stack.enter_context(python_state_kept(model, captured_loss))
+        ran = guards.python_state.ran_alone
+        python_state = stack.enter_context(python_state_kept(model, captured_loss, ran))
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)
         stack.enter_context(state.put_back())

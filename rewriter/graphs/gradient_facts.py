@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.joint.nodes import is_tangent, written_inputs
 from remat.graph_capture.over_ranks.dtensors import is_beside_local_part
 
 _SUM = torch.ops.aten.add.Tensor
@@ -25,6 +25,7 @@ class GradientFacts:
     through : all places in `needs`' values.
     summed : places whose gradient is a sum of several terms.
     overwrites : whether the step writes to a buffer or an input.
+    written : places of the inputs that it writes to.
     """
 
     unused: frozenset[int]
@@ -32,6 +33,7 @@ class GradientFacts:
     through: frozenset[int]
     summed: tuple[int, ...]
     overwrites: bool
+    written: tuple[int, ...]
 
 
 def gradient_facts(joint: Joint) -> GradientFacts:
@@ -55,6 +57,13 @@ def gradient_facts(joint: Joint) -> GradientFacts:
         through=frozenset[int]().union(*needs.values()),
         summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
         overwrites=any(hasattr(one, "mutated_input") for one in forward),
+        written=tuple(
+            i
+            for i, is_written in enumerate(
+                written_inputs(joint.module.graph, joint.num_forward_outputs)
+            )
+            if is_written
+        ),
     )
 
 

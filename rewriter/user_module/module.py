@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.over_ranks.sent import arrived, is_sent
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.recipe import Recipe
@@ -26,6 +27,7 @@ from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards
+from remat.rewriter.guards.unchanged import ReadAgain
 from remat.rewriter.split_backward.waiting import SplitRun
 from remat.rewriter.split_backward.weights_queue import StepSplit
 from remat.rewriter.user_module.own_forward import class_of_user
@@ -56,6 +58,7 @@ class RematModule(SharedState, fx.GraphModule):
     backward_module: ClassVar[fx.GraphModule]
     _remat_compiled_step: ClassVar[CompiledStep]
     _remat_guards: ClassVar[Guards]
+    _remat_read_again: ClassVar[ReadAgain | None]
     _remat_prediction: ClassVar[Prediction | None]
     _remat_priced: ClassVar[TrainingGraph | None]
     _remat_updates: ClassVar[Updates | None]
@@ -125,8 +128,8 @@ class RematModule(SharedState, fx.GraphModule):
             one.put()
         inputs = [*state, *leaves]
         BackwardGuards(
-            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward, running,
-            guards.left_whole,
+            guards.model, guards.input_names, inputs, step.gradients, guards.read_in_backward,
+            running, guards.left_whole, self._remat_read_again,
         ).watch(output)  # fmt: skip
         return output
 
@@ -229,14 +232,30 @@ def make_module(
         _remat_original_module=model,
         _remat_compiled_step=step,
         _remat_guards=Guards(
-            model, recipe, python_state, step.settled, step.forward, step.backward
+            model,
+            recipe,
+            python_state,
+            step.settled,
+            step.forward,
+            step.backward,
+            step.gradients.written,
         ),
+        _remat_read_again=_read_again(model, step, prediction),
         _remat_prediction=prediction,
         _remat_priced=priced,
         _remat_updates=updates,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
+
+
+def _read_again(
+    model: nn.Module, step: CompiledStep, prediction: Prediction | None
+) -> ReadAgain | None:
+    """What is compared between forward and backward; not of parameters that FSDP2 frees there."""
+    if not step.read_again or is_sharded_by_fsdp(model):
+        return None
+    return ReadAgain(step.read_again, prediction.time_us if prediction else 0.0)
 
 
 def restored(

@@ -26,11 +26,12 @@ from tests.rows import each_nth
 def test_a_change_is_noticed_wherever_code_that_ran_reads_it(where: str, kind: str) -> None:
     before, after = KINDS[kind]()
     place = PLACES[where][0](before)
-    state, ran = PythonState(place.model, place.loss_fn), CodeThatRan()
-    with ran.recorded():
+    ran = CodeThatRan()
+    state = PythonState(place.model, place.loss_fn, ran)
+    with ran.told_to(state.begins), ran.recorded():
         output = place.model(X)
         _ = place.loss_fn(output) if place.loss_fn else None
-    state.compare_what_ran(ran)
+    state.compare_what_ran()
     assert state.first_change() is None
     place.put(after)
     assert state.first_change() is not None

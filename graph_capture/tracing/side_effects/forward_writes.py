@@ -18,7 +18,7 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
     place_of_hooks,
 )
-from remat.graph_capture.python_state.places import MISSING, PLAIN, Place, is_same
+from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, Place, is_same
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.python_state.writers import Writer, other_threads
 from remat.graph_capture.refuse import hook_tables, registered_hook
@@ -158,7 +158,7 @@ class ForwardWrites:
                 continue
             if writer is Writer.THREAD:
                 raise CaptureError(_beside_text(self._kind, change))
-            if _is_first_value(change.before, change.now):
+            if _is_first_value(change.before, change.now) or _is_mode(change.place):
                 self.settled.append(Settled(change.place, change.now))
             elif memo := added_to_library(change):
                 self.memos.append(memo)
@@ -206,6 +206,11 @@ def _is_first_value(before: Any, now: Any) -> bool:
     """Whether a place was empty and has a plain value now, as a flag that is set once has."""
     is_plain = isinstance(now, PLAIN) and now is not None
     return is_plain and (before is MISSING or before is None or before is False)
+
+
+def _is_mode(place: object) -> bool:
+    """Whether it is the mode of a module beside the model, such as a teacher of the loss."""
+    return isinstance(place, Entry) and place.key == "training" and "_modules" in place.space
 
 
 def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
