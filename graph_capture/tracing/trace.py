@@ -216,9 +216,8 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            # As if compiled, code takes another way than eager, which may read something else.
             one = dataclasses.replace(recipe, flags=flags)
-            done = _traced_once(model, one, ran, whole=any(flags))
+            done = _traced_once(model, one, ran, whole=False)
             if not ran.is_all and done.python_state.ran_alone:
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
