@@ -31,7 +31,7 @@ from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.refuse import refuse_all_frozen, refuse_module
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.shapes.signature import (
     ranged_signature,
@@ -104,6 +104,7 @@ def trace(
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
     args, kwargs, target = arrived((tuple(args), dict(kwargs or {}), target))
+    refuse_all_frozen(model, (args, kwargs, target))
     given = args, kwargs
     batch = (*inputs_cast(args, kwargs, sharding), target)
     numbers: list[FloatPlace] = []
