@@ -15,7 +15,6 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +41,12 @@ from remat.schedules.schedule import Schedule
 
 Audits = Literal["none", "step", "block"]
 """What is compared: nothing; steps; or forwards of a part of a model, which others run around."""
+
+
+def of_steps(audit: bool) -> Audits:
+    """What is compared of a whole model."""
+    return "step" if audit else "none"
+
 
 EVERY = 1000
 """Beside the steps 2, 4, 8 and so on, every so many steps are audited."""

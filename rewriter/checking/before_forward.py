@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +32,7 @@ class BeforeForward:
     attributes : those of all modules. streams : states of torch's random streams, by device.
     """
 
-    def __init__(
-        self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]
-    ) -> None:
+    def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         model = guards.step
         self.attributes = ModuleAttributes(model)
         self._state = guards.python_state

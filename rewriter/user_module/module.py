@@ -288,9 +288,7 @@ def restored(
         links = links_of(traced, priced)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
         known = (prediction, priced)
-        return make_module(
-            model, schedule, recipe, step, traced.python_state, *known, audit=audit
-        )
+        return make_module(model, schedule, recipe, step, traced.python_state, *known, audit=audit)
 
 
 @contextlib.contextmanager
