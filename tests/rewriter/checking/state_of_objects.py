@@ -1,4 +1,4 @@
-"""State of objects that forward reads: how it reads a number, and how that changes between steps."""
+"""State of objects that forward reads: how it reads it, and how that changes between steps."""
 
 from __future__ import annotations
 

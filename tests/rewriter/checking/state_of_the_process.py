@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.rewriter.checking.state_of_objects import Change, Read
 
@@ -50,11 +50,11 @@ def environment_variable(x: Tensor) -> tuple[Read, Change]:
 
 
 def environment_variable_by_a_name_put_together(x: Tensor) -> tuple[Read, Change]:
-    os.environ["tests_scale_2"] = "1.0"
-    name = "_".join(["tests", "scale"])
+    os.environ["TESTS_SCALE_2"] = "1.0"
+    name = "_".join(["TESTS", "SCALE"])
     return (
         lambda _: float(os.environ[f"{name}_{2}"]),
-        lambda: os.environ.update(tests_scale_2="2"),
+        lambda: os.environ.update(TESTS_SCALE_2="2"),
     )
 
 
@@ -133,8 +133,8 @@ def deterministic_algorithms(x: Tensor) -> tuple[Read, Change]:
 
 
 def function_of_torch(x: Tensor) -> tuple[Read, Change]:
-    relu = F.relu
-    return lambda x: F.relu(x), lambda: setattr(F, "relu", lambda x: 2 * relu(x))
+    relu = functional.relu
+    return lambda x: functional.relu(x), lambda: setattr(functional, "relu", lambda x: 2 * relu(x))
 
 
 def method_of_a_layer_of_torch(x: Tensor) -> tuple[Read, Change]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from remat.graph_capture import price, trace
 from remat.graph_capture.errors import AuditError, CaptureError, RewriteError
@@ -54,7 +54,7 @@ class Reader(nn.Module):
 def state_of_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What changes in these tests is as before after them."""
     monkeypatch.setenv("TESTS_FOLDER", str(tmp_path))
-    monkeypatch.setattr(F, "relu", F.relu)
+    monkeypatch.setattr(functional, "relu", functional.relu)
     monkeypatch.setattr(nn.Softplus, "forward", nn.Softplus.forward)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     here, threads, errors = os.getcwd(), torch.get_num_threads(), np.geterr()
