@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable
 
@@ -13,7 +14,7 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.over_ranks.dtensors import local_part
 from remat.graph_capture.python_state.hidden import stream
 from remat.graph_capture.python_state.places import Cell, Entry, Slot
-from remat.graph_capture.tracing.untouched import ModuleAttributes
+from remat.graph_capture.tracing.untouched import OF_TORCH, ModuleAttributes
 from remat.rewriter.checking.outcomes import same
 from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
 from remat.rewriter.guards.forward import Guards
@@ -34,7 +35,7 @@ class BeforeForward:
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         model = guards.step
-        self.attributes = ModuleAttributes(model)
+        self.attributes = ModuleAttributes(model, but=OF_TORCH - {"training"})
         self._state = guards.python_state
         places = [*self._state.places, *(one.place for one in guards.settled)]
         self._places = [(place, place.now()) for place in places]
@@ -84,5 +85,5 @@ class BeforeForward:
 
 def device_of(model: nn.Module) -> str:
     """Where a model is, as `torch` names it; ``cpu`` for one without tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return str(tensors[0].device) if tensors else CPU
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return CPU if tensor is None else str(tensor.device)

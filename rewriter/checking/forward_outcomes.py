@@ -58,8 +58,8 @@ class ForwardOutcomes:
         """The state as it is now, with a copy of all that the planned forward writes to."""
         batch = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*self._written(), *(batch if self._step.gradients.writes_batch else ())]
-        others = [*self._guards.step.parameters(), *self._guards.step.buffers(), *batch]
-        return BeforeForward(self._guards, written, others)
+        read = [*(self._guards.live.read() or ()), *batch]
+        return BeforeForward(self._guards, written, read)
 
     def _written(self) -> list[Tensor]:
         """Parameters and buffers that the planned forward writes to, and what its graph holds."""
