@@ -121,6 +121,10 @@ class StateChangedError(RewriteError):
     numbers: tuple[str, ...] = ()
 
 
+class AuditError(RewriteError):
+    """A step of a plan gave another result than the model's own forward gives now."""
+
+
 class SignatureError(RewriteError):
     """A rewritten module is called with another batch than it was planned for."""
 

@@ -129,6 +129,7 @@ def rematerialize(
     keep: Globs = ...,
     recompute: Globs = ...,
     check: bool | None = ...,
+    audit: bool = ...,
     compile: bool = ...,
     float_inputs: Sequence[str] = ...,
     split: Split | None = ...,
@@ -156,6 +157,7 @@ def rematerialize(
     keep: Globs = ...,
     recompute: Globs = ...,
     check: bool | None = ...,
+    audit: bool = ...,
     compile: bool = ...,
     float_inputs: Sequence[str] = ...,
     split: Split | None = ...,
@@ -182,6 +184,7 @@ def rematerialize(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
+    audit: bool = True,
     compile: bool = False,
     float_inputs: Sequence[str] = (),
     split: Split | None = None,
@@ -207,6 +210,11 @@ def rematerialize(
         returning. None does so if the unmodified step fits into free memory, and warns if it
         does not. With a sharding the peak is not compared with the budget, as the wrapper's
         buffers are not there yet.
+    audit : run the model's own forward, and the loss, beside the planned one at steps 2, 4, 8 and
+        so on and at every thousandth, and raise `AuditError` where results differ: something that
+        forward reads has changed, and no guard knows of it. What forward writes is put back.
+        ``type(module).audit.why_not`` says why steps are not audited: the forward has no room in
+        the plan's peak, or runs ops of yours, which may count. With False nothing is.
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's prices;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
@@ -239,6 +247,7 @@ def rematerialize(
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
+    from remat.ranks.audits import agree_on_audits
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.shared_state import original_of
@@ -260,7 +269,7 @@ def rematerialize(
         return rematerialize_over(
             model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
-            time_limit_s=time_limit_s, check=check, **asked,
+            time_limit_s=time_limit_s, check=check, audit=audit, **asked,
         )  # fmt: skip
     refuse_fake(group)
     with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
@@ -307,12 +316,13 @@ def rematerialize(
         if compile:
             from remat.compile.code_plans import compiled_module
 
-            module, is_bound = compiled_module(model, traced, found, budget)
+            module, is_bound = compiled_module(model, traced, found, budget, audit=audit)
         else:
             assert result.schedule is not None
             schedule = before_sharding(result.schedule, traced.graph)
-            module = rewrite(model, schedule, trace=traced, **facts_of(found))
+            module = rewrite(model, schedule, trace=traced, audit=audit, **facts_of(found))
             is_bound = sharding.kind == "none"
+        agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)
         beside_bytes = gradients_there(model) if accumulate else 0

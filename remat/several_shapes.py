@@ -20,6 +20,7 @@ from remat.graph_capture.capturing import tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import (
+    AuditError,
     BudgetError,
     CaptureError,
     PlanError,
@@ -111,6 +112,9 @@ class PlanCache(SharedState, nn.Module):
             except StateChangedError as error:
                 changed.append(error)
                 continue
+            except AuditError:
+                del cls._remat_plans[key]  # so that the next call makes another
+                raise
             cls._remat_plans.move_to_end(key)
             return result
         if is_all_frozen(cls._remat_original_module, batch):

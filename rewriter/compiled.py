@@ -44,14 +44,16 @@ class CompiledStep:
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
     whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
     made, `arrivals` in which order eager's come, by place, `read_again` the places of what backward
-    reads to make values again. `memory` is where its graphs get memory
-    from, `tier` where they copy values to.
+    reads to make values again. `memory` is where its graphs get memory from, `tier` where they copy
+    values to. `graph` is what is carried out, `links` those by which values are copied.
     """
 
     call: Callable[..., Any]
     forward: fx.GraphModule
     backward: fx.GraphModule
     gradients: GradientFacts
+    graph: TrainingGraph
+    links: Links | None = None
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
     repeats: Repeats | None = None
@@ -170,8 +172,9 @@ def compile_step(
     written = trace.carried, trace.settled, trace.repeats, floats
     handing = handings[0] if handings else None
     return CompiledStep(
-        call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory, tier,
-        trace.arrivals, read_again(trace.joint, schedule),
+        call, emitted[0], emitted[1], facts, trace.graph, links or trace.graph.links,
+        *written, by_inductor, handing, memory, tier, trace.arrivals,
+        read_again(trace.joint, schedule),
     )  # fmt: skip
 
 

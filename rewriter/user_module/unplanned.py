@@ -164,15 +164,21 @@ class Unplanned:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Generator[None]:
-    """Plans of `module` run for a check meanwhile, not for its user."""
-    kinds = (vars(type(part)).get("_remat_unplanned") for part in module.modules())
-    all_of = [one for one in kinds if isinstance(one, Unplanned)]
+    """Plans of `module` run for a check meanwhile, not for its user: no such step is audited."""
+    kinds = [vars(type(part)) for part in module.modules()]
+    all_of = [one for kind in kinds if isinstance(one := kind.get("_remat_unplanned"), Unplanned)]
     before = [(one.is_open, one._has_run) for one in all_of]
+    audits = [audit for kind in kinds if (audit := kind.get("_remat_audit")) is not None]
+    were_on = [audit.is_on for audit in audits]
     try:
+        for audit in audits:
+            audit.is_on = False
         yield
     finally:
         for one, (is_open, has_run) in zip(all_of, before, strict=True):
             one.is_open, one._has_run = is_open, has_run
+        for audit, was_on in zip(audits, were_on, strict=True):
+            audit.is_on = was_on
 
 
 def _is_lightning(module: nn.Module) -> bool:
