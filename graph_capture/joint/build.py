@@ -37,7 +37,7 @@ from remat.graph_capture.joint.eager_memory import (
     with_checkpoints,
     written_over,
 )
-from remat.graph_capture.joint.in_place import BEGUN, InPlace, writes_in_place
+from remat.graph_capture.in_place.sums import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
     drawn_on,
