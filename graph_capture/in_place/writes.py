@@ -96,7 +96,7 @@ def as_written(node: fx.Node) -> fx.Node:
 
 def only_write(tensor: fx.Node, in_place: InPlaceOf) -> Write | None:
     """The write to `tensor`, if that is all that reads it."""
-    readers, views = readers_of(tensor)
+    readers, views = reads_of(tensor)
     writers = [node for node in readers if in_place(node) is not None]
     if len(writers) != 1:
         return None
@@ -117,7 +117,7 @@ def only_write(tensor: fx.Node, in_place: InPlaceOf) -> Write | None:
     return write if is_only else None
 
 
-def readers_of(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+def reads_of(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
     """What reads `tensor` or a view of it; and these views, itself among them."""
     views, readers = {tensor}, dict[fx.Node, None]()
     waiting = [tensor]
