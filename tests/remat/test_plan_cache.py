@@ -235,7 +235,9 @@ def gan_trained(planned: bool) -> list[Tensor]:
     """Losses and parameters after a few steps with a discriminator that is frozen in between."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 16))]
-    parts += [nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))]
+    parts += [
+        nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
+    ]
     if planned:
         parts = [remat.plan_cache(part, budget="100%", time_limit_s=2) for part in parts]
     made, told = parts
